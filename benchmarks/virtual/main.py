@@ -1,14 +1,25 @@
-"""How fast the virtual world is: operations a second, rings on meta tensors, and 256 workers that really train.
+"""How fast the virtual world is: operations a second, rings on meta tensors, workers that really train, and prices.
 
-python benchmarks/virtual/main.py [--workers 256] [--steps 200]
+python benchmarks/virtual/main.py [messages rings exact batched many priced] [--workers 256] [--steps 200]
+
+Seconds are those of a core (`time.process_time`): a machine that others use gives them to this program later.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
+import subprocess
+import sys
 import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.cluster import Cluster, Link
@@ -34,56 +45,139 @@ def messages(num_messages: int = 20_000) -> None:
                 await port.recv(ball, 0)
                 await port.send(ball, 0)
 
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     pt.VirtualWorld(Cluster(network=LINK), 2).run(program)
-    seconds = time.perf_counter() - begin_s
+    seconds = time.process_time() - begin_s
     print(
         f"| ping-pong, {num_messages:,} messages | {seconds:.2f} s | {1e6 * seconds / num_messages:.1f} µs a message |"
     )
 
 
 def rings() -> None:
-    """The closed form for 1,024 ranks, and the simulation that it is held to for 64."""
-    begin_s = time.perf_counter()
+    """The closed form for 1,024 ranks, and the simulations that it is held to."""
+    begin_s = time.process_time()
     price = ring_price(1024, 4.0 * NUM_VALUES, LINK.latency_s, LINK.bytes_per_s)
-    seconds = time.perf_counter() - begin_s
+    seconds = time.process_time() - begin_s
     print(f"| ring, 1,024 ranks, 4 GB, closed form | {seconds:.6f} s | {price.seconds:.6f} virtual s |")
 
     async def program(port: Port) -> None:
         await ring(port, torch.empty(NUM_VALUES, device="meta"))
 
-    begin_s = time.perf_counter()
-    simulated_s = pt.VirtualWorld(Cluster(network=LINK), 64).run(program).seconds
-    seconds = time.perf_counter() - begin_s
-    price = ring_price(64, 4.0 * NUM_VALUES, LINK.latency_s, LINK.bytes_per_s)
-    error = abs(simulated_s / price.seconds - 1)
-    told = f"{simulated_s:.6f} virtual s, closed form {error:.1e} away"
-    print(f"| ring, 64 ranks, 4 GB, every message | {seconds:.2f} s | {told} |")
+    for num_ranks, how, at_once in ((64, "every message", False), (64, "whole", True), (1024, "whole", True)):
+        begin_s = time.process_time()
+        simulated_s = pt.VirtualWorld(Cluster(network=LINK), num_ranks, whole_sums=at_once).run(program).seconds
+        seconds = time.process_time() - begin_s
+        price = ring_price(num_ranks, 4.0 * NUM_VALUES, LINK.latency_s, LINK.bytes_per_s)
+        error = abs(simulated_s / price.seconds - 1)
+        told = f"{simulated_s:.6f} virtual s, closed form {error:.1e} away"
+        print(f"| ring, {num_ranks:,} ranks, 4 GB, {how} | {seconds:.2f} s | {told} |")
 
 
-def training(workers: int, steps: int) -> None:
+def training(workers: int, steps: int, *, batched: bool) -> None:
     """Real gradients for every virtual worker."""
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     result = pt.simulate(
-        find("digits"), pt.strategies.sync_sgd(), workers, pt.cluster.ethernet(), steps=steps, batch_size=4, epochs=1000
+        find("digits"),
+        pt.strategies.sync_sgd(),
+        workers,
+        pt.cluster.ethernet(),
+        steps=steps,
+        batch_size=4,
+        epochs=1000,
+        batched=batched,
     )
-    seconds = time.perf_counter() - begin_s
+    seconds = time.process_time() - begin_s
+    how = "batched" if batched else "exact"
     print(
-        f"| digits, {workers} workers, {result.steps} steps | {seconds:.1f} s | accuracy {result.accuracy:.1%}, "
+        f"| digits, {workers} workers, {result.steps} steps, {how} | {seconds:.1f} s | accuracy {result.accuracy:.1%}, "
         f"{1e6 * seconds / (workers * result.steps):.0f} µs a worker and step |"
     )
+
+
+def many(workers: int = 1000, steps: int = 100) -> None:
+    """Samples a second of many workers, without setting them up: from two lengths of a run."""
+    job = find("digits")
+    num_samples = workers * job.batch_size  # an epoch is a step, or every other one would be of what is left
+
+    def data(folder: Path | None) -> pt.Data:
+        train: Any = job.data(folder).train
+        again = torch.arange(num_samples) % len(train)
+        return pt.Data(TensorDataset(*(tensor[again] for tensor in train.tensors)))
+
+    seconds, samples = [], []
+    for length in (1, 1, 1 + steps):  # the first one makes what all share
+        begin_s = time.process_time()
+        result = pt.simulate(
+            replace(job, data=data), pt.strategies.sync_sgd(), workers, steps=length, epochs=1000, batched=True
+        )
+        seconds.append(time.process_time() - begin_s)
+        samples.append(result.samples)
+    rate = (samples[2] - samples[1]) / (seconds[2] - seconds[1])
+    print(
+        f"| digits, {workers:,} workers with {job.batch_size} samples each, batched "
+        f"| {seconds[2]:.1f} s for {1 + steps} steps, {seconds[0]:.1f} s for one | {rate:,.0f} samples/s |"
+    )
+
+
+_LONGEST_S, _MOST_BYTES = 60, 6 << 30
+"""Of one price."""
+
+
+def priced(workers: int, strategies: list[str]) -> None:
+    """Two steps of each strategy without values, each in a process of its own, whose memory is measured."""
+    for strategy in strategies:
+        asked = [sys.executable, __file__, "one", "--workers", str(workers), "--strategy", strategy]
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+            said = done.stdout.strip() if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2][:200]
+        except subprocess.TimeoutExpired:
+            said = f"more than {_LONGEST_S} s"
+        print(f"| {strategy}, {workers:,} workers, 2 steps | {said} |", flush=True)
+
+
+def one(workers: int, strategy: str) -> None:
+    """What `priced` starts."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    made, job = pt.parse_strategy(strategy), find("digits")
+    pt.simulate(job, pt.strategies.sync_sgd(), 2, meta=True, steps=1)  # what is loaded once
+    begin_s = time.process_time()
+    cluster = None if made.one_copy is not None else pt.cluster.ethernet()
+    result = pt.simulate(job, made, workers, cluster, meta=True, steps=2)
+    seconds = time.process_time() - begin_s
+    with open(f"/proc/{os.getpid()}/status", encoding="ascii") as status:
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    print(f"{seconds:.1f} s, {peak / 1e6:.2f} GB | {result.seconds:.6f} virtual s")
+
+
+PRICED = [
+    *("sync_sgd", "sync_sgd(route=ring)", "sync_sgd(route=tree)", "sync_sgd(route=star)", "local_sgd", "diloco"),
+    *("parameter_averaging", "post_local_sgd", "slowmo", "delayed_sgd", "shared_memory", "hogwild", "adasum"),
+    *("robust_sgd", "bf16_sgd", "dgc", "int8_sgd", "one_bit_sgd", "power_sgd", "qsgd", "sign_sgd", "terngrad"),
+    *("threshold_sgd", "top_k_sgd", "gossip", "stochastic_gradient_push", "async_sgd", "downpour", "easgd", "ssp"),
+    *("softsync", "backup_workers", "dc_asgd", "staleness_aware"),
+]
 
 
 def main() -> None:
     """Measure and print the rows of a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=256)
+    parser.add_argument("rows", nargs="*", default=["messages", "rings", "exact", "batched", "many"])
+    parser.add_argument("--workers", type=int)
     parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args()
+    parser.add_argument("--strategy", action="append")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    messages()
-    rings()
-    training(arguments.workers, arguments.steps)
+    measure = {
+        "messages": messages,
+        "rings": rings,
+        "exact": partial(training, given.workers or 256, given.steps, batched=False),
+        "batched": partial(training, given.workers or 256, given.steps, batched=True),
+        "many": partial(many, given.workers or 1000),
+        "priced": partial(priced, given.workers or 10_000, given.strategy or PRICED),
+        "one": lambda: one(given.workers, given.strategy[0]),
+    }
+    for row in given.rows:
+        measure[row]()
 
 
 if __name__ == "__main__":

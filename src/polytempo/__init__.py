@@ -44,10 +44,13 @@ if TYPE_CHECKING:
     from polytempo.engines.launch import launch
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
+    from polytempo.partition.branches import threads
     from polytempo.runs.elastic.elastic_loop import elastic
     from polytempo.runs.elastic.run_elastic import WorkersLost
     from polytempo.runs.own_loop.attach import attach
     from polytempo.runs.run import compare, run
+    from polytempo.runs.run_lbfgs import lbfgs
+    from polytempo.runs.scheduled.run_schedule import schedule
     from polytempo.runs.simulate import simulate
     from polytempo.server.coordinator.lost_shard import ShardLost
     from polytempo.spec.catalogue import parse_strategy
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from polytempo.spec.options import RunOptions
     from polytempo.spec.result import Result
     from polytempo.training.attached import no_sync
+    from polytempo.training.checkpoint_model import checkpoint_model
     from polytempo.training.handle import Handle
     from polytempo.training.hybrid import hybrid
     from polytempo.training.layer_plan import plan_layers
@@ -107,14 +111,18 @@ _HOMES = {
     "polytempo.engines.launch": ("launch",),
     "polytempo.runs.elastic.elastic_loop": ("elastic",),
     "polytempo.runs.run": ("compare", "run"),
+    "polytempo.runs.run_lbfgs": ("lbfgs",),
     "polytempo.runs.elastic.run_elastic": ("WorkersLost",),
+    "polytempo.runs.scheduled.run_schedule": ("schedule",),
     "polytempo.runs.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
+    "polytempo.partition.branches": ("threads",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
     "polytempo.training.attached": ("no_sync",),
+    "polytempo.training.checkpoint_model": ("checkpoint_model",),
     "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
     "polytempo.training.pipeline.pipeline": ("Pipeline", "pipeline"),
@@ -162,6 +170,7 @@ __all__ = [
     "WorkersLost",
     "aggregation",
     "attach",
+    "checkpoint_model",
     "cluster",
     "collectives",
     "comm_hook",
@@ -177,6 +186,7 @@ __all__ = [
     "jobs",
     "large_batch",
     "launch",
+    "lbfgs",
     "no_sync",
     "of_batch",
     "parse_strategy",
@@ -184,12 +194,14 @@ __all__ = [
     "pipeline",
     "plan_layers",
     "run",
+    "schedule",
     "shard",
     "shared_empty",
     "simulate",
     "split",
     "strategies",
     "synchronization",
+    "threads",
     "worlds",
 ]
 

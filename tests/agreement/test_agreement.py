@@ -45,13 +45,14 @@ def test_every_strategy_is_here() -> None:
     """But those that write to one copy of the weights: the processes' own pace decides what they reach.
 
     Those with a parameter server have processes of their own: below. Those that cut the model: tests/laws.
-    Those with groups: process/test_codistillation.
+    Those with groups: process/test_codistillation. Those with layers in parts: process/test_parted_runs.
     """
     one_copy = {row.name for row in ROWS if row.make().one_copy is not None}
     served = {row.name for row in [*SERVED, *HELPED] if row.make().server is not None}
     staged = {name for name in strategies.__all__ if getattr(strategies, name)().schedule is not None}
-    grouped = {row.name for row in GROUPED}
-    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - one_copy - served - staged - grouped
+    parted = {name for name in strategies.__all__ if getattr(strategies, name)().parted is not None}
+    elsewhere = one_copy | served | staged | parted | {row.name for row in GROUPED}
+    assert {row.name for row in OWN_ROUTES} == set(strategies.__all__) - elsewhere
 
 
 @pytest.mark.parametrize("row", OWN_ROUTES, ids=label)

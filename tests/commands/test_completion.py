@@ -44,7 +44,7 @@ def completed(words: str) -> str:
 def test_bash_completes_commands_options_jobs_and_strategies(tmp_path: Path) -> None:
     source = 'eval "$(polytempo --show-completion bash)"; '
     assert bash(tmp_path, source + completed("polytempo tra")).split() == ["train"]
-    assert bash(tmp_path, source + completed("polytempo train --batch")).split() == ["--batch-size"]
+    assert bash(tmp_path, source + completed("polytempo train --batch-s")).split() == ["--batch-size"]
     assert bash(tmp_path, source + completed("polytempo train mnist_")).split() == ["mnist_cnn"]
     assert bash(tmp_path, source + completed("polytempo train digits --strategy down")).split() == ["downpour"]
     assert bash(tmp_path, source + completed("polytempo simulate digits --cluster eth")).split() == ["ethernet"]

@@ -184,6 +184,11 @@ STAGED = [
 `test_pipeline_laws`."""
 
 
+PARTED = [Row("split", s.split), Row("hybrid", s.hybrid)]
+"""Those that have layers in parts on several workers (`strategy.parted`): their laws are in
+`virtual/test_parted_jobs`."""
+
+
 GROUPED = [Row("codistillation", s.codistillation)]
 """Those that train several models, by groups of workers: their laws are in `virtual/test_codistillation`."""
 

@@ -50,6 +50,7 @@ REFUSED = {
         "cuts the model into stages",
     ),
     **dict.fromkeys(["pipelined_backprop", "synthetic_gradients", "zero_bubble"], "cuts the model into stages"),
+    **dict.fromkeys(["split", "hybrid"], "has parts of layers on each rank"),
     "codistillation": "has groups of equal size",
     "delayed_sgd": "has exchanges under way when a step ends",
     "stochastic_gradient_push": "keeps a sum over all ranks",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laws.catalogue import GROUPED, HELPED, ROUTES, ROWS, SERVED, STAGED, Row, label
+from laws.catalogue import GROUPED, HELPED, PARTED, ROUTES, ROWS, SERVED, STAGED, Row, label
 from laws.definitions import delayed, diloco, signum, slowmo
 from laws.harness import HOST, OPTIMIZERS, Rank, Setting, plain_torch, run
 from polytempo import strategies
@@ -51,11 +51,12 @@ ALONE["slowmo"] = slowmo_by_name
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED, *GROUPED]} == set(strategies.__all__)
+    assert {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED, *PARTED, *GROUPED]} == set(strategies.__all__)
     assert {row.make().server is None for row in ROWS} == {True}
     assert {row.make().server is None for row in [*SERVED, *HELPED]} == {False}
     assert {row.make().schedule is None for row in ROWS} == {True}
     assert {row.make().schedule is None for row in STAGED} == {False}
+    assert {row.make().parted is None for row in PARTED} == {False}
     assert {row.make().groups > 1 for row in GROUPED} == {True}
 
 

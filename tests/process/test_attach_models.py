@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.aggregation import krum
 from polytempo.core import Strategy
 from polytempo.engines.worker import Result
-from polytempo.training.bucket import buckets
+from polytempo.training.bucketing import buckets
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 
@@ -55,9 +55,10 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
 def test_every_strategy_is_here() -> None:
     served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
     staged = {name for name in s.__all__ if getattr(s, name)().schedule is not None}  # pt.pipeline takes them
+    parted = {name for name in s.__all__ if getattr(s, name)().parted is not None}  # pt.split, pt.hybrid
     hogwild = {"hogwild"}  # where no worker waits nothing repeats
     grouped = {name for name in s.__all__ if getattr(s, name)().groups > 1}  # for jobs alone
-    assert set(STRATEGIES) | served | staged | grouped | hogwild == set(s.__all__)
+    assert set(STRATEGIES) | served | staged | parted | grouped | hogwild == set(s.__all__)
 
 
 def test_many_buckets_equal_one_bucket_bitwise() -> None:

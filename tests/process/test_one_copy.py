@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import polytempo as pt
 from polytempo.engines.worker import Result
+from polytempo.large_batch import LAMB, LARS
 from polytempo.native.library import OFF_VARIABLE, _opened
 from polytempo.training.handle import Handle
 from polytempo.worlds import ProcessWorld
@@ -32,6 +33,8 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda p: Adam(p, lr=0.005, weight_decay=0.01),
     "adamw": lambda p: AdamW(p, lr=0.005),
     "adagrad": lambda p: Adagrad(p, lr=0.05, lr_decay=0.001, initial_accumulator_value=0.1),
+    "lars": lambda p: LARS(p, lr=0.05, momentum=0.9, weight_decay=0.01, trust=0.5),
+    "lars without momentum": lambda p: LARS(p, lr=0.05, momentum=0.0, weight_decay=0.01, trust=0.5, adapts=True),
 }
 CLOSE = 1e-5
 
@@ -311,6 +314,8 @@ class Odd(SGD):
 REFUSED: list[tuple[Make, str]] = [
     (lambda p: Odd(p, lr=0.1), r"this optimizer is Odd; use sync_sgd\(\)"),
     (lambda p: Adam(p, amsgrad=True), r"does not know Adam\(amsgrad=True\); use sync_sgd\(\)"),
+    (lambda p: LAMB(p), r"SGD, Adam, AdamW, Adagrad and LARS, and this optimizer is LAMB; use sync_sgd\(\)"),
+    (lambda p: LARS(p, 0.1, corrects_momentum=True), r"does not know LARS\(corrects_momentum=True\)"),
     (lambda p: torch.optim.RMSprop(p), r"this optimizer is RMSprop; use sync_sgd\(\)"),
 ]
 

@@ -164,47 +164,6 @@ def stepping(optimizer: Optimizer) -> Callable[[], Any]:
     return update
 
 
-def test_estimators_of_a_stage_s_replicas_stay_equal_and_learn_by_the_mean() -> None:
-    """Four ranks as data=2 x stage=2 on different batches; another one's estimators alone would be others."""
-
-    def work(world: ProcessWorld) -> Any:
-        pipe = pt.pipeline(perceptron(), sgd, mse, schedules.synthetic_gradients(2, lr=0.01), sample=SAMPLE)
-        for x, y in batches(4, seed=1 + pipe.ports.data.rank):
-            pipe.step(x, y)
-        tensors = pipe.training_state()["stage"]["tensors"]
-        pipe.finish()
-        return plain({name: t for name, t in tensors.items() if name.startswith("estimators/module/")})
-
-    first, last, other_first, other_last = together(4, work)
-    assert first == other_first
-    assert len(first) == 2
-    assert all(any(map(any, value)) if isinstance(value[0], list) else any(value) for value in first.values())
-    assert last == other_last == {}
-
-
-def test_replicas_of_two_stages_average_their_gradients() -> None:
-    """Four ranks as data=2 x stage=2, clipped by the whole model's norm: one process on both replicas' batches."""
-
-    def work(world: ProcessWorld) -> Any:
-        pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 2), sample=SAMPLE, max_norm=0.02)
-        replica = pipe.ports.data.rank
-        for x, y in batches(4):
-            pipe.step(x.chunk(2)[replica], y.chunk(2)[replica])
-        return plain(pipe.state_dict())
-
-    model = perceptron()
-    optimizer = sgd(model.parameters())
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), 0.02) > 0.02
-        optimizer.step()
-    states = together(4, work)
-    assert states[0] == states[1] == states[2] == states[3]
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(torch.tensor(states[0][name], dtype=torch.float64), parameter, rtol=0, atol=1e-12)
-
-
 class Residual(nn.Module):
     """A convolution with batch norm, a skip over the layers between, and an output."""
 
@@ -307,15 +266,17 @@ def test_what_cannot_be_is_refused() -> None:
                 for s in ("ddg", "shared_memory", "sync_sgd(route=invariant)", "async_sgd")
             ),
             refused(lambda: pt.pipeline(perceptron(2), sgd, mse, schedules.interleaved(2, 2, parts=4), sample=SAMPLE)),
+            refused(lambda: whole.watch("restore")),
         ]
 
-    for ranks, tied, lengths, *inner, served, layers in together(2, work):
+    for ranks, tied, lengths, *inner, served, layers, restore in together(2, work):
         assert all("works by another way" in text for text in inner), inner
         assert "async_sgd(shards=1, replicas=0, rate=None) has parameter servers, which pt.pipeline does not" in served
         assert "2 ranks cannot be replicas of 3 stages each; start 3" in ranks
         assert "embed.weight is shared by stages (0, 1), and with ddg" in tied
         assert "got the lengths [2, 3]" in lengths
         assert "8" in layers
+        assert 'give on_drift="stop" or "ignore"' in restore
 
 
 def test_a_mistake_in_a_batch_names_stage_layer_and_sizes_on_all_ranks() -> None:

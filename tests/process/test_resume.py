@@ -113,10 +113,11 @@ def fitted(strategy: Strategy, **options: Any) -> list[Any]:
 def test_every_strategy_is_here() -> None:
     served = {name for name in s.__all__ if getattr(s, name)().server is not None}  # they have tests of their own
     staged = {name for name in s.__all__ if getattr(s, name)().schedule is not None}  # so have they
+    parted = {name for name in s.__all__ if getattr(s, name)().parted is not None}  # and these: `test_parted_runs`
     grouped = {name for name in s.__all__ if getattr(s, name)().groups > 1}  # and they: `test_codistillation`
     compressed = {str(strategy).partition("(")[0] for strategy in COMPRESSED}
     hogwild = {"hogwild"}  # where no worker waits nothing repeats
-    assert set(STRATEGIES) | compressed | served | staged | grouped | hogwild == set(s.__all__)
+    assert set(STRATEGIES) | compressed | served | staged | parted | grouped | hogwild == set(s.__all__)
 
 
 @pytest.mark.parametrize("strategy", [one for several in STRATEGIES.values() for one in several], ids=str)

@@ -6,7 +6,6 @@ that does harm; `faults.py` beside it does a hundred times as much of it.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -27,6 +26,7 @@ from polytempo.runs.served.served_run import ServedRun
 from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.lost_shard import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
+from process.harmed_runs import harm
 
 pytestmark = pytest.mark.process
 
@@ -35,17 +35,6 @@ QUICK = {"beat_s": 0.1, "lost_s": 0.8, "worker_lost_s": 0.8}
 """Instead of seconds: how soon a process that is silent is given up."""
 
 
-def _loaded() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "parameter_server" / "harm.py"
-    spec = importlib.util.spec_from_file_location("harm", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harm = _loaded()
 Fault, Watching = harm.Fault, harm.Watching
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from process.harmed_runs import harm
 from staged_job import plain
 
 pytestmark = pytest.mark.process
@@ -37,29 +37,21 @@ SEED = random.SystemRandom().randrange(1_000_000)
 STEPS = 12
 
 
-def _loaded() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "parameter_server" / "harm.py"
-    spec = importlib.util.spec_from_file_location("harm", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harm = _loaded()
-
-
-def in_step(stages: int) -> Strategy:
+def in_step(schedule: schedules.Schedule) -> Strategy:
     """The mean of all replicas' gradients, at the server: the same bits in every run."""
     inner = served("hardsync", Service(hardsync(), shards=2, deals="evenly"))
-    return over_stages("stages in step", schedules.one_f_one_b(stages, 3), inner)
+    return over_stages("stages in step", schedule, inner)
 
 
 @pytest.mark.parametrize(
     ("strategy", "workers"),
-    [(pt.strategies.gpipe(2, 2, inner=pt.strategies.async_sgd(shards=2)), 2), (in_step(2), 4)],
-    ids=["one replica", "two replicas"],
+    [
+        (pt.strategies.gpipe(2, 2, inner=pt.strategies.async_sgd(shards=2)), 2),
+        (in_step(schedules.one_f_one_b(2, 3)), 4),
+        (pt.strategies.ddg(2, lockstep=True, inner=pt.strategies.async_sgd(shards=2)), 2),
+        (in_step(schedules.pipedream_2bw(2, 3)), 4),
+    ],
+    ids=["one replica", "two replicas", "one late replica", "two late replicas"],
 )
 def test_both_worlds_end_with_the_same_bits(strategy: Strategy, workers: int) -> None:
     found = pt.run(plain(), strategy, workers, steps=STEPS, threads=1)
@@ -98,7 +90,9 @@ def counting(tickets: int) -> pt.Job:
     return replace(harm.counting(tickets), model=lambda: nn.Sequential(First(tickets), Second(tickets)))
 
 
-def told(launch: Callable[[ServedRun, ProcessSupervisor], Any], job: pt.Job, **options: Any) -> Any:
+def told(
+    launch: Callable[[ServedRun, ProcessSupervisor], Any], job: pt.Job, schedule: schedules.Schedule, **options: Any
+) -> Any:
     """As `harm.told`, with two replicas of two stages."""
     launchers = []
 
@@ -106,22 +100,24 @@ def told(launch: Callable[[ServedRun, ProcessSupervisor], Any], job: pt.Job, **o
         launchers.append(launch(run, supervisor))
         return launchers[-1]
 
-    inner = pt.strategies.async_sgd(replicas=1, rate=1.0)
-    strategy = pt.strategies.gpipe(2, 1, inner=inner)
+    strategy = over_stages(str(schedule), schedule, pt.strategies.async_sgd(replicas=1, rate=1.0))
     with harm.private_folder() as folder, patch.object(run_served, "Launcher", launched):
         result = pt.run(job, strategy, 4, epochs=1, threads=1, **options)
         left = harm.left_behind(folder, launchers[0].processes)
     return harm.Story(result, launchers[0], harm.wrong_with(result, launchers[0]) + left)
 
 
-def test_every_stage_and_copy_may_be_killed_and_each_ticket_counts_once_at_each_stage() -> None:
+@pytest.mark.parametrize("schedule", [schedules.gpipe(2, 1), schedules.ddg(2)], ids=str)
+def test_every_stage_and_copy_may_be_killed_and_each_ticket_counts_once_at_each_stage(
+    schedule: schedules.Schedule,
+) -> None:
     print(f"seed {SEED}")
     plan = random.Random(SEED)
     victims = [("worker", worker) for worker in range(4)] + [("head", 0), ("tail", 1)]
     plan.shuffle(victims)
     points = sorted(plan.randrange(200) for _ in victims)
     faults = [harm.Fault(point, *victim) for point, victim in zip(points, victims, strict=True)]
-    story = told(lambda run, supervisor: harm.Watching(run, supervisor, faults, SEED), counting(600))
+    story = told(lambda run, supervisor: harm.Watching(run, supervisor, faults, SEED), counting(600), schedule)
     assert story.wrong == []
     assert sorted(each.fault[1:3] for each in story.launcher.recoveries) == sorted(victims)
     said = [(event["who"].partition(".")[0], event["then"]) for event in story.result.server["events"]]
@@ -140,15 +136,25 @@ class Last(harm.Watching):  # type: ignore[misc, name-defined]
 
 
 def test_a_stage_that_is_killed_with_the_order_to_finish_ends_its_replica() -> None:
-    story = told(lambda run, supervisor: Last(run, supervisor, (), SEED), counting(40))
+    story = told(lambda run, supervisor: Last(run, supervisor, (), SEED), counting(40), schedules.gpipe(2, 1))
     assert story.wrong == []
     assert [event["then"] for event in story.result.server["events"]] == ["not started again: all batches were done"]
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
     """The snapshot has the whole model, shard by shard, in the stages' order."""
-    strategy = in_step(2)
+    strategy = in_step(schedules.one_f_one_b(2, 3))
     expected = pt.run(plain(), strategy, 4, steps=STEPS, threads=1)
     pt.run(plain(), strategy, 4, steps=6, threads=1, out=tmp_path)
     resumed = pt.run(plain(), strategy, 4, steps=STEPS, threads=1, out=tmp_path, resume=True)
     assert (resumed.parameters_sha256, resumed.loss) == (expected.parameters_sha256, expected.loss)
+
+
+def test_a_late_run_goes_on_from_its_checkpoint_and_uses_each_batch_once(tmp_path: Path) -> None:
+    """What was under way has made its updates when the first part ends."""
+    strategy = pt.strategies.pipelined_backprop(2, inner=pt.strategies.async_sgd())
+    pt.run(plain(), strategy, 2, steps=5, threads=1, out=tmp_path)
+    resumed = pt.run(plain(), strategy, 2, steps=STEPS, threads=1, out=tmp_path, resume=True)
+    assert resumed.server["updates"] == STEPS
+    assert resumed.ledger
+    assert all((epoch["once"], epoch["samples"]) == (68, 68) for epoch in resumed.ledger)

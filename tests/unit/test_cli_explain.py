@@ -83,7 +83,7 @@ def test_what_is_sent(capsys: pytest.CaptureFixture[str], strategy: str, lines: 
 def test_every_strategy_can_be_explained(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Alone, too: then nothing is sent but to a parameter server, and between groups."""
     strategy = getattr(strategies, name)()
-    least = strategy.stages * strategy.groups
+    least = strategy.holders * strategy.groups
     assert "38.4 kB" in said(capsys, name, "--workers", str(3 * least))
     alone = said(capsys, name, "--workers", str(least))
     assert "nothing is sent" in alone or "a parameter server" in alone or strategy.groups > 1

@@ -42,7 +42,18 @@ def test_help_names_every_command() -> None:
     """And each command's help its options."""
     main = polytempo("--help")
     assert main.returncode == 0
-    for command in ("train", "compare", "simulate", "doctor", "strategies", "explain", "cut", "plan"):
+    for command in (
+        "train",
+        "compare",
+        "simulate",
+        "doctor",
+        "strategies",
+        "explain",
+        "cut",
+        "plan",
+        "schedule",
+        "tune",
+    ):
         assert f"\n  {command} " in main.stdout
     train = polytempo("train", "--help").stdout
     for option in ("strategy", "workers", "data", "epochs", "until", "steps", "batch-size", "lr", "seed", "threads"):
@@ -135,10 +146,16 @@ def test_wrong_values(
         "cut dogits",
         "cut digits --stages 0",
         "cut digits --by trafic",
+        "schedule laso",
+        "schedule lasso --data scenes",
+        "schedule lda --sweeps 0",
         "plan layers dogits",
         "plan layers digits --link fast",
         "plan layers digits --reduction rings",
         "plan layers digits --batch-size 2 --global-batch-size 8",
+        "plan split digits --parts 1",
+        "tune batch dogits",
+        "tune batch digits --extra 0",
     ],
 )
 def test_a_rejected_argument_is_answered_without_torch(tmp_path: Path, arguments: str) -> None:

@@ -85,3 +85,42 @@ def test_figures_as_json(alexnet: str, capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_mistakes(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in asked(capsys, "digits", *arguments.split(), code=2)[1]
+
+
+def split(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What `plan split` prints."""
+    with pytest.raises(SystemExit) as end:
+        app(["plan", "split", *arguments])
+    out = capsys.readouterr()
+    assert end.value.code == code, out.err
+    return out.out, out.err
+
+
+def test_ways_that_send_the_fewest_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The digits' layers are a pair: 2 · 32 · 10 numbers forward; the model's own input needs no gradient."""
+    out, err = split(capsys, "digits", "--link", "1gbit", "--latency-us", "0", "--gflops", "100")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1] == ["0", "linear", "32.8", "kB", "column", "0", "B", "0", "B", "0", "ms", "0.00786", "ms"]
+    assert lines[2][:8] == ["2", "linear", "5.12", "kB", "row", "2.56", "kB", "0"]
+    assert out.splitlines()[-1] == "--strategy \"split('0: column, 2: row', parts=2)\""
+    assert "note: on this link the split makes a step slower: exchanges take 0.0102 ms, and each worker" in err
+    assert "most of it is layer 2, 0.0102 ms against 0.00123 ms. It still divides the memory by 2" in err
+    told = json.loads(split(capsys, "digits", "--link", "100gbit", "--latency-us", "0", "--json")[0])
+    assert told["rules"] == {"0": "column", "2": "row"}
+    assert [each["forward_bytes"] for each in told["layers"]] == [0, 2 * 32 * 10 * 4]
+    assert told["layers"][1]["seconds"] == pytest.approx(32 * 10 * 4 / 12.5e9)
+    assert told["layers"][0]["saved_s"] == pytest.approx(0.5 * 6 * 64 * 128 * 32 / 10e9)
+    assert split(capsys, "digits", "--link", "100gbit", "--latency-us", "0")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--parts 1", "--parts 1: must be at least 2, or there is nothing to split"),
+        ("--gflops 0", "--gflops 0: must be above 0"),
+        ("--batch-size 0", "--batch-size 0: must be at least 1"),
+        ("--link fast", "--link fast: write a speed like"),
+    ],
+)
+def test_mistakes_of_a_split(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in split(capsys, "digits", *arguments.split(), code=2)[1]

@@ -65,8 +65,8 @@ GOOD = to_toml(cluster_of(MEASURED))
     ("text", "match"),
     [
         ("a = ", "is no TOML"),
-        ("a = 1", 'must begin with format = "polytempo-cluster" and version = 1'),
-        (GOOD.replace("version = 1", "version = 2"), "must begin with"),
+        ("a = 1", 'must begin with format = "polytempo-cluster" and version = 2'),
+        (GOOD.replace("version = 2", "version = 3"), "must begin with"),
         (GOOD.replace("[memory]", "[memories]"), r"there is no table \[memory\]"),
         (GOOD.replace("workers = 2", "workers = 0"), "host.workers = 0 must be a whole number above 0"),
         (GOOD.replace("workers = 2", "workers = true"), "host.workers = True must be"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from polytempo.report import plots
+from polytempo.report import parts, plots
 from polytempo.report.forecast import Forecast
 from polytempo.report.names import labels, short_labels
 from polytempo.report.page import page, write_report
@@ -665,3 +665,24 @@ def test_the_time_that_is_left(reports: list[tuple[float, float]], left_s: float
     forecast = Forecast()
     forecast.begin(0.0)
     assert [forecast.left_s(done, now_s) for now_s, done in reports][-1] == left_s
+
+
+def test_layers_in_parts() -> None:
+    """Who holds which share of which layer, and what is sent for it; a layer without parts is whole on all."""
+    split = {"kind": "ColumnLinear", "parameters": 70, "sizes": [4, 3], "dim": 0}
+    layers = [
+        {"layer": "up", **split, "forward_bytes": 0.0, "backward_bytes": 2_000_000.0},
+        {"layer": "norm", "kind": "LayerNorm", "parameters": 12, "sizes": [], "dim": None}
+        | {"forward_bytes": 0.0, "backward_bytes": 0.0},
+    ]
+    run = record("split(rules='up: column', parts=2)", layers=layers)
+    first, second, whole, forward, backward = parts.picture(run).data
+    assert (first["base"], first["x"], first["y"]) == ([0.0], [4 / 7], [0])
+    assert (second["base"], second["x"], second["y"]) == ([4 / 7], [3 / 7], [0])
+    assert (whole["x"], whole["y"]) == ([1.0], [1])
+    assert (forward["x"], backward["x"], backward["xaxis"]) == ([0.0, 0.0], [2.0, 0.0], "x2")
+    assert list(parts.colors(run)) == ["part 0", "part 1", "whole on each", "sent forward", "sent backward"]
+    written = page([run], title="split")
+    assert "<h2>Layers in parts</h2>" in written
+    assert "<td>4 + 3</td><td>0 B</td><td>2 MB</td>" in written
+    assert "Layers in parts" not in page([record()], title="plain")

@@ -24,6 +24,7 @@ from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.replica import Replica
+from polytempo.training.step_cost import StepCost
 from polytempo.training.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
 
@@ -140,7 +141,7 @@ def trained(update: Any, num_ranks: int, num_steps: int, seed: int = 0) -> tuple
 
     async def program(port: Port) -> None:
         batches = shard(port.rank, num_ranks)
-        step = priced_step(replicas[port.rank], JOB, 100.0, updates[port.rank])
+        step = priced_step(replicas[port.rank], JOB, StepCost(100.0), updates[port.rank])
         for number in range(num_steps):
             await port.mark(number)
             await step(port, next(batches), 2)

@@ -25,6 +25,7 @@ from polytempo.training.evaluate import Evaluation
 from polytempo.training.ports import ports_of
 from polytempo.training.program import TrainingContext, TrainingSummary, train
 from polytempo.training.replica import Replica
+from polytempo.training.step_cost import StepCost
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
@@ -41,7 +42,7 @@ def context(port: Port, strategy: Strategy, options: RunOptions, observer: Virtu
     shard = DataShard(
         data.training(), rank=data_port.rank, size=data_port.size, batch_size=spec.batch_size, seed=spec.seed
     )
-    take_step = priced_step(replica, job, 100.0, Updates(strategy.one_copy))
+    take_step = priced_step(replica, job, StepCost(100.0), Updates(strategy.one_copy))
     return TrainingContext(spec, replica, shard, data, take_step, observer)
 
 

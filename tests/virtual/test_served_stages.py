@@ -156,9 +156,6 @@ def test_what_stages_with_servers_cannot_do_is_refused(more: Any, inner: Strateg
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: pt.strategies.ddg(2, inner=pt.strategies.downpour()), "come back later; use gpipe"),
-        (lambda: pt.strategies.pipedream_2bw(2, 3, inner=pt.strategies.async_sgd()), "come back later"),
-        (lambda: pt.strategies.synthetic_gradients(2, inner=pt.strategies.ssp()), "come back later"),
         (lambda: pt.strategies.gpipe(2, inner=pt.strategies.async_sgd(hierarchical=True)), "sums the gradients"),
         (lambda: pt.strategies.gpipe(2, inner=pt.strategies.flexrr()), "help each other"),
         (lambda: pt.strategies.gpipe(2, inner=pt.strategies.hogwild()), "one copy of the weights"),
@@ -171,7 +168,7 @@ def test_strategies_that_do_not_go_together_are_refused_when_they_are_made(make:
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
     many = pt.strategies.gpipe(2, 250, inner=pt.strategies.async_sgd())
-    with pytest.raises(ValueError, match="sends 250 tensors from one stage to another in a step"):
+    with pytest.raises(ValueError, match="may have 250 tensors on their way from one stage to another"):
         pt.simulate(plain(), many, 2, steps=1)
     with pytest.raises(ValueError, match=r"at most 64 shards, .* got shards=80"):
         pt.simulate(plain(), pt.strategies.gpipe(2, 2, inner=pt.strategies.async_sgd(shards=40)), 2, steps=1)

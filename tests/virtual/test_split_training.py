@@ -20,6 +20,7 @@ from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.ports import ports_of
 from polytempo.training.replica import Replica
 from polytempo.training.replicated_parameters import counted_elsewhere
+from polytempo.training.step_cost import StepCost
 from polytempo.training.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks
@@ -85,7 +86,7 @@ def trained(
         net = whole if model == 1 else await suspendable(lambda: pt.split(whole, rules, sequence=sequence, port=place))
         scored = Scored(net)
         replica = Replica(scored, optimizers()[optimizer](scored.parameters()), strategy, others.size)
-        step = priced_step(replica, job, 100.0, Updates(None))
+        step = priced_step(replica, job, StepCost(100.0), Updates(None))
         for number in range(steps):
             await port.mark(number)
             torch.manual_seed(10 * number + others.rank)

@@ -2,27 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from random import Random
+from typing import Any, NamedTuple
 
 from polytempo.core import call_name
 
-Graph = Callable[[int, int], list[list[float]]]
+Weights = Sequence[list[float]]
+"""A matrix by its rows."""
+
+Graph = Callable[[int, int], Weights]
 """`(step, num_ranks) -> W`: rank i's new value is Σⱼ W[i][j] · xⱼ."""
 
 
-def ring_graph(step: int, num_ranks: int) -> list[list[float]]:
+class Neighbours(NamedTuple):
+    """The weights of one step that are not zero."""
+
+    sources: Sequence[Mapping[int, float]]
+    """For each rank i the weights Wᵢⱼ by rank j, in the order of ranks; j = i is among them."""
+    listeners: Sequence[Sequence[int]]
+    """For each rank j the other ranks that receive from it."""
+
+
+class EqualShares(Sequence[list[float]]):
+    """The matrix in which each rank takes equal parts of some ranks. A row is made when it is asked for."""
+
+    def __init__(self, peers: Sequence[Collection[int]]) -> None:
+        self.peers = peers
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        near = self.peers[rank]
+        return [1 / len(near) if j in near else 0.0 for j in range(len(self))]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def neighbours(weights: Weights) -> Neighbours:
+    """The weights that are not zero."""
+    sources: list[dict[int, float]] = []
+    listeners: list[list[int]] = [[] for _ in range(len(weights))]
+    if isinstance(weights, EqualShares):
+        sources = [dict.fromkeys(sorted(near), 1 / len(near)) for near in weights.peers]
+    else:
+        sources = [{j: weight for j, weight in enumerate(row) if weight} for row in weights]
+    for rank, found in enumerate(sources):
+        for source in found:
+            if source != rank:
+                listeners[source].append(rank)
+    return Neighbours(sources, listeners)
+
+
+def ring_graph(step: int, num_ranks: int) -> Weights:
     """Each rank and its two neighbours, a third each (a half each for two ranks)."""
-    return _uniform([{rank, (rank - 1) % num_ranks, (rank + 1) % num_ranks} for rank in range(num_ranks)])
+    return EqualShares([{rank, (rank - 1) % num_ranks, (rank + 1) % num_ranks} for rank in range(num_ranks)])
 
 
-def complete(step: int, num_ranks: int) -> list[list[float]]:
+def complete(step: int, num_ranks: int) -> Weights:
     """Every rank with every rank: the exact mean."""
-    return _uniform([set(range(num_ranks))] * num_ranks)
+    return EqualShares([set(range(num_ranks))] * num_ranks)
 
 
-def exponential_graph(step: int, num_ranks: int) -> list[list[float]]:
+def exponential_graph(step: int, num_ranks: int) -> Weights:
     """One peer a step: at step t rank i halves with rank i + 2^(t mod ⌈log₂N⌉).
 
     Reaches the exact mean in log₂N steps where N is a power of two.
@@ -31,7 +80,7 @@ def exponential_graph(step: int, num_ranks: int) -> list[list[float]]:
     """
     rounds = max(1, (num_ranks - 1).bit_length())
     hop = 1 << (step % rounds)
-    return _uniform([{rank, (rank + hop) % num_ranks} for rank in range(num_ranks)])
+    return EqualShares([{rank, (rank + hop) % num_ranks} for rank in range(num_ranks)])
 
 
 def random_pairs(seed: int = 0) -> Graph:
@@ -40,14 +89,14 @@ def random_pairs(seed: int = 0) -> Graph:
     Source: S. Boyd et al., "Randomized gossip algorithms", 2006.
     """
 
-    def graph(step: int, num_ranks: int) -> list[list[float]]:
+    def graph(step: int, num_ranks: int) -> Weights:
         order = list(range(num_ranks))
         Random(f"{seed}/{step}").shuffle(order)
         peers = [{rank} for rank in range(num_ranks)]
         for a, b in zip(order[::2], order[1::2], strict=False):
             peers[a].add(b)
             peers[b].add(a)
-        return _uniform(peers)
+        return EqualShares(peers)
 
     graph.__name__ = call_name(random_pairs, locals())
     return graph
@@ -60,7 +109,7 @@ def random_targets(seed: int = 0) -> Graph:
     Source: D. Kempe, A. Dobra and J. Gehrke, "Gossip-based computation of aggregate information", 2003 (push-sum).
     """
 
-    def graph(step: int, num_ranks: int) -> list[list[float]]:
+    def graph(step: int, num_ranks: int) -> Weights:
         random = Random(f"{seed}/{step}")
         weights = [[0.0] * num_ranks for _ in range(num_ranks)]
         for rank in range(num_ranks):
@@ -73,14 +122,22 @@ def random_targets(seed: int = 0) -> Graph:
 
 
 @lru_cache(maxsize=16)
-def mixing_matrix(graph: Graph, step: int, num_ranks: int) -> list[list[float]]:
+def mixing_neighbours(graph: Graph, step: int, num_ranks: int) -> Neighbours:
     """The checked weights of one step. Kept for a while: the ranks of a virtual world all ask for the same."""
-    return checked(graph(step, num_ranks), num_ranks)
+    weights = graph(step, num_ranks)
+    if not isinstance(weights, EqualShares):
+        return neighbours(checked(weights, num_ranks))
+    found = neighbours(_square(weights, num_ranks))
+    columns = [0.0] * num_ranks
+    for row in found.sources:
+        for source, weight in row.items():
+            columns[source] += weight
+    return found if all(abs(column - 1) <= 1e-9 for column in columns) else neighbours(checked(weights, num_ranks))
 
 
 @lru_cache(maxsize=16)
-def pushing_matrix(graph: Graph, step: int, num_ranks: int) -> list[list[float]]:
-    """As `mixing_matrix`, for a directed graph: columns sum to 1, and each rank keeps a part of its own."""
+def pushing_matrix(graph: Graph, step: int, num_ranks: int) -> Weights:
+    """For a directed graph the checked weights: columns sum to 1, and each rank keeps a part of its own."""
     weights = _square(graph(step, num_ranks), num_ranks)
     for i, column in enumerate(zip(*weights, strict=True)):
         if not _sums_to_one(column):
@@ -90,7 +147,7 @@ def pushing_matrix(graph: Graph, step: int, num_ranks: int) -> list[list[float]]
     return weights
 
 
-def checked(weights: list[list[float]], num_ranks: int) -> list[list[float]]:
+def checked(weights: Weights, num_ranks: int) -> Weights:
     """`weights`, or a ValueError where a row or column does not sum to 1 or an entry is negative.
 
     Rows that sum to 1 keep an agreement; columns that sum to 1 keep the mean over ranks.
@@ -104,15 +161,13 @@ def checked(weights: list[list[float]], num_ranks: int) -> list[list[float]]:
     return weights
 
 
-def _square(weights: list[list[float]], num_ranks: int) -> list[list[float]]:
-    if len(weights) != num_ranks or any(len(row) != num_ranks for row in weights):
+def _square(weights: Weights, num_ranks: int) -> Weights:
+    if len(weights) != num_ranks or (
+        not isinstance(weights, EqualShares) and any(len(row) != num_ranks for row in weights)
+    ):
         raise ValueError(f"a graph for {num_ranks} ranks must give a {num_ranks}x{num_ranks} matrix")
     return weights
 
 
 def _sums_to_one(line: Sequence[float]) -> bool:
     return abs(sum(line) - 1) <= 1e-9 and min(line) >= 0
-
-
-def _uniform(peers: list[set[int]]) -> list[list[float]]:
-    return [[1 / len(near) if j in near else 0.0 for j in range(len(peers))] for near in peers]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -32,6 +32,7 @@ from polytempo.core import (
     native,
 )
 from polytempo.core.checks import check_whole
+from polytempo.core.kernel_use import KernelUse, Uses
 from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
 
@@ -149,12 +150,16 @@ class _LowRank:
         for s in work.shapes:
             if rights[s.name] is None:
                 rights[s.name] = _drawn(s, self.seed, state.step + 1, bundle.tensors[s.name])
-        first = await port.compute(lambda: work.project(state.matrices, rights), work.flops / 3)
+        first = await port.compute(
+            lambda: work.project(state.matrices, rights), work.flops / 3, uses=work.uses("project")
+        )
         first = await self.route(port, first)
-        second = await port.compute(lambda: work.answer(first), work.flops / 3)
+        second = await port.compute(lambda: work.answer(first), work.flops / 3, uses=work.uses("answer"))
         if work.shapes:
             second = await self.route(port, second)
-        matrices = await port.compute(lambda: work.settle(second, state.matrices, self.warm_start), work.flops / 3)
+        matrices = await port.compute(
+            lambda: work.settle(second, state.matrices, self.warm_start), work.flops / 3, uses=work.uses("settle")
+        )
         return work.out, LowRankState(state.step + 1, state.matrices | matrices)
 
     def cost(self, parameters: Bundle, num_ranks: int) -> Cost:
@@ -198,6 +203,11 @@ class _Step:
         self._begin = sum(shape.rows * shape.rank for shape in shapes)
         """Where the first message goes on with what travels as it is."""
         self.flops = float(sum(6 * s.rank * s.rows * s.columns for s in shapes))
+
+    def uses(self, part: Literal["project", "answer", "settle"]) -> Uses:
+        """What one of the three computations takes: bytes of the matrices, operations of their products by P or Q."""
+        num_bytes = self.dtype.itemsize * sum(s.rows * s.columns for s in self.shapes)
+        return (KernelUse(f"low_rank {part}", len(self.shapes), num_bytes, self.flops / 3),)
 
     def project(self, before: Mapping[str, Remembered], rights: Mapping[str, Tensor | None]) -> Tensor:
         """The first message: P of each matrix, then what travels as it is."""

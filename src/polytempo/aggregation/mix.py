@@ -5,12 +5,14 @@ Source: X. Lian et al., "Can decentralized algorithms outperform centralized alg
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.aggregation.graphs import Graph, mixing_matrix
+from polytempo.aggregation.graphs import Graph, Neighbours, mixing_neighbours
 from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
+from polytempo.core.addition import add_
 from polytempo.core.cost import num_bytes
 
 _IN_TURN_BYTES = 1 << 18
@@ -33,7 +35,10 @@ def mix(graph: Graph) -> Transform:
     """
 
     async def mixed_by(port: Port, bundle: Bundle, state: MixState) -> Bundle:
-        return bundle.with_flat(await weighted_sum(port, bundle.flat, mixing_matrix(graph, state.step, port.size)))
+        found = mixing_neighbours(graph, state.step, port.size)
+        return bundle.with_flat(
+            await weighted_sum(port, bundle.flat, found.sources[port.rank], found.listeners[port.rank])
+        )
 
     async def apply(port: Port, bundle: Bundle, state: MixState) -> tuple[Bundle | None, MixState]:
         after = MixState(state.step + 1)
@@ -41,36 +46,38 @@ def mix(graph: Graph) -> Transform:
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         """In the graph's first step."""
-        return Cost((Exchange("mix", sum_cost(mixing_matrix(graph, 0, num_ranks), num_bytes(parameters))),))
+        return Cost((Exchange("mix", sum_cost(mixing_neighbours(graph, 0, num_ranks), num_bytes(parameters))),))
 
     return Transform(lambda parameters: MixState(0), apply, idle_alone=True, cost=cost, beside=mixed_by)
 
 
-async def weighted_sum(port: Port, flat: Tensor, weights: list[list[float]]) -> Tensor:
-    """Σⱼ Wᵢⱼ xⱼ at rank i; `flat`, its own xᵢ, stays as it is. See `mix` for the order of messages."""
+async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], listeners: Sequence[int]) -> Tensor:
+    """Σⱼ Wᵢⱼ xⱼ at rank i of its `sources` j, with their weights, told to its `listeners`; `flat`, its own xᵢ, stays as
+    it is. See `mix` for the order of messages."""
     rank = port.rank
-    others = [(rank + distance) % port.size for distance in range(1, port.size)]
-    coming = {i: await port.start(port.recv(flat, i)) for i in others if weights[rank][i]}
+    coming = {i: await port.start(port.recv(flat, i)) for i in _behind(port, sources) if i != rank}
     sending, in_turn = [], flat.nbytes >= _IN_TURN_BYTES
-    for to in others:
-        if weights[to][rank]:
-            sending.append(await port.start(port.send(flat, to)))
-            opposite = (2 * rank - to) % port.size
-            if in_turn and opposite in coming:
-                await coming[opposite]
-                await sending[-1]
-    mixed = flat.new_zeros(flat.shape)
-    for j, weight in enumerate(weights[rank]):
-        if weight:
-            mixed.add_(flat if j == rank else await coming.pop(j), alpha=weight)
+    for to in _behind(port, listeners):
+        sending.append(await port.start(port.send(flat, to)))
+        opposite = (2 * rank - to) % port.size
+        if in_turn and opposite in coming:
+            await coming[opposite]
+            await sending[-1]
+    mixed = flat if flat.is_meta else flat.new_zeros(flat.shape)
+    for j in sorted(sources):
+        add_(mixed, flat if j == rank else await coming.pop(j), sources[j])
     for work in sending:
         await work
     return mixed
 
 
-def sum_cost(weights: list[list[float]], message_bytes: int) -> Sent:
+def _behind(port: Port, ranks: Iterable[int]) -> list[int]:
+    """In the order in which they come after this rank."""
+    return sorted(ranks, key=lambda other: (other - port.rank) % port.size)
+
+
+def sum_cost(found: Neighbours, message_bytes: int) -> Sent:
     """What all ranks send for one `weighted_sum`."""
-    ranks = range(len(weights))
-    listeners = [sum(weights[to][rank] > 0 for to in ranks if to != rank) for rank in ranks]
+    listeners = [len(each) for each in found.listeners]
     edges = sum(listeners)
     return Sent(edges, edges * message_bytes, busiest_bytes=max(listeners) * message_bytes, rounds=1 if edges else 0)

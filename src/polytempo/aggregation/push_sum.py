@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.aggregation.graphs import Graph, pushing_matrix
+from polytempo.aggregation.graphs import Graph, neighbours, pushing_matrix
 from polytempo.aggregation.mix import sum_cost, weighted_sum
 from polytempo.core import Bundle, Cost, Exchange, Port, Transform
 from polytempo.core.anchor import AnchorState
@@ -43,7 +43,7 @@ def push_sum(graph: Graph) -> Transform:
         """(P, w) before the exchange."""
         known = len(state.weights) == port.size
         weights = state.weights if known else torch.ones(port.size, dtype=torch.float64)
-        return torch.tensor(pushing_matrix(graph, state.step, port.size), dtype=torch.float64), weights
+        return torch.tensor(list(pushing_matrix(graph, state.step, port.size)), dtype=torch.float64), weights
 
     async def apply(port: Port, bundle: Bundle, state: PushSumState) -> tuple[Bundle | None, PushSumState]:
         if port.size == 1:
@@ -52,7 +52,7 @@ def push_sum(graph: Graph) -> Transform:
         known = len(state.weights) == port.size
         owed = float(weights[port.rank]) - 1  # x = w z + what has moved z since
         x = bundle.flat.add(state.last.anchor.flat, alpha=owed) if known and owed else bundle.flat
-        mixed = await weighted_sum(port, x, matrix.tolist())
+        mixed = await _mixed(port, x, matrix)
         weights = matrix @ weights
         z = mixed / float(weights[port.rank])
         return bundle.with_flat(z), PushSumState(
@@ -62,7 +62,7 @@ def push_sum(graph: Graph) -> Transform:
     async def beside(port: Port, bundle: Bundle, state: PushSumState) -> Bundle:
         matrix, weights = begin(port, state)
         shares = matrix * weights
-        return bundle.with_flat(await weighted_sum(port, bundle.flat, (shares / shares.sum(1, keepdim=True)).tolist()))
+        return bundle.with_flat(await _mixed(port, bundle.flat, shares / shares.sum(1, keepdim=True)))
 
     def init(parameters: Bundle) -> PushSumState:
         return PushSumState(0, torch.ones(0, dtype=torch.float64), AnchorState(parameters.copy(), None))
@@ -71,8 +71,15 @@ def push_sum(graph: Graph) -> Transform:
         """In the graph's first step."""
         size = num_bytes(parameters)
         return Cost(
-            (Exchange("push_sum", sum_cost(pushing_matrix(graph, 0, num_ranks), size)),),
+            (Exchange("push_sum", sum_cost(neighbours(pushing_matrix(graph, 0, num_ranks)), size)),),
             memory_bytes=size + _WEIGHT_BYTES * num_ranks,
         )
 
     return Transform(init, apply, idle_alone=True, cost=cost, beside=beside)
+
+
+async def _mixed(port: Port, flat: Tensor, weights: Tensor) -> Tensor:
+    """Σⱼ Wᵢⱼ xⱼ at rank i."""
+    sources = {j: weight for j, weight in enumerate(weights[port.rank].tolist()) if weight}
+    hearing: list[int] = weights[:, port.rank].nonzero().flatten().tolist()
+    return await weighted_sum(port, flat, sources, [rank for rank in hearing if rank != port.rank])

@@ -8,6 +8,7 @@ rounds of latency α; an uncompressed step b₀ bytes in r₀ rounds (the ring),
 c is measured: all that rank 0's side of the transform computes, encoding, decoding what arrives from the others, and
 what lies between. b and r are what the virtual world charges for the transform's own operations, so the prices are
 those of `collectives`, and the way is the one that `through` has chosen. Computing and sending do not overlap here.
+With a cluster whose kernels were measured c is what they take, and nothing is measured here.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from polytempo.bench.machine import memory_bytes, written
 from polytempo.cluster import Cluster, Link
 from polytempo.compression.packing import EXACT_BELOW
 from polytempo.core import ALONE, Bundle, Codec, Op, Port, Program, Transform, interpreted
+from polytempo.core.kernel_use import KernelUse, Uses, together
 from polytempo.core.op import Compute, T
 from polytempo.strategies import sync_sgd
 from polytempo.worlds import VirtualWorld
@@ -55,6 +57,8 @@ class CompressionPlan(NamedTuple):
     workers: int
     candidates: Sequence[Candidate]
     steps: int
+    cluster: Cluster | None = None
+    """Whose kernels are to be taken; None: this machine is measured."""
 
 
 class Costs(NamedTuple):
@@ -88,7 +92,7 @@ def compression(plan: CompressionPlan) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         gradients = [gradient_of(plan.sizes, rank) for rank in range(plan.workers)]
-        plain = costs(sync_sgd().gradients, gradients, plan.steps)
+        plain = costs(sync_sgd().gradients, gradients, plan.steps, plan.cluster)
         rows = [_row(each, plain, gradients, plan) for each in plan.candidates]
     finally:
         torch.set_num_threads(threads)
@@ -99,6 +103,7 @@ def compression(plan: CompressionPlan) -> dict[str, Any]:
         "bytes_per_s": plan.link.bytes_per_s,
         "latency_s": plan.link.latency_s,
         "steps": plan.steps,
+        "cluster": None if plan.cluster is None else plan.cluster.name,
         "uncompressed": _written(plain, plan.link),
     }
     return written("compression", settings, {}, rows)
@@ -110,6 +115,10 @@ def check(plan: CompressionPlan) -> None:
         raise ValueError("--model: at least two layers of at least one unit, such as 784-2048-10")
     if not 2 <= plan.workers <= _MAX_WORKERS:
         raise ValueError(f"--workers {plan.workers}: from 2 to {_MAX_WORKERS}; one worker has no other to send to")
+    if plan.cluster is not None and plan.cluster.speeds is None:
+        raise ValueError(
+            f"--cluster: {plan.cluster.name} has one speed for everything; write a file with `polytempo calibrate`"
+        )
     if not plan.candidates:
         raise ValueError("--codecs: name at least one")
     parameters = sum((a + 1) * b for a, b in pairwise(plan.sizes))
@@ -151,6 +160,8 @@ class _Watch:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.uses: list[KernelUse] = []
+        """What it has computed."""
         self._since: float | None = None
 
     def start(self) -> None:
@@ -169,6 +180,7 @@ async def _watched(program: Program[Any], watch: _Watch) -> Any:
         watch.stop()
         try:
             if isinstance(op, Compute):
+                watch.uses += op.uses
                 return await replace(op, work=partial(_timed, watch, op.work), flops=0.0)
             return await op
         finally:
@@ -189,25 +201,37 @@ def _timed(watch: _Watch, work: Callable[[], T]) -> T:
         watch.stop()
 
 
-def costs(transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int) -> Costs:
+def costs(
+    transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int, cluster: Cluster | None = None
+) -> Costs:
     """What a step of `transform` costs a rank: the median of so many steps' computing, after one that warms up.
 
-    Bytes are those of the last step: until then a codec may adapt to the gradients.
+    Bytes are those of the last step: until then a codec may adapt to the gradients. With `cluster` its kernels say how
+    long the last step computes.
     """
     taken, world = _played(transform, gradients, 1 + steps, Link(0.0, 1.0))
     (first,), _ = _played(transform, gradients, 1, Link(1.0, inf))
     ops = dict.fromkeys(e.op for e in world.trace.events if e.rank == 0 and e.op not in ("compute", "barrier"))
     way = ", ".join(op.replace("_", "-") for op in ops)
     computing_s = statistics.median(step.computing_s for step in taken[1:])
+    if cluster is not None:
+        computing_s = cluster.computing_s(0.0, together([*_packed(gradients[0]), *taken[-1].uses]))
     return Costs(computing_s, taken[-1].passed_s, first.passed_s, taken[-1].sent_bytes, way)
 
 
 class _Step(NamedTuple):
-    """One step of rank 0: seconds of computing, virtual seconds until it was over, bytes to all ranks."""
+    """One step of rank 0: seconds of computing, virtual seconds until it was over, bytes to all ranks, kernels."""
 
     computing_s: float
     passed_s: float
     sent_bytes: int
+    uses: Uses
+
+
+def _packed(gradients: dict[str, Tensor]) -> Uses:
+    """What is done before a transform: to pack and to scale."""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gradients.values())
+    return (KernelUse("scale", len(gradients), num_bytes),)
 
 
 def _played(
@@ -227,7 +251,8 @@ def _played(
             _, state = await _watched(transform.apply(port, bundle, state), watch)
             if port.rank == 0:
                 passed_s = await port.now() - begun_s
-                taken.append(_Step(watch.seconds, passed_s, world.trace.bytes_sent[port.rank] - sent_bytes))
+                sent = world.trace.bytes_sent[port.rank] - sent_bytes
+                taken.append(_Step(watch.seconds, passed_s, sent, tuple(watch.uses)))
             await port.barrier()
 
     world.run(program)
@@ -263,9 +288,9 @@ def codec_seconds(codec: Codec, gradient: dict[str, Tensor], calls: int) -> tupl
 def _row(
     candidate: Candidate, plain: Costs, gradients: Sequence[dict[str, Tensor]], plan: CompressionPlan
 ) -> dict[str, Any]:
-    found = costs(candidate.transform, gradients, plan.steps)
+    found = costs(candidate.transform, gradients, plan.steps, plan.cluster)
     encode_s, decode_s = (None, None)
-    if candidate.codec is not None:
+    if candidate.codec is not None and plan.cluster is None:
         encode_s, decode_s = codec_seconds(candidate.codec, gradients[0], plan.steps)
     below = wins_below(found, plain, plan.link.latency_s)
     return {

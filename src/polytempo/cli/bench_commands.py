@@ -79,6 +79,7 @@ def compression(
     model: b.Model = None,
     link: b.Link = None,
     latency_us: b.Latency = None,
+    cluster: b.Cluster = None,
     workers: b.Workers = None,
     codecs: b.Codecs = None,
     rounds: b.Rounds = None,

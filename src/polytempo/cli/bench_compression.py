@@ -28,6 +28,7 @@ def plan_of(values: Mapping[str, Any]) -> CompressionPlan:
         workers=values["workers"],
         candidates=[candidate(call) for call in values["codecs"]],
         steps=values["steps"],
+        cluster=values["cluster"],
     )
 
 

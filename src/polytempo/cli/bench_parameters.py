@@ -50,6 +50,14 @@ Latency = Annotated[
     float | None,
     typer.Option("--latency-us", metavar="µS", help="Latency of the network in microseconds. Default: 50."),
 ]
+Cluster = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        help="A file of `polytempo calibrate`: its network and kernels, and nothing is measured on this machine.",
+    ),
+]
 Codecs = Annotated[
     str | None,
     typer.Option(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polytempo.cluster.measured import read_cluster
 from polytempo.cluster.rate import rate_of
 from polytempo.spec.call import split_calls
 from polytempo.spec.declaration import declared
@@ -66,6 +67,9 @@ def memory_values(given: Mapping[str, Any]) -> dict[str, Any]:
 def compression_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """What `bench compression` measures."""
     bench_folder("compression", given["out"])
+    cluster = None if given.get("cluster") is None else read_cluster(given["cluster"])
+    if cluster is not None and (given["link"] is not None or given["latency_us"] is not None):
+        raise ValueError(f"--cluster {given['cluster']}: it says the network; leave out --link and --latency-us")
     latency_us = _or(given["latency_us"], 50.0)
     if not 0 <= latency_us < float("inf"):
         raise ValueError(f"--latency-us {latency_us:g}: must be 0 or more microseconds")
@@ -79,8 +83,9 @@ def compression_values(given: Mapping[str, Any]) -> dict[str, Any]:
         declared().codec(call)
     return {
         "sizes": parse_model(_or(given["model"], MODEL)),
-        "latency_s": latency_us * 1e-6,
-        "bytes_per_s": parse_link(_or(given["link"], LINK)),
+        "latency_s": latency_us * 1e-6 if cluster is None else cluster.network.latency_s,
+        "bytes_per_s": parse_link(_or(given["link"], LINK)) if cluster is None else cluster.network.bytes_per_s,
+        "cluster": cluster,
         "workers": _or(given["workers"], 4),
         "codecs": calls,
         "steps": _at_least_one("--rounds", _or(given["rounds"], 3 if given["quick"] else 9)),

@@ -29,6 +29,11 @@ def cluster_names(incomplete: str) -> list[str]:
     return _beginning(incomplete, declared().clusters)
 
 
+def program_names(incomplete: str) -> list[str]:
+    """The programs of scheduled model parallelism."""
+    return _beginning(incomplete, declared().scheduled)
+
+
 def engine_names(incomplete: str) -> list[str]:
     """Who can start workers."""
     return _beginning(incomplete, engines.__all__)

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from polytempo.cli.plan import found_job
-from polytempo.cli.show import show_json, size
+from polytempo.cli.show import notes_on_stderr, show_json, size
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
 from polytempo.partition.wires import AS_THEY_ARE
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.runs.simulate import simulate
+from polytempo.spec.catalogue import parse_cluster, parse_strategy
 from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job_calls import model_of
@@ -23,6 +24,7 @@ from polytempo.training.pipeline.pipeline_stage import schedule_of
 MOST_WORKERS = 4096
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
 _INPUTS, _OUTPUTS = 784, 10
+_STEPS = 16
 _SLOTS = {
     "gradients": "gradients, before the optimizer's step",
     "parameters": "parameters, after the optimizer's step",
@@ -45,13 +47,23 @@ class Section(NamedTuple):
     lines: list[str]
 
 
-def explain(strategy: str, workers: int | None, job: str | None, parameters: str | None, *, as_json: bool) -> None:
+def explain(
+    strategy: str,
+    workers: int | None,
+    job: str | None,
+    parameters: str | None,
+    cluster: str | None = None,
+    *,
+    as_json: bool,
+) -> None:
     """Print what each step of `strategy` sends, for a job's model or a perceptron of so many parameters."""
     workers = 8 if workers is None else workers
     if not 1 <= workers <= MOST_WORKERS:
         raise ValueError(f"--workers {workers}: must be from 1 to {MOST_WORKERS}")
     if job is not None and parameters is not None:
         raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
+    if cluster is not None and parameters is not None:
+        raise ValueError("--cluster needs a job, whose steps it simulates; give --job instead of --parameters")
     if not strategy.strip():
         raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
     made = parse_strategy(strategy)
@@ -60,8 +72,9 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"--job {job}: its model has no parameters that are trained, so nothing is sent")
     found = explained(made, workers, model)
+    times = None if cluster is None else _step_times(made, workers, job or "digits", cluster)
     if as_json:
-        show_json(as_data(made, found) | {"model": parameters or job or "digits"})
+        show_json(as_data(made, found) | {"model": parameters or job or "digits"} | (times or {}))
         return
     model_name = f"a perceptron of {found.numel:,}" if parameters else f"{job or 'digits'}: {found.numel:,}"
     who = "1 worker" if workers == 1 else f"{workers} workers"
@@ -70,6 +83,22 @@ def explain(strategy: str, workers: int | None, job: str | None, parameters: str
     for section in sections(made, found):
         print(f"\n{section.title}")
         print(*(f"  {line}" for line in section.lines), sep="\n")
+    if times is not None:
+        took, share = 1e3 * times["step_s"], times["communication_share"]
+        print(f"\na step on {times['cluster']}\n  {took:.3g} ms, of which {share:.0%} in communication")
+
+
+def _step_times(strategy: Strategy, workers: int, job: str, cluster: str) -> dict[str, Any]:
+    """Of a simulation of some steps that computes nothing; where it has to compute, of one that does."""
+    described, made = parse_cluster(cluster), found_job(job)
+    meta = strategy.server is None and strategy.schedule is None and strategy.distillation is None
+    with notes_on_stderr():
+        found = simulate(made, strategy, workers, described, steps=_STEPS, meta=meta)
+    return {
+        "cluster": described.name,
+        "step_s": found.seconds / found.steps,
+        "communication_share": found.communication_share,
+    }
 
 
 def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:
@@ -100,6 +129,8 @@ def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
         yield Section("a parameter server", list(_server(strategy, found)))
     elif strategy.one_copy is not None:
         yield Section("one copy", ["the parameters exist once on a host, and all of its workers write to them"])
+    if strategy.parted is not None:
+        yield Section("layers in parts", list(_parts(strategy)))
     if found.stages:
         yield Section(f"{len(found.stages)} stages", list(_stages(strategy, found)))
     for of, title in _SLOTS.items():
@@ -124,6 +155,16 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     if not any(planned.exchange.server == "pull" for planned in found.exchanges):
         yield "a worker pulls the parameters before its first step only"
     yield f"{'workers' if strategy.schedule is None else 'replicas of the model'} do not send to each other"
+
+
+def _parts(strategy: Strategy) -> Iterator[str]:
+    """Who holds them, and which command says what they send."""
+    if strategy.holders > 1:
+        yield f"each model's layers are on {strategy.holders} workers, which get the same samples"
+        yield "what they send for layers depends on the batch; `polytempo plan split JOB` says how many bytes"
+    else:
+        yield "some layers are divided over all workers, and their gradients are sent nowhere"
+        yield "what workers send for them depends on the batch; `polytempo plan layers JOB` says how many bytes"
 
 
 def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:

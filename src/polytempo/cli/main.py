@@ -11,6 +11,9 @@ from polytempo.cli.bench_commands import bench
 from polytempo.cli.failure import exit_code
 from polytempo.cli.horovodrun_arguments import parsed
 from polytempo.cli.plan_commands import plan
+from polytempo.cli.prediction_commands import calibrate, profile, validate
+from polytempo.cli.sharpness_command import sharpness
+from polytempo.cli.tune_commands import tune
 
 app = typer.Typer(
     name="polytempo",
@@ -23,6 +26,9 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
+app.add_typer(tune, name="tune")
+for _command in (calibrate, profile, sharpness, validate):
+    app.command()(_command)
 
 
 @app.callback()
@@ -54,9 +60,13 @@ def train(
     lr: p.LearningRate = None,
     seed: p.Seed = None,
     threads: p.Threads = None,
+    inter_threads: p.InterThreads = None,
     allow_nan: p.AllowNan = None,
+    ema: p.MovingAverage = None,
     checkpoint_every: p.CheckpointEvery = None,
     on_drift: p.OnDrift = None,
+    noise_scale: p.NoiseScale = None,
+    batch_growth: p.BatchGrowth = None,
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
     grace_s: p.LeaveGrace = None,
@@ -102,7 +112,9 @@ def compare(
     lr: p.LearningRate = None,
     seed: p.Seed = None,
     threads: p.Threads = None,
+    inter_threads: p.InterThreads = None,
     allow_nan: p.AllowNan = None,
+    ema: p.MovingAverage = None,
     timeout_s: p.Timeout = None,
     transport: p.Transport = None,
     restarts: p.Restarts = None,
@@ -158,6 +170,7 @@ def simulate(
     cluster: p.Cluster = None,
     stragglers: p.Stragglers = None,
     meta: p.Meta = None,
+    batched: p.Batched = None,
     data: p.Data = None,
     epochs: p.Epochs = None,
     until: p.Until = None,
@@ -167,7 +180,10 @@ def simulate(
     lr: p.LearningRate = None,
     seed: p.Seed = None,
     threads: p.Threads = None,
+    noise_scale: p.NoiseScale = None,
+    batch_growth: p.BatchGrowth = None,
     allow_nan: p.AllowNan = None,
+    ema: p.MovingAverage = None,
     out: p.Out = None,
     force: p.Force = None,
     json: p.Json = None,
@@ -267,11 +283,13 @@ def explain(
     workers: p.Many = None,
     job: p.OfJob = None,
     parameters: p.OfSize = None,
+    cluster: p.ExplainedOn = None,
     json: p.Json = None,
 ) -> None:
     """Say what each step of STRATEGY sends, and over which route.
 
-    Bytes are those of the busiest worker, for the model of a job or for a perceptron of a given size.
+    Bytes are those of the busiest worker, for the model of a job or for a perceptron of a given size. With --cluster
+    also how long a step takes there.
     """
     with exit_code():
         from polytempo.cli.request import check_explained  # imports pydantic
@@ -279,7 +297,7 @@ def explain(
         check_explained(strategy, job)
         from polytempo.cli.explain import explain as command  # imports torch, which takes seconds
 
-        command(strategy, workers, job, parameters, as_json=bool(json))
+        command(strategy, workers, job, parameters, cluster, as_json=bool(json))
 
 
 @app.command()
@@ -305,6 +323,33 @@ def cut(
         from polytempo.cli.cut import cut as command  # imports torch, which takes seconds
 
         command(asked, data, as_json=bool(json))
+
+
+@app.command()
+def schedule(
+    program: p.ScheduledCall,
+    data: p.ScheduledData = None,
+    workers: p.Workers = None,
+    sweeps: p.Sweeps = None,
+    tolerance: p.Tolerance = None,
+    cluster: p.ScheduledCluster = None,
+    stragglers: p.Stragglers = None,
+    seed: p.StragglerSeed = None,
+    timeout_s: p.Timeout = None,
+    json: p.Json = None,
+) -> None:
+    """Run PROGRAM by scheduled model parallelism: it decides in each round which parameters change together.
+
+    Workers are processes of this host, or, with --cluster, simulated; both reach the same bits.
+    """
+    with exit_code():
+        from polytempo.cli.request import schedule_request  # imports pydantic
+
+        numbers = {"workers": workers, "sweeps": sweeps, "tolerance": tolerance, "seed": seed, "timeout_s": timeout_s}
+        asked = schedule_request(program, data, cluster, stragglers, numbers)
+        from polytempo.cli.schedule import schedule as command  # imports torch, which takes seconds
+
+        command(asked, as_json=bool(json))
 
 
 @app.command()

@@ -25,7 +25,7 @@ _SPREAD = 1.5
 def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool) -> None:
     """Measure the engine's hosts with so many processes, write the file, and show what was found."""
     setup, path = parse_engine(engine), out or _FILE
-    _check_file(path)
+    check_cluster_file(path)
     if workers is None:
         workers = max(2, len(getattr(setup, "hosts", ())))
     with notes_on_stderr():
@@ -45,7 +45,7 @@ def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool
     print(f"written to {path}; simulate it with: polytempo simulate digits --cluster {path}")
 
 
-def _check_file(path: Path) -> None:
+def check_cluster_file(path: Path) -> None:
     """Refuse to write over what is no description of a cluster."""
     if path.suffix != ".toml":
         raise ValueError(f"--out {path}: the name must end in .toml, by which simulate --cluster knows it")
@@ -59,25 +59,29 @@ def _check_file(path: Path) -> None:
 
 
 def _rows(cluster: Cluster, found: Measured) -> list[tuple[str, str]]:
-    rows = [(f"host {host.name}", f"{host.workers} processes, {_speed(host.flops_per_s)} each") for host in found.hosts]
+    rows = [
+        (f"host {host.name}", f"{host.workers} processes, {speed_text(host.flops_per_s)} each") for host in found.hosts
+    ]
     links = [*found.between, *found.within]
-    rows += [(f"{link.source} to {link.target}", _link(link)) for link in links[:_SHOWN]]
+    rows += [(f"{link.source} to {link.target}", link_text(link)) for link in links[:_SHOWN]]
     if len(links) > _SHOWN:
         rows.append(("", f"and {len(links) - _SHOWN} more links, which the file lists"))
-    rows.append(("network", _link(cluster.network) + ("" if found.between else " (one host: as its memory)")))
-    rows.append(("memory", _link(cluster.memory) + ("" if found.within else " (not measured: one process a host)")))
-    rows.append(("speed", f"{_speed(cluster.flops_per_s)} a process"))
+    rows.append(("network", link_text(cluster.network) + ("" if found.between else " (one host: as its memory)")))
+    rows.append(("memory", link_text(cluster.memory) + ("" if found.within else " (not measured: one process a host)")))
+    rows.append(("speed", f"{speed_text(cluster.flops_per_s)} a process"))
     rates = [link.bytes_per_s for link in found.between]
     if rates and max(rates) > _SPREAD * min(rates):
         rows.append(("note", f"rates differ by {max(rates) / min(rates):.1f} times; a simulation takes their median"))
     return rows
 
 
-def _link(link: MeasuredLink | Link) -> str:
+def link_text(link: MeasuredLink | Link) -> str:
+    """Latency and rate, as a person reads them."""
     return f"{human_seconds(link.latency_s)}, {8e-6 * link.bytes_per_s:,.0f} Mbit/s"
 
 
-def _speed(flops_per_s: float) -> str:
+def speed_text(flops_per_s: float) -> str:
+    """Operations a second, as a person reads them."""
     return f"{flops_per_s / 1e9:.1f} Gflop/s"
 
 

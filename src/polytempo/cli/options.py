@@ -46,6 +46,18 @@ def _until(value: object) -> object:
     return goals
 
 
+def parse_growth(text: str) -> dict[str, str]:
+    """After which epochs a batch is multiplied by what: `"5:4,10:2"`. `ValueError` where it is not written so."""
+    pairs = [part.partition(":") for part in text.split(",")]
+    if not all(colon and epoch.strip().isdecimal() for epoch, colon, _ in pairs):
+        raise ValueError("must be written EPOCH:TIMES, with commas between, as in 5:4,10:2")
+    return {epoch.strip(): times.strip() for epoch, _, times in pairs}
+
+
+def _growth(value: object) -> object:
+    return parse_growth(value) if isinstance(value, str) else value
+
+
 def _number(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
@@ -100,6 +112,7 @@ class TrainOptions(BaseModel):
     cluster: Named | None = None
     stragglers: Named | None = None
     meta: bool = False
+    batched: bool = False
     data: Path | None = None
     epochs: Positive | None = None
     until: Annotated[dict[str, Finite], BeforeValidator(_until)] = Field(default_factory=dict)
@@ -109,9 +122,13 @@ class TrainOptions(BaseModel):
     lr: Positive | None = None
     seed: Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)] = 0
     threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] | None = None
+    inter_threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=4096)] = 1
     allow_nan: bool = False
     checkpoint_every: Count | None = None
+    ema: Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1)] | None = None
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
+    noise_scale: Count | None = None
+    batch_growth: Annotated[dict[int, Positive], BeforeValidator(_growth)] = Field(default_factory=dict)
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
     grace_s: Positive = 30.0

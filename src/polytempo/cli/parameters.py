@@ -13,10 +13,12 @@ from polytempo.cli.completion import (
     distribution_names,
     engine_names,
     job_names,
-    plan_goals,
-    reduction_names,
+    program_names,
     strategy_names,
 )
+
+MOST_CALIBRATED = 64
+"""Processes that measure together."""
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 Job = Annotated[
@@ -71,6 +73,9 @@ Stragglers = Annotated[
 Meta = Annotated[
     bool | None, typer.Option("--meta", help="Simulate times and bytes only; compute no gradients. Needs --steps.")
 ]
+Batched = Annotated[
+    bool | None, typer.Option("--batched", help="Compute all workers' gradients in one pass; equal up to rounding.")
+]
 Data = Annotated[Path | None, typer.Option(metavar="PATH", help="The folder or file with the job's data.")]
 Epochs = Annotated[float | None, typer.Option(metavar="E", help="Passes over the training data. Default: the job's.")]
 Until = Annotated[
@@ -88,8 +93,16 @@ Seed = Annotated[
 Threads = Annotated[
     int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, divided among the workers.")
 ]
+InterThreads = Annotated[
+    int | None,
+    typer.Option(metavar="T", help="Threads for independent branches of the model, each with --threads. Default: 1."),
+]
 CheckpointEvery = Annotated[
     int | None, typer.Option(metavar="K", help="Save a checkpoint every K steps. Default: every epoch.")
+]
+MovingAverage = Annotated[
+    float | None,
+    typer.Option("--ema", metavar="D", help="Score a moving average of the weights with decay D, such as 0.9999."),
 ]
 OnDrift = Annotated[
     str | None,
@@ -98,6 +111,13 @@ OnDrift = Annotated[
         help="If models that must be equal differ between ranks: stop the run, restore the majority's state, or ignore "
         "it. Default: stop.",
     ),
+]
+NoiseScale = Annotated[
+    int | None, typer.Option(metavar="K", help="Measure the gradient noise scale every K steps, such as 32.")
+]
+BatchGrowth = Annotated[
+    str | None,
+    typer.Option(metavar="E:K,…", help="Multiply the global batch by K after E epochs, and so on: 5:4,10:2."),
 ]
 AllowNan = Annotated[
     bool | None, typer.Option("--allow-nan", help="Continue if a loss or a parameter is NaN or infinite.")
@@ -176,6 +196,25 @@ Stop = Annotated[
 ]
 Inspect = Annotated[bool | None, typer.Option("--inspect", help="Show every push: worker, step, staleness, verdict.")]
 Shard = Annotated[int | None, typer.Option("--shard", metavar="N", help="The shard whose pushes to show. Default: 0.")]
+ValidatedOn = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="C",
+        help="What to simulate the run on: a file of `polytempo calibrate`. Default: cluster.toml.",
+        autocompletion=cluster_names,
+    ),
+]
+ProfiledOn = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="FILE", help="A file of `polytempo calibrate`, to predict the times."),
+]
+ValidatedJob = Annotated[
+    str | None,
+    typer.Option(
+        "--job", metavar="JOB", help="The run's job, where it is not one that ships.", autocompletion=job_names
+    ),
+]
 ItsJob = Annotated[
     str | None, typer.Option("--job", metavar="JOB", help="The run's job, if the record does not name it.")
 ]
@@ -200,6 +239,25 @@ Probes = Annotated[
 ClusterFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Where the cluster is written. Default: measured.toml.")
 ]
+Calibrating = Annotated[
+    str | None,
+    typer.Option(
+        "--engine", metavar="E", help="Whose hosts to measure. Default: local, this one.", autocompletion=engine_names
+    ),
+]
+CalibratingWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        min=1,
+        max=MOST_CALIBRATED,
+        help="Processes that measure together, as many a host as it will have workers. Default: one a host, or 2.",
+    ),
+]
+CalibratedFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Where the cluster is written. Default: cluster.toml.")
+]
 
 Explained = Annotated[
     str,
@@ -217,6 +275,15 @@ OfJob = Annotated[
 OfSize = Annotated[
     str | None,
     typer.Option("--parameters", metavar="P", help="Use a perceptron with P parameters instead: 6e6, 250k, 25M."),
+]
+ExplainedOn = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="C",
+        help="Say also how long a step takes there: a file of `polytempo calibrate`, or 'ethernet(gbit_per_s=10)'.",
+        autocompletion=cluster_names,
+    ),
 ]
 CutJob = Annotated[
     str,
@@ -253,33 +320,38 @@ LinkSpeed = Annotated[
 MicroBatch = Annotated[
     int | None, typer.Option("--batch-size", metavar="B", help="Samples of a micro-batch. Default: the job's batch.")
 ]
-PlanWorkers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: 32.")]
-PlanLink = Annotated[
-    str | None, typer.Option("--link", metavar="RATE", help="Each worker's link, such as 1gbit. Default: 10gbit.")
-]
-LatencyUs = Annotated[
-    float | None, typer.Option(metavar="US", help="Microseconds from process to process. Default: 50.")
-]
-PlanReduction = Annotated[
-    str | None,
-    typer.Option(
-        "--reduction",
-        metavar="WAY",
-        help="How gradients are summed: ring, halving_doubling, tree, or server. Default: ring.",
-        autocompletion=reduction_names,
+ScheduledCall = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROGRAM",
+        help="lasso, logistic, factorization or lda, with arguments if wanted: 'lasso(l1=0.02, cut=columns)'.",
+        autocompletion=program_names,
     ),
 ]
-PlanShards = Annotated[
-    int | None, typer.Option("--shards", metavar="S", help="Shards of the parameter server. Default: 1.")
-]
-PlanBy = Annotated[
+ScheduledData = Annotated[
     str | None,
     typer.Option(
-        "--by",
-        metavar="GOAL",
-        help="What is compared: bytes (|D| with |W|), or seconds of the cost model. Default: bytes.",
-        autocompletion=plan_goals,
+        "--data",
+        metavar="CALL",
+        help="What it learns from: synthetic data such as 'correlated(rows=500)', or a file, such as "
+        "'table(\"housing.csv\", target=price)'. Default: small synthetic data.",
     ),
+]
+Sweeps = Annotated[int | None, typer.Option(metavar="K", help="Stop after K sweeps over all parameters. Default: 100.")]
+Tolerance = Annotated[
+    float | None, typer.Option(metavar="T", help="Stop where the program's error is at most T. Default: 1e-6.")
+]
+ScheduledCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="C",
+        help="Simulate the workers on these machines, such as 'ethernet(gbit_per_s=10)'. Default: real processes.",
+        autocompletion=cluster_names,
+    ),
+]
+StragglerSeed = Annotated[
+    int | None, typer.Option("--seed", metavar="S", help="Seed of the stragglers; programs and data have their own.")
 ]
 Submitted = Annotated[
     list[str], typer.Argument(metavar="train …", help="The command that the job runs, with all of its options.")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from polytempo.cli.plan import found_job
-from polytempo.cli.request import PlanRequest
+from polytempo.cli.plan_requests import PlanRequest
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cluster import Link
 from polytempo.partition.plan import LayerPlan, PlannedLayer
@@ -51,6 +51,8 @@ def plan_layers(asked: PlanRequest, data: Path | None, *, as_json: bool) -> None
     show_table(columns, [_scheme(found, prices, scheme) for scheme in SCHEMES])
     if asked.shards > 1:
         print(f"server: {asked.shards} shards")
+    if found.model_parallel:
+        print(f"--strategy \"hybrid('{', '.join(found.model_parallel)}')\"")
 
 
 def _row(found: LayerPlan, each: PlannedLayer) -> tuple[str, ...]:

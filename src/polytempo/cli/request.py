@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polytempo import engines, jobs
-from polytempo.cli.completion import CUT_GOALS, PLAN_GOALS, REDUCTIONS
+from polytempo.cli.completion import CUT_GOALS
 from polytempo.cli.folder import checked_folder, default_folder
 from polytempo.cli.options import TrainOptions, train_options, url_of
-from polytempo.cluster.rate import rate_of
 from polytempo.engines.environment import recognise
 from polytempo.runs.folder_names import slug
 from polytempo.spec.call import split_calls
@@ -22,6 +21,7 @@ from polytempo.spec.names import COMPARED
 
 _STOPS = ("step", "ticket", "version")
 _MOST_PER_CORE = 16
+_MOST_POINTS = 501
 
 
 class ChaosRequest(NamedTuple):
@@ -47,20 +47,48 @@ class CutRequest(NamedTuple):
     """Of the links between stages; None: messages take no time."""
 
 
-class PlanRequest(NamedTuple):
-    """A job whose model's layers are to be planned, for which workers and network."""
+class TuneRequest(NamedTuple):
+    """A job whose batch size and learning rate are to be recommended."""
 
     job: str
+    workers: int | None
+    """None: their number is recommended, too."""
+    extra: float
+    budget: float
+    seed: int
+
+
+class ScheduleRequest(NamedTuple):
+    """A scheduled program, its data, and where it runs."""
+
+    program: str
+    data: str | None
     workers: int
-    bytes_per_s: float
-    latency_us: float
-    batch_size: int | None
-    """Samples of a worker."""
-    global_batch_size: int | None
-    """Samples of all workers."""
-    reduction: str
-    shards: int
-    by: str
+    sweeps: int
+    tolerance: float
+    cluster: str | None
+    """None: real processes."""
+    stragglers: str | None
+    seed: int
+    timeout_s: float
+
+
+class SharpnessRequest(NamedTuple):
+    """A run whose checkpoint is measured, and how; None: the default."""
+
+    run: str
+    job: str | None
+    epsilon: float | None
+    subspace: int | None
+    rho: float | None
+    samples: int | None
+    seed: int | None
+    line: str | None
+    """Another run, to which a line is drawn."""
+    surface: bool
+    points: int | None
+    width: float | None
+    out: str | None
 
 
 class RunRequest(NamedTuple):
@@ -108,17 +136,50 @@ def simulate_request(given: Mapping[str, object], config: Path | None) -> RunReq
     if options.resume:
         raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
     check_strategies(options.strategy)
-    if options.cluster is not None and options.cluster.endswith(".toml"):
-        if not Path(options.cluster).is_file():
-            raise ValueError(
-                f"--cluster {options.cluster}: there is no such file; `polytempo doctor --engine` writes one"
-            )
-    elif options.cluster is not None:
-        declared().cluster(options.cluster)
-    if options.stragglers is not None:
-        declared().distribution(options.stragglers)
+    _check_cluster(options.cluster, options.stragglers)
     check_job(options.job)
     return RunRequest(options, _folder(options, _run_name(options, options.strategy, "simulated")))
+
+
+def _check_cluster(cluster: str | None, stragglers: str | None) -> None:
+    """ValueError for a cluster or a distribution that does not exist."""
+    if cluster is not None and cluster.endswith(".toml"):
+        if not Path(cluster).is_file():
+            raise ValueError(f"--cluster {cluster}: there is no such file; `polytempo calibrate` writes one")
+    elif cluster is not None:
+        declared().cluster(cluster)
+    if stragglers is not None:
+        declared().distribution(stragglers)
+
+
+def schedule_request(
+    program: str,
+    data: str | None,
+    cluster: str | None,
+    stragglers: str | None,
+    numbers: Mapping[str, int | float | None],
+) -> ScheduleRequest:
+    """What `polytempo schedule` is asked to do. `ValueError` for what it cannot."""
+    declared().program(program)
+    declared().data_of_program(program, data)
+    for name, number in numbers.items():
+        least = 0 if name in ("tolerance", "seed") else 1
+        if number is not None and not least <= number < inf:
+            raise ValueError(f"--{name.replace('_', '-')} {number:g}: must be at least {least}")
+    if stragglers is not None and cluster is None:
+        raise ValueError(f"--stragglers {stragglers}: only simulated workers straggle; add --cluster ethernet")
+    if numbers["seed"] is not None and cluster is None:
+        raise ValueError(
+            f"--seed {numbers['seed']} draws the stragglers of simulated workers; write the program's own into its "
+            "call, such as 'lasso(seed=1)', or add --cluster"
+        )
+    _check_cluster(cluster, stragglers)
+    usual = {"workers": 2, "sweeps": 100, "tolerance": 1e-6, "seed": 0, "timeout_s": 300.0}
+    given = {**usual, **{name: number for name, number in numbers.items() if number is not None}}
+    return ScheduleRequest(
+        *(program, data, int(given["workers"]), int(given["sweeps"]), given["tolerance"], cluster, stragglers),
+        *(int(given["seed"]), given["timeout_s"]),
+    )
 
 
 def check_explained(strategy: str, job: str | None) -> None:
@@ -150,39 +211,48 @@ def cut_request(asked: CutRequest) -> CutRequest:
     return asked._replace(stages=asked.stages or 2, by=goal) if goal in CUT_GOALS else asked._replace(by=names)
 
 
-def plan_request(
-    job: str,
-    workers: int | None,
-    link: str | None,
-    latency_us: float | None,
-    sizes: Mapping[str, int | None],
-    reduction: str | None,
-    shards: int | None,
-    by: str | None,
-) -> PlanRequest:
-    """What `polytempo plan layers` is asked to do. `ValueError` for what it cannot."""
-    numbers = {"workers": workers, "shards": shards, **sizes}
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {number}: must be at least 1")
-    if None not in sizes.values():
-        raise ValueError("--batch-size and --global-batch-size say the same in two ways; leave one out")
-    if latency_us is not None and not 0 <= latency_us < float("inf"):
-        raise ValueError(f"--latency-us {latency_us:g}: must be at least 0")
-    reduction, by = reduction or REDUCTIONS[0], by or PLAN_GOALS[0]
-    for option, value, known in (("reduction", reduction, REDUCTIONS), ("by", by, PLAN_GOALS)):
-        if value not in known:
-            raise ValueError(f"--{option} {value}: must be one of {', '.join(known)}")
-    try:
-        bytes_per_s = rate_of(link or "10gbit")
-    except ValueError as error:
-        raise ValueError(f"--link {error}") from None
+def tune_request(
+    job: str, workers: int | None, extra: float | None, budget: float | None, seed: int | None
+) -> TuneRequest:
+    """What `polytempo tune batch` is asked to do. `ValueError` for what it cannot."""
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers {workers}: must be at least 1")
+    for name, number in (("extra", extra), ("budget", budget)):
+        if number is not None and not 0 < number < inf:
+            raise ValueError(f"--{name} {number:g}: must be above 0")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: must be at least 0 and below 2^63")
     jobs.check(job)
-    latency_us = 50.0 if latency_us is None else latency_us
-    return PlanRequest(
-        *(job, workers or 32, bytes_per_s, latency_us, sizes["batch_size"], sizes["global_batch_size"]),
-        *(reduction, shards or 1, by),
-    )
+    return TuneRequest(job, workers, extra or 0.1, budget or 0.75, seed or 0)
+
+
+def sharpness_request(asked: SharpnessRequest) -> SharpnessRequest:
+    """What `polytempo sharpness` is asked to do. `ValueError` for what it cannot."""
+    for name in ("epsilon", "rho", "width", "subspace", "samples"):
+        number = getattr(asked, name)
+        if number is not None and not 0 < number < inf:
+            raise ValueError(f"--{name} {number:g}: must be above 0")
+    if asked.seed is not None and not 0 <= asked.seed < 2**62:
+        raise ValueError(f"--seed {asked.seed}: must be at least 0 and below 2**62")
+    if asked.points is not None and not 3 <= asked.points <= _MOST_POINTS:
+        raise ValueError(f"--points {asked.points}: must be between 3 and {_MOST_POINTS}")
+    for name, needs in (
+        ("points", asked.line or asked.surface),
+        ("width", asked.surface),
+        ("out", asked.line or asked.surface),
+    ):
+        if getattr(asked, name) is not None and not needs:
+            raise ValueError(f"--{name} is about pictures; give --surface or --line as well")
+    for folder in (asked.run, asked.line):
+        if folder is not None and "://" not in folder and not Path(folder).is_dir():
+            raise ValueError(
+                f"{folder}: there is no such folder; name the folder of a run, or of one of its checkpoints"
+            )
+    if asked.out is not None and "://" not in asked.out and not Path(asked.out).is_dir():
+        raise ValueError(f"--out {asked.out}: there is no such folder; make it, or leave --out out")
+    if asked.job is not None:
+        jobs.check(asked.job)
+    return asked
 
 
 def check_replay(run: Path, until: str | None, job: str | None) -> None:

@@ -26,7 +26,12 @@ def simulate(request: RunRequest) -> None:
         show_plan(job, [strategy.name], world, options.workers, taken, as_json=options.as_json)
         return
     with notes_on_stderr():
-        result = simulated(job, strategy, options.workers, cluster, taken, meta=options.meta, progress=Progress())
+        result = simulated(
+            *(job, strategy, options.workers, cluster, taken),
+            meta=options.meta,
+            batched=options.batched,
+            progress=Progress(),
+        )
     figures = result.as_json()
     (show_json if options.as_json else show_result)(figures)
     if say_unreached([figures]):

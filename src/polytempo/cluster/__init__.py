@@ -3,16 +3,22 @@
 from polytempo.cluster.cluster import Cluster, Link
 from polytempo.cluster.faults import Crash, Fault, Pause
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host
+from polytempo.cluster.slow_spells import CorrelatedStragglers, correlated, slow_spells
+from polytempo.cluster.speeds import KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant, exponential, lognormal, occasional, slow_host, uniform
 
 __all__ = [
     "Cluster",
+    "CorrelatedStragglers",
     "Crash",
     "Fault",
+    "KernelSpeed",
     "Link",
     "Pause",
+    "Speeds",
     "Stragglers",
     "constant",
+    "correlated",
     "ethernet",
     "exponential",
     "infiniband",
@@ -21,5 +27,6 @@ __all__ = [
     "occasional",
     "one_host",
     "slow_host",
+    "slow_spells",
     "uniform",
 ]

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from polytempo.cluster.faults import Fault
+from polytempo.cluster.speeds import Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
+
+if TYPE_CHECKING:  # this is read before torch is loaded
+    from polytempo.core.kernel_use import Uses
 
 
 @dataclass(frozen=True)
 class Link:
-    """One end of a full-duplex connection: α seconds until the first byte arrives, then B bytes a second."""
+    """One end of a connection: α seconds until the first byte arrives, then B bytes a second.
+
+    With `duplex` d a message takes the other direction of its ends, too, for 1/d - 1 times as long as its own: 1 is
+    full duplex, and 0.5 one medium that both directions share.
+    """
 
     latency_s: float
     bytes_per_s: float
+    duplex: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a negative latency or no bandwidth."""
+        """Raise ValueError for a negative latency, no bandwidth, or directions that cannot be."""
         if self.latency_s < 0 or not self.bytes_per_s > 0:
             raise ValueError(f"a link needs latency_s >= 0 and bytes_per_s > 0, got {self}")
+        if not 0.5 <= self.duplex <= 1:
+            raise ValueError(f"a link's duplex is from 0.5 (one medium) to 1 (full duplex), got {self}")
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class Cluster:
 
     Messages between hosts share their hosts' `network` link (one queue out, one queue in); messages
     within a host use the `memory` link of the two ranks. A computation of `f` flops takes
-    `f / flops_per_s` seconds times the stragglers' factor.
+    `f / flops_per_s` seconds times the stragglers' factor; on a cluster with `speeds` what its kernels take.
     """
 
     network: Link
@@ -36,6 +48,15 @@ class Cluster:
     servers: int = 0
     """How many of the last ranks are no workers: each has a host of its own, after the workers' hosts."""
     flops_per_s: float = 10e9
+    server_flops_per_s: float | None = None
+    """That of servers; None: `flops_per_s`."""
+    speeds: Speeds | None = None
+    """Of kernels that were measured; None: `flops_per_s` is for everything."""
+    server_speeds: Speeds | None = None
+    """That of servers; None: `speeds`."""
+    collectives: tuple[tuple[str, Link], ...] = ()
+    """What the world's own collectives reach, by place and kind (`memory all_reduce`, `network all_gather`, …), where
+    that is not what messages reach. Kinds that are not named go by `network` and `memory`."""
     stragglers: Stragglers = field(default_factory=constant)
     faults: tuple[Fault, ...] = ()
     detection_s: float = 1e-3
@@ -44,11 +65,18 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a cluster without workers or speed."""
-        if self.workers_per_host < 1 or not self.flops_per_s > 0:
+        if self.workers_per_host < 1 or not min(self.flops_per_s, self.server_flops_per_s or 1.0) > 0:
             raise ValueError(
                 f"a cluster needs workers_per_host >= 1 and flops_per_s > 0, got {self.workers_per_host} "
                 f"and {self.flops_per_s}"
             )
+
+    def computing_s(self, flops: float, uses: Uses = (), *, server: bool = False) -> float:
+        """Seconds of a computation at full speed: of its kernels where they were measured, else of its operations."""
+        speeds = self.speeds if not server or self.server_speeds is None else self.server_speeds
+        if speeds is not None and uses:
+            return speeds.seconds(uses)
+        return flops / (self.flops_per_s if not server or self.server_flops_per_s is None else self.server_flops_per_s)
 
     def hosts(self, num_ranks: int) -> tuple[int, ...]:
         """The host of each rank: filled one after the other, and then one for each server."""
@@ -56,6 +84,12 @@ class Cluster:
         first = max(workers, default=-1) + 1
         return workers + tuple(range(first, first + self.servers))
 
-    def slowest_link(self, hosts: tuple[int, ...]) -> Link:
-        """The link that bounds a collective among ranks on these hosts."""
-        return self.memory if len(set(hosts)) <= 1 else self.network
+    def slowest_link(self, hosts: tuple[int, ...], kind: str = "") -> Link:
+        """The link that bounds a collective of that kind among ranks on these hosts."""
+        within = len(set(hosts)) <= 1
+        if self.collectives:
+            name = f"memory {kind}" if within else f"network {kind}"
+            for each, link in self.collectives:
+                if each == name:
+                    return link
+        return self.memory if within else self.network

@@ -1,10 +1,12 @@
 """`Measured`: links and speeds of real hosts, the cluster that a simulation takes for them, and the file with both.
 
-    polytempo doctor --engine ssh:n1,n2 --out measured.toml      measures, and writes the file
-    polytempo simulate digits --cluster measured.toml            reads it
+    polytempo doctor --engine ssh:n1,n2 --out measured.toml      measures links and one speed, and writes the file
+    polytempo calibrate --workers 2 --out cluster.toml           measures kernels, collectives and stragglers, too
+    polytempo simulate digits --cluster cluster.toml             reads it
 
 A `Cluster` has hosts of equal shape, so it has the medians of what was measured; the file lists every link and host
-beside them, for people. The tables `network`, `memory` and `host` are what is read, and may be edited.
+beside them, for people, and how much measurements vary. The tables `network`, `memory`, `host`, `kernels`,
+`collectives` and `stragglers` are what is read, and may be edited.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from polytempo.cluster import cluster_tables
 from polytempo.cluster.cluster import Cluster, Link
 
 FORMAT = "polytempo-cluster"
-VERSION = 1
+VERSION = 2
+"""Files of version 1 are read, too: they have links and one speed."""
 _MOST_BYTES = 16 << 20
 
 
@@ -72,11 +76,11 @@ def _median(links: tuple[MeasuredLink, ...]) -> Link | None:
     return Link(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
 
 
-def to_toml(cluster: Cluster, measured: Measured | None = None) -> str:
-    """The file's text, from which `from_toml` makes an equal cluster; `measured` is listed behind it.
+def to_toml(cluster: Cluster, measured: Measured | None = None, spread: Mapping[str, float] | None = None) -> str:
+    """The file's text, from which `from_toml` makes an equal cluster; `measured` and `spread` are listed behind it.
 
-    Stragglers are left out: the file says nothing of them (`--stragglers` does). Errors: ValueError for servers or
-    faults.
+    Of stragglers it holds those that were measured; others are left out (`--stragglers` says them). Errors: ValueError
+    for servers or faults.
     """
     if cluster.servers or cluster.faults:
         raise ValueError(f"{cluster.name} has servers or faults, of which a file of a cluster says nothing")
@@ -95,6 +99,12 @@ def to_toml(cluster: Cluster, measured: Measured | None = None) -> str:
         f"workers = {cluster.workers_per_host}",
         f"flops_per_s = {cluster.flops_per_s!r}  # of each worker, while all compute",
     ]
+    if cluster.server_flops_per_s is not None:
+        lines.append(f"server_flops_per_s = {cluster.server_flops_per_s!r}")
+    lines += cluster_tables.written(cluster)
+    if spread:
+        lines += ["", "[spread]  # (90th percentile - 10th percentile) / median of what was measured"]
+        lines += [f"{json.dumps(name)} = {value!r}" for name, value in spread.items()]
     for host in measured.hosts if measured is not None else ():
         lines += ["", "[[measured.hosts]]", f"name = {json.dumps(host.name)}"]
         lines += [f"workers = {host.workers}", f"flops_per_s = {host.flops_per_s!r}"]
@@ -107,7 +117,8 @@ def to_toml(cluster: Cluster, measured: Measured | None = None) -> str:
 
 
 def _link(link: Link) -> list[str]:
-    return [f"latency_s = {link.latency_s!r}", f"bytes_per_s = {link.bytes_per_s!r}"]
+    lines = [f"latency_s = {link.latency_s!r}", f"bytes_per_s = {link.bytes_per_s!r}"]
+    return lines if link.duplex == 1 else [*lines, f"duplex = {link.duplex!r}  # 1: full, 0.5: shared"]
 
 
 def from_toml(text: str, where: str = "the text") -> Cluster:
@@ -116,10 +127,10 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         plain = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where} is no TOML: {error}") from error
-    if (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
+    if plain.get("format") != FORMAT or plain.get("version") not in (1, VERSION):
         raise ValueError(
             f'{where} is no description of a cluster: it must begin with format = "{FORMAT}" and version = {VERSION}; '
-            "`polytempo doctor --engine` writes one"
+            "`polytempo calibrate` writes one"
         )
     name = plain.get("name", "measured")
     if not isinstance(name, str):
@@ -133,6 +144,13 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         memory=_read_link(plain, "memory", where),
         workers_per_host=workers,
         flops_per_s=_number(host, "host", "flops_per_s", where),
+        server_flops_per_s=(
+            _number(host, "host", "server_flops_per_s", where) if "server_flops_per_s" in host else None
+        ),
+        speeds=cluster_tables.speeds_of(plain, "kernels", where, _number),
+        server_speeds=cluster_tables.speeds_of(plain, "server_kernels", where, _number),
+        collectives=cluster_tables.collectives_of(plain, where, _number),
+        stragglers=cluster_tables.stragglers_of(plain, where),
         name=name,
     )
 
@@ -140,7 +158,10 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file. ValueError for what is no such file."""
     if not path.is_file():
-        raise ValueError(f"cluster {path}: there is no such file; `polytempo doctor --engine … --out {path}` writes it")
+        raise ValueError(
+            f"cluster {path}: there is no such file; `polytempo doctor --engine … --out {path}` or "
+            f"`polytempo calibrate --out {path}` writes it"
+        )
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(f"cluster {path}: the file has more than {_MOST_BYTES:,} bytes")
     try:
@@ -158,7 +179,13 @@ def _table(plain: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
 
 def _read_link(plain: Mapping[str, Any], key: str, where: str) -> Link:
     table = _table(plain, key, where)
-    return Link(_number(table, key, "latency_s", where, least=0.0), _number(table, key, "bytes_per_s", where))
+    duplex = _number(table, key, "duplex", where) if "duplex" in table else 1.0
+    try:
+        return Link(
+            _number(table, key, "latency_s", where, least=0.0), _number(table, key, "bytes_per_s", where), duplex
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: [{key}]: {error}") from error
 
 
 def _number(table: Mapping[str, Any], name: str, key: str, where: str, least: float | None = None) -> float:

@@ -13,17 +13,28 @@ def _positive(**given: float) -> None:
             raise ValueError(f"{name} must be a number above 0, got {value:g}")
 
 
+def _payload(bytes_per_s: float, header_share: float) -> float:
+    """What is left of a link's rate. Raises ValueError for a share outside [0, 1)."""
+    if not 0 <= header_share < 1:
+        raise ValueError(f"header_share must be in [0, 1), got {header_share:g}")
+    return bytes_per_s * (1 - header_share)
+
+
 def ethernet(
     gbit_per_s: float = 10.0,
     latency_us: float = 50.0,
     workers_per_host: int = 1,
     gflops: float = 10.0,
     stragglers: Stragglers | None = None,
+    header_share: float = 0.0,
 ) -> Cluster:
-    """Hosts on switched Ethernet: `gbit_per_s` each way per host, `latency_us` from process to process."""
+    """Hosts on switched Ethernet: `gbit_per_s` each way per host, `latency_us` from process to process.
+
+    `header_share`: of the rate that headers take; 0.045 for TCP in frames of 1,500 bytes.
+    """
     _positive(gbit_per_s=gbit_per_s, gflops=gflops)
     return Cluster(
-        network=Link(latency_us * 1e-6, gbit_per_s * 1e9 / 8),
+        network=Link(latency_us * 1e-6, _payload(gbit_per_s * 1e9 / 8, header_share)),
         workers_per_host=workers_per_host,
         flops_per_s=gflops * 1e9,
         stragglers=stragglers or constant(),
@@ -55,11 +66,12 @@ def internet(
     latency_ms: float = 20.0,
     gflops: float = 10.0,
     stragglers: Stragglers | None = None,
+    header_share: float = 0.0,
 ) -> Cluster:
-    """Volunteers or sites far apart: slow links, long delays, one worker each."""
+    """Volunteers or sites far apart: slow links, long delays, one worker each. `header_share`: as for `ethernet`."""
     _positive(mbit_per_s=mbit_per_s, gflops=gflops)
     return Cluster(
-        network=Link(latency_ms * 1e-3, mbit_per_s * 1e6 / 8),
+        network=Link(latency_ms * 1e-3, _payload(mbit_per_s * 1e6 / 8, header_share)),
         flops_per_s=gflops * 1e9,
         stragglers=stragglers or constant(),
         name=f"internet(mbit_per_s={mbit_per_s:g})",

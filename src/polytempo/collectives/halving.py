@@ -6,9 +6,14 @@ operations in MPICH", 2005; P. Goyal et al., "Accurate, large minibatch SGD", 20
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 from torch import Tensor
 
+from polytempo.collectives.rounds import IntArray, Round
 from polytempo.core import Port, Price
+from polytempo.core.addition import add_
 
 
 async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
@@ -26,12 +31,14 @@ async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
     receives the first half-buffer of its pair meanwhile (K/2 more time).
     """
     num_pairs = 1 << (port.size.bit_length() - 1)
+    if buffer.is_meta and await port.whole_sum(halving_doubling, buffer):
+        return buffer
     if port.rank >= num_pairs:
         partner = port.rank - num_pairs
         return buffer.copy_(await port.send_receive(buffer, partner, like=buffer, source=partner))
     extra = port.rank + num_pairs
     if extra < port.size:
-        buffer.add_(await port.recv(buffer, extra))
+        add_(buffer, await port.recv(buffer, extra))
     await _halve_and_double(port, buffer, num_pairs)
     if extra < port.size:
         await port.send(buffer, extra)
@@ -46,11 +53,25 @@ async def _halve_and_double(port: Port, buffer: Tensor, num_ranks: int) -> None:
         mine, theirs = (high, low) if port.rank & distance else (low, high)
         parents.append((distance, mine, theirs))
         partner = port.rank ^ distance
-        mine.add_(await port.send_receive(theirs, partner, like=mine, source=partner))
+        add_(mine, await port.send_receive(theirs, partner, like=mine, source=partner))
         held, distance = mine, distance // 2
     for distance, mine, theirs in reversed(parents):
         partner = port.rank ^ distance
         theirs.copy_(await port.send_receive(mine, partner, like=theirs, source=partner))
+
+
+def halving_doubling_rounds(num_ranks: int, numel: int) -> Iterator[Round]:
+    """What `halving_doubling` sends, round by round, for a power of two of ranks."""
+    ranks, held, kept = np.arange(num_ranks), np.full(num_ranks, numel), list[tuple[int, IntArray]]()
+    distance = num_ranks // 2
+    while distance:
+        upper = ranks & distance > 0
+        yield Round(ranks ^ distance, np.where(upper, held - held // 2, held // 2))
+        held = np.where(upper, held // 2, held - held // 2)
+        kept.append((distance, held))
+        distance //= 2
+    for distance, held in reversed(kept):
+        yield Round(ranks ^ distance, held)
 
 
 def halving_doubling_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:

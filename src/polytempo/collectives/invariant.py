@@ -18,10 +18,13 @@ sums with the same bits in any order, by accumulators; the tree is this library'
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from polytempo.collectives.rounds import Round, stripe_sizes
 from polytempo.core import Port, Route, call_name
 from polytempo.core.checks import check_whole
 from polytempo.core.slice_tree import along_tree
@@ -68,6 +71,8 @@ class Invariant:
         """The sum of all ranks' buffers."""
         self.check(port.size)
         num_ranks, rank = port.size, port.rank
+        if num_ranks == 1 or (buffer.is_meta and await port.whole_sum(self, buffer)):
+            return buffer
         stripes = list(buffer.tensor_split(num_ranks))
         mine, parts = stripes[rank], [stripes[rank]] * num_ranks
         turns = [((rank + k) % num_ranks, (rank - k) % num_ranks) for k in range(1, num_ranks)]
@@ -78,3 +83,12 @@ class Invariant:
             theirs = stripes[source]
             theirs.copy_(await port.send_receive(mine, to, like=theirs, source=source))
         return buffer
+
+
+def invariant_rounds(num_ranks: int, numel: int) -> Iterator[Round]:
+    """What `invariant` sends, round by round."""
+    ranks, sizes = np.arange(num_ranks), stripe_sizes(num_ranks, numel)
+    for k in range(1, num_ranks):
+        yield Round((ranks + k) % num_ranks, sizes[(ranks + k) % num_ranks])
+    for k in range(1, num_ranks):
+        yield Round((ranks + k) % num_ranks, sizes)

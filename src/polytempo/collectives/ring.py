@@ -6,9 +6,14 @@ workstations", 2009; A. Gibiansky, "Bringing HPC techniques to deep learning", 2
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 from torch import Tensor
 
+from polytempo.collectives.rounds import Round, stripe_sizes
 from polytempo.core import Port, Price
+from polytempo.core.addition import add_
 
 
 async def ring(port: Port, buffer: Tensor) -> Tensor:
@@ -28,17 +33,27 @@ async def ring(port: Port, buffer: Tensor) -> Tensor:
     2(N-1)/N · K where N divides K. Time 2(N-1)(α + K/(N·B)).
     """
     num_ranks, rank = port.size, port.rank
-    if num_ranks == 1:
+    if num_ranks == 1 or (buffer.is_meta and await port.whole_sum(ring, buffer)):
         return buffer
     chunks = list(buffer.tensor_split(num_ranks))
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     for k in range(num_ranks - 1):
         mine = chunks[(rank - k - 1) % num_ranks]
-        mine.add_(await port.send_receive(chunks[(rank - k) % num_ranks], after, like=mine, source=before))
+        add_(mine, await port.send_receive(chunks[(rank - k) % num_ranks], after, like=mine, source=before))
     for k in range(num_ranks - 1):
         theirs = chunks[(rank - k) % num_ranks]
         theirs.copy_(await port.send_receive(chunks[(rank + 1 - k) % num_ranks], after, like=theirs, source=before))
     return buffer
+
+
+def ring_rounds(num_ranks: int, numel: int) -> Iterator[Round]:
+    """What `ring` sends, round by round."""
+    ranks = np.arange(num_ranks)
+    twice, after = np.tile(stripe_sizes(num_ranks, numel), 2), (ranks + 1) % num_ranks
+    for first in (0, 1):  # rank r sends stripe r + first - k
+        for k in range(num_ranks - 1):
+            begin = (first - k) % num_ranks
+            yield Round(after, twice[begin : begin + num_ranks])
 
 
 def ring_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:

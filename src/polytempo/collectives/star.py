@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polytempo.core import Port, Price
+from polytempo.core.addition import add_
 
 
 async def star(port: Port, buffer: Tensor) -> Tensor:
@@ -16,10 +17,12 @@ async def star(port: Port, buffer: Tensor) -> Tensor:
     Cost: 2 steps, but the root receives and sends (N-1)·K bytes through one link: time
     2α + 2(N-1)·K/B. Every other rank sends K.
     """
+    if buffer.is_meta and await port.whole_sum(star, buffer):
+        return buffer
     if port.rank:
         return buffer.copy_(await port.send_receive(buffer, 0, like=buffer, source=0))
     for source in range(1, port.size):
-        buffer.add_(await port.recv(buffer, source))
+        add_(buffer, await port.recv(buffer, source))
     sending = [await port.start(port.send(buffer, to)) for to in range(1, port.size)]
     for work in sending:
         await work

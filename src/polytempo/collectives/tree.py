@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from polytempo.core import Port, Price, Work
+from polytempo.core.addition import add_
 
 _MOST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
 """Of a buffer on its way down."""
@@ -41,7 +42,7 @@ async def reduce_to_root(port: Port, buffer: Tensor) -> Tensor:
             await port.send(buffer, port.rank - distance)
             break
         if port.rank + distance < port.size:
-            buffer.add_(await port.recv(buffer, port.rank + distance))
+            add_(buffer, await port.recv(buffer, port.rank + distance))
         distance *= 2
     return buffer
 

@@ -26,7 +26,7 @@ async def all_gather(port: Port, bundle: Bundle, state: Exchanged, plan: Exchang
     def encode() -> tuple[Tensor, dict[str, CodecState]]:
         return packing.encode(given.views, state.codecs, step, port.rank)
 
-    message, codecs = await port.compute(encode, packing.flops)
+    message, codecs = await port.compute(encode, packing.flops, uses=packing.uses("encode"))
     messages = await _gathered(port, message, packing)
 
     def decode() -> Tensor:
@@ -36,7 +36,7 @@ async def all_gather(port: Port, bundle: Bundle, state: Exchanged, plan: Exchang
         _add(packing, messages, buffers, step)
         return plan.merge([buffer.flat for buffer in buffers])
 
-    total = await port.compute(decode, packing.flops * port.size)
+    total = await port.compute(decode, packing.flops * port.size, uses=packing.uses("decode", port.size))
     return bundle.with_flat(total), Exchanged(step, state.codecs | codecs)
 
 

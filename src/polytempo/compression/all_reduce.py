@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.exchange import Exchanged, ExchangePlan, WireRoute, check_finite, contribution
-from polytempo.compression.packing import whole
+from polytempo.compression.packing import codec_use, whole
 from polytempo.core import Bundle, Codec, CodecState, EncodeContext, NotFinite, Port, Route
 
 
@@ -43,7 +43,9 @@ def all_reduce(route: Route) -> WireRoute:
                 after[name] = _encoded(codec, x, state.codecs.get(name), when, name, room)
             return buffer, wires, after
 
-        buffer, wires, codecs = await port.compute(encode, flops)
+        num_bytes, calls = _num_bytes(bundle.flat), len(views)
+        uses = (codec_use("encode", codec, num_bytes, calls),)
+        buffer, wires, codecs = await port.compute(encode, flops, uses=uses)
         total = await route(port, buffer)
 
         def decode() -> Tensor:
@@ -54,7 +56,8 @@ def all_reduce(route: Route) -> WireRoute:
                 codec.add_(wire, out, when)
             return given.flat
 
-        return given.with_flat(await port.compute(decode, flops)), Exchanged(step, state.codecs | codecs)
+        uses = (codec_use("decode", codec, num_bytes, calls),)
+        return given.with_flat(await port.compute(decode, flops, uses=uses)), Exchanged(step, state.codecs | codecs)
 
     return wire_route
 
@@ -63,14 +66,20 @@ async def _summed(port: Port, route: Route, given: Bundle, codec: Codec) -> Bund
     """Wires that are the values themselves, element by element: one for the whole buffer, written back over it."""
     flat = given.flat
     when, room = EncodeContext(terms=port.size), flat if codec.wire_dtype(flat) is flat.dtype else None
-    wire = await port.compute(lambda: codec.encode(flat, None, when, room)[0], codec.facts.flops * flat.numel())
+    flops, num_bytes = codec.facts.flops * flat.numel(), _num_bytes(flat)
+    uses = (codec_use("encode", codec, num_bytes),)
+    wire = await port.compute(lambda: codec.encode(flat, None, when, room)[0], flops, uses=uses)
     total = await route(port, wire)
 
     def decode() -> Tensor:
         smaller = torch.finfo(flat.dtype).max < torch.finfo(total.dtype).max  # only decoding keeps finite what is
         return flat.copy_(codec.decode(total, flat) if smaller and not total.is_meta else total)
 
-    return given.with_flat(await port.compute(decode, codec.facts.flops * flat.numel()))
+    return given.with_flat(await port.compute(decode, flops, uses=(codec_use("decode", codec, num_bytes),)))
+
+
+def _num_bytes(flat: Tensor) -> int:
+    return flat.numel() * flat.element_size()
 
 
 def _rooms(codec: Codec, views: Sequence[Tensor], terms: int) -> tuple[Tensor, list[Tensor]]:

@@ -8,7 +8,7 @@ Small tensors travel as they are: their bytes do not matter, and their errors wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polytempo.compression.exact import exact
 from polytempo.core import Codec, CodecState, EncodeContext, NotFinite
+from polytempo.core.kernel_use import KernelUse, Uses, together
 
 EXACT_BELOW = 1024
 """Tensors of fewer elements travel as they are, unless something else is said."""
@@ -86,6 +87,15 @@ class Packing:
         self.num_bytes = self._head + sum(self._sizes)
         """Of a message; the most, where it is not `fixed`."""
         self.flops = sum(p.codec.facts.flops * like.numel() for p, like in zip(pieces, shapes, strict=True))
+        self._tensor_bytes = [like.numel() * like.element_size() for like in shapes]
+
+    def uses(self, kernel: Literal["encode", "decode"], times: int = 1) -> Uses:
+        """What it takes to encode all pieces, or to decode and add them, so many times."""
+        found = together(
+            codec_use(kernel, piece.codec, num_bytes)
+            for piece, num_bytes in zip(self.pieces, self._tensor_bytes, strict=True)
+        )
+        return found if times == 1 else tuple(use.times(times) for use in found)
 
     def encode(
         self, tensors: Mapping[str, Tensor], states: Mapping[str, CodecState], step: int, rank: int, life: int = 0
@@ -131,6 +141,11 @@ class Packing:
         for piece, length in zip(self.pieces, lengths, strict=True):
             yield piece, message[place : place + length]
             place += length
+
+
+def codec_use(kernel: Literal["encode", "decode"], codec: Codec, num_bytes: int, calls: int = 1) -> KernelUse:
+    """Encoding, or decoding, tensors of so many bytes in all."""
+    return KernelUse(f"{kernel} {codec.facts.name}", calls, num_bytes)
 
 
 def write(piece: Piece, x: Tensor, state: CodecState, when: EncodeContext, room: Tensor) -> tuple[int, CodecState]:

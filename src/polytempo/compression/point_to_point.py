@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polytempo.compression.packing import codec_use
 from polytempo.core import Codec, EncodeContext, NotFinite, Port
 from polytempo.core.codec import check_forgetful
 
@@ -50,17 +51,25 @@ async def encoded(port: Port, x: Tensor, codec: Codec, when: EncodeContext, wher
     given = x.detach().contiguous()
 
     def encode() -> Tensor:
+        if given.is_meta:  # a simulation that only prices
+            return wire_like(codec, given)
         try:
             return codec.encode(given, None, when)[0]
         except NotFinite as error:
             raise NotFinite(error.codec, error.index, error.value, where) from None
 
-    return await port.compute(encode, codec.facts.flops / 2 * x.numel())
+    uses = (codec_use("encode", codec, x.numel() * x.element_size()),)
+    return await port.compute(encode, codec.facts.flops / 2 * x.numel(), uses=uses)
 
 
 async def decoded(port: Port, wire: Tensor, like: Tensor, codec: Codec, when: EncodeContext) -> Tensor:
     """x̂, shaped like `like`, in memory of its own."""
-    return await port.compute(lambda: codec.decode(wire, like, when), codec.facts.flops / 2 * like.numel())
+
+    def decode() -> Tensor:
+        return like if wire.is_meta else codec.decode(wire, like, when)
+
+    uses = (codec_use("decode", codec, like.numel() * like.element_size()),)
+    return await port.compute(decode, codec.facts.flops / 2 * like.numel(), uses=uses)
 
 
 def wire_like(codec: Codec, like: Tensor) -> Tensor:

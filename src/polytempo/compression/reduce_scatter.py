@@ -8,6 +8,7 @@ from torch import Tensor
 from polytempo.compression.exchange import Exchanged, ExchangePlan, check_finite, contribution
 from polytempo.compression.stripe import add_others_, begun, merged, sliced, take_residual_
 from polytempo.core import Bundle, Port
+from polytempo.core.kernel_use import together
 
 
 async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: ExchangePlan) -> tuple[Bundle, Exchanged]:
@@ -24,6 +25,7 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
     check_finite(given, plan.codec, state.codecs, rank)
     parts = plan.striped(bundle, port.size)
     flops = sum(part.flops for part in parts)
+    others = [part for owner, part in enumerate(parts) if owner != rank]
     codecs = state.codecs | begun(parts, given.views, state.codecs)
 
     def encode() -> list[Tensor]:
@@ -32,7 +34,8 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
             for owner, part in enumerate(parts)
         ]
 
-    pieces = await port.compute(encode, flops)
+    uses = together(use for part in others for use in part.uses("encode"))
+    pieces = await port.compute(encode, flops, uses=uses)
     mine = parts[rank]
     like = torch.empty(mine.num_bytes, dtype=torch.uint8, device=bundle.flat.device)
     likes = [like if sender != rank else _none(bundle) for sender in range(port.size)]
@@ -48,7 +51,8 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
             total = merged(plan.merge, mine, given, arrived, step, rank)
         return mine.encode(total.views, owed, step, rank)[0]
 
-    sum_wire = await port.compute(reduce, mine.flops * port.size)
+    uses = together([*mine.uses("decode", port.size - 1), *mine.uses("encode")])
+    sum_wire = await port.compute(reduce, mine.flops * port.size, uses=uses)
     longest = max(part.num_bytes for part in parts)
     padded = torch.zeros(longest, dtype=torch.uint8, device=bundle.flat.device)
     padded[: sum_wire.numel()] = sum_wire
@@ -60,7 +64,8 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
             part.add_(wire, out.views, step, owner)
         return out.flat
 
-    return bundle.with_flat(await port.compute(decode, flops)), Exchanged(step, codecs)
+    uses = together(use for part in parts for use in part.uses("decode"))
+    return bundle.with_flat(await port.compute(decode, flops, uses=uses)), Exchanged(step, codecs)
 
 
 def _none(bundle: Bundle) -> Tensor:

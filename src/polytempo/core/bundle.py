@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 
 class Bundle:
@@ -71,11 +72,8 @@ class Bundle:
     def views(self) -> dict[str, Tensor]:
         """Windows into `flat`, shaped like the tensors."""
         if self._views is None:
-            tensors = self.tensors
-            pieces = self.flat.split([t.numel() for t in tensors.values()])
-            self._views = {
-                name: piece.view(like.shape) for (name, like), piece in zip(tensors.items(), pieces, strict=True)
-            }
+            pieces = _unflatten_dense_tensors(self.flat, list(self.tensors.values()))
+            self._views = dict(zip(self.tensors, pieces, strict=True))
         return self._views
 
     def with_flat(self, flat: Tensor) -> Bundle:

@@ -15,6 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from polytempo.core.kernel_use import Uses
+
 T = TypeVar("T")
 
 Program = Coroutine["Op[Any]", Any, T]
@@ -200,6 +202,17 @@ class Barrier(Collective[None]):
     """Wait until every member is here."""
 
 
+@dataclass(frozen=True, eq=False)
+class WholeSum(Collective[bool]):
+    """Whether the world has let the time of all messages of `route` over `buffer` pass, which then need not be sent.
+
+    Asked by routes whose buffer has no values. Virtual worlds may answer True (`worlds.whole_sums`).
+    """
+
+    route: Callable[..., Any]
+    buffer: Tensor
+
+
 _KINDS: dict[type, str] = {
     AllReduce: "all_reduce",
     AllGather: "all_gather",
@@ -207,17 +220,22 @@ _KINDS: dict[type, str] = {
     AllToAll: "all_to_all",
     Broadcast: "broadcast",
     Barrier: "barrier",
+    WholeSum: "whole_sum",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Compute(Op[T]):
-    """Run `work()`. A virtual world charges `flops` at the rank's speed; a real one takes the time it takes."""
+    """Run `work()`. A virtual world charges `flops` at the rank's speed; a real one takes the time it takes.
+
+    On a cluster whose kernels were measured it charges `uses` instead, where there are some.
+    """
 
     work: Callable[[], T]
     flops: float
     name: str = "compute"
     """As traces show it."""
+    uses: Uses = ()
 
 
 @dataclass(frozen=True, eq=False)

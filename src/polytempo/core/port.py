@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from polytempo.core.kernel_use import Uses
 from polytempo.core.mesh import MOST_GROUPS, Mesh
 from polytempo.core.op import (
     AllGather,
@@ -32,6 +33,7 @@ from polytempo.core.op import (
     Start,
     T,
     Take,
+    WholeSum,
     Work,
 )
 
@@ -142,17 +144,24 @@ class Port:
             buffer, self._world_rank(source), members=self.members, channel=self.channel, timeout_s=self.timeout_s
         )
 
+    def whole_sum(self, route: Callable[..., object], buffer: Tensor) -> Op[bool]:
+        """Whether the time of all messages of `route` over an empty buffer has passed at once; see `WholeSum`."""
+        return WholeSum(route, buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
+
     def barrier(self) -> Op[None]:
         """Wait for the whole group."""
         return Barrier(members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
-    def compute(self, work: Callable[[], T], flops: float, name: str = "compute") -> Op[T]:
-        """Run `work()`, which traces show as `name`; a virtual world charges `flops` floating-point operations."""
-        return Compute(work, flops, name)
+    def compute(self, work: Callable[[], T], flops: float, name: str = "compute", uses: Uses = ()) -> Op[T]:
+        """Run `work()`, which traces show as `name`; a virtual world charges `flops` floating-point operations.
 
-    def alone(self, work: Callable[[], T], flops: float) -> Op[T]:
+        A virtual world whose kernels were measured charges `uses` instead, where there are some.
+        """
+        return Compute(work, flops, name, uses)
+
+    def alone(self, work: Callable[[], T], flops: float, uses: Uses = ()) -> Op[T]:
         """Run `work()` while no other rank of this host is in one of these; see `compute`."""
-        return Alone(work, flops, timeout_s=self.timeout_s)
+        return Alone(work, flops, uses=uses, timeout_s=self.timeout_s)
 
     def now(self) -> Op[float]:
         """The world's clock in seconds, virtual or real."""
@@ -247,7 +256,8 @@ class Port:
         path = self._path * _CHANNELS + number + 1
         if path >= CHANNELS_OF_A_GROUP:
             raise ValueError(f"channels nest two deep, and this port is two deep already; got number {number}")
-        return replace(self, channel=self._group * CHANNELS_OF_A_GROUP + path)
+        channel = self._group * CHANNELS_OF_A_GROUP + path
+        return Port(self.rank, self.members, self.hosts, channel, self.timeout_s, self.mesh, self.whole)
 
     def within(self, timeout_s: float) -> Port:
         """The same group with a deadline on every operation."""

@@ -116,6 +116,8 @@ class Rule(NamedTuple):
     """As a person would write it: `softsync(n=4)`."""
     init: Callable[[], RuleState]
     receive: Callable[[RuleState, Arrival, Situation], tuple[RuleState, list[Action]]]
+    needs_newest: bool = False
+    """Whether it drops gradients that were not computed on the newest weights."""
     adds_sums: bool = False
     """Whether a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
     with the rate 1, and all its workers are answered."""

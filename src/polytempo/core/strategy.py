@@ -28,6 +28,14 @@ class Staged(Protocol):
         """In how many parts a batch goes through them."""
 
 
+class Parted(Protocol):
+    """Which layers of a model lie in parts on several workers; `partition.tensor` and `partition.hybrid` make them."""
+
+    @property
+    def ranks(self) -> int:
+        """Workers that hold one model together and get the same samples; 1 where each gets samples of its own."""
+
+
 class Distillation(NamedTuple):
     """Groups of workers, each with a model and a part of the data of its own, that learn from each other's predictions.
 
@@ -57,6 +65,8 @@ class Strategy:
     given the weighted sum of a rank's slices (`core.slice_tree`). None: each rank computes its batch at once.
     `schedule`: the model is cut into stages that work in this order; `gradients` and `parameters` are then what happens
     between the workers that hold the same stage. None: every worker holds the whole model.
+    `parted`: some layers lie in parts on several workers; `gradients` and `parameters` are then what happens between
+    the workers that hold the same. None: every worker holds whole layers.
     `distillation`: the workers are groups, each with a model of its own. None: all train one model.
     `by_optimizer`: the strategy that this one is with a given optimizer, which may be another one; it raises ValueError
     for what does not go with it. None: this one, with any.
@@ -73,12 +83,18 @@ class Strategy:
     by_optimizer: Callable[[Optimizer], Strategy] | None = None
     slices: int | None = None
     schedule: Staged | None = None
+    parted: Parted | None = None
     distillation: Distillation | None = None
 
     @property
     def stages(self) -> int:
-        """Workers that hold one model together."""
+        """Workers that hold the stages of one model."""
         return 1 if self.schedule is None else self.schedule.stages
+
+    @property
+    def holders(self) -> int:
+        """Workers that hold one model together, as stages or as parts of layers, and get the same samples."""
+        return self.stages * (1 if self.parted is None else self.parted.ranks)
 
     @property
     def groups(self) -> int:
@@ -93,7 +109,8 @@ class Strategy:
 
 def checked_inner(strategy: Strategy, who: str) -> Strategy:
     """The strategy itself. ValueError for one that is more than two transforms, so that `who` cannot be built on it."""
-    ways = (strategy.server, strategy.one_copy, strategy.slices, strategy.schedule, strategy.distillation)
+    cuts = (strategy.schedule, strategy.parted, strategy.distillation)
+    ways = (strategy.server, strategy.one_copy, strategy.slices, *cuts)
     if strategy.carries_optimizer or strategy.by_optimizer or any(way is not None for way in ways):
         raise ValueError(
             f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "

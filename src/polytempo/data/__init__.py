@@ -1,5 +1,6 @@
 """Data: readers, and `DataShard`, which deals a data set to workers."""
 
+from polytempo.data import scheduled
 from polytempo.data.csv_regression import csv_regression
 from polytempo.data.digits import digits
 from polytempo.data.idx import mnist, read_idx
@@ -30,5 +31,6 @@ __all__ = [
     "read_characters",
     "read_idx",
     "read_parts",
+    "scheduled",
     "sparsity",
 ]

@@ -107,6 +107,11 @@ class DataShard:
         return self._global_batch_size or self.size * self.batch_size
 
     @property
+    def in_memory(self) -> bool:
+        """Whether batches are taken out of tensors, so that nothing is drawn meanwhile."""
+        return self._tensors is not None
+
+    @property
     def share(self) -> float | None:
         """This rank's part of the last step: its samples over all ranks' samples. None before the first."""
         return self.local_samples / self.global_samples if self.global_samples else None
@@ -130,7 +135,7 @@ class DataShard:
         for i, (step, batch) in enumerate(self._batches()):
             if i % len(self.own) == 0:
                 begin, at, self.spans = at, at + step.global_samples, []
-                again, self.left = parted(self.left, step.global_samples)
+                again, self.left = parted(self.left, step.global_samples) if self.left else ([], [])
                 self.consumed += 0 if again else step.global_samples
             self.local_samples, self.global_samples = step.local_samples, step.global_samples
             if step.local_samples and again:
@@ -147,6 +152,19 @@ class DataShard:
         """The loader that was given, or a plain one with the same settings where a data set was."""
         source = self._source
         return source.loader or DataLoader(source.dataset, source.batch_size, shuffle=source.shuffle)
+
+    def grow(self, global_batch_size: int, pieces: int = 1) -> None:
+        """Let steps have so many samples over all ranks, from the next iteration on.
+
+        Each rank's part comes in so many `pieces`, one batch after the other, which are consecutive places.
+        What is left of the epoch is dealt anew, each sample once. ValueError for fewer samples than there are pieces.
+        """
+        if self.slices is not None or self.num_samples is None:
+            raise ValueError("a batch that is cut into slices, or that comes from a stream, does not grow")
+        check_global_batch(global_batch_size, self.size * pieces, "pieces of the ranks' batches")
+        self._global_batch_size, self._parts = global_batch_size, self.size * pieces
+        self.batch_size = -(-global_batch_size // self.size)
+        self.own = range(self.rank * pieces, (self.rank + 1) * pieces)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -10,15 +10,18 @@ import torch
 from torch import nn
 
 
-def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decayed(model: nn.Module | Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups for any optimizer: weights decay; biases, and what else has one dimension or none, do not.
 
         torch.optim.SGD(decayed(model, 1e-4), lr=0.1, momentum=0.9)
 
+    Instead of the model its parameters may be given, as a job's `optimizer` has them.
+
     Source: P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 5.1: not on the gains of batch norm; X. Jia
     et al., 2018, not on biases either.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},

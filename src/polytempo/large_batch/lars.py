@@ -21,9 +21,11 @@ class LARS(LayerWise):
     by SGD, with λ = 1 and β = 0, unless their parameter group says `adapts=True`; False is for all of a group.
 
     The learning rate stands inside the momentum, as in the paper: under a schedule, earlier steps keep the rate that
-    they were made with (`torch.optim.SGD` multiplies afterwards).
+    they were made with (`torch.optim.SGD` multiplies afterwards). With `corrects_momentum` they get the present one: v
+    is multiplied by m γₜ / γₜ₋₁ in the place of m (P. Goyal et al., 2017, remark 2).
 
-    State: v, as large as the parameters. Cost: two norms and one update a tensor.
+    State: v, as large as the parameters, and with `corrects_momentum` the last rate.
+    Cost: two norms and one update a tensor.
     Errors: ValueError for a number out of its range; RuntimeError for a sparse gradient.
     Source: Y. You, I. Gitman and B. Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
     """
@@ -37,11 +39,12 @@ class LARS(LayerWise):
         trust: float = 0.001,
         *,
         adapts: bool | None = None,
+        corrects_momentum: bool = False,
         fused: bool | None = None,
     ) -> None:
         check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust)
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapts": adapts}
-        super().__init__(params, options, fused=fused)
+        super().__init__(params, options | {"corrects_momentum": corrects_momentum}, fused=fused)
 
     def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
         """One tensor's step."""
@@ -50,13 +53,22 @@ class LARS(LayerWise):
             beta = group["weight_decay"]
             of_w, of_g = norms(w, g) if kernels is None else kernels.norms(w, g)
             rate *= trust_ratio(of_w * group["trust"], of_g + beta * of_w if of_g > 0 else 0.0)
-        (v,) = self.kept(w, "momentum_buffer")
+        (v,), momentum = self.kept(w, "momentum_buffer"), self._momentum(w, group)
         if kernels is None:
-            v.mul_(group["momentum"]).add_(torch.add(g, w, alpha=beta), alpha=rate)
+            v.mul_(momentum).add_(torch.add(g, w, alpha=beta), alpha=rate)
             w.sub_(v)
         else:
-            numbers = {"lr": 1.0, "momentum": group["momentum"], "weight_decay": rate * beta}
+            numbers = {"lr": 1.0, "momentum": momentum, "weight_decay": rate * beta}
             kernels.update_("sgd", w, g, rate, w.view(-1), v, **numbers)
+
+    def _momentum(self, w: nn.Parameter, group: dict[str, Any]) -> float:
+        """What v is multiplied by in this step."""
+        momentum = float(group["momentum"])
+        if not group["corrects_momentum"]:
+            return momentum
+        now, state = float(group["lr"]), self.state[w]
+        before, state["lr"] = state.get("lr", now), now
+        return momentum * now / before if before > 0 else momentum
 
 
 def norms(a: Tensor, b: Tensor) -> tuple[float, float]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class Squares(NamedTuple):
@@ -29,6 +32,24 @@ def squares(small: float, small_batch: float, large: float, large_batch: float) 
         raise ValueError(f"one batch must be larger than the other, got {small_batch} and {large_batch} samples")
     of_gradient = (large_batch * large - small_batch * small) / (large_batch - small_batch)
     return Squares(of_gradient, (small - large) / (1 / small_batch - 1 / large_batch))
+
+
+def of_workers(samples: Sequence[int], norms: Sequence[float], gradients: Tensor) -> Squares:
+    """From the gradients of N workers at the same parameters, before any of them is encoded or averaged:
+
+        |G|² = mean over i ≠ j of ⟨gᵢ, gⱼ⟩        tr Σ = (mean |gᵢ|² - |G|²) / mean (1/bᵢ)
+
+    With equal batches it is `squares` of one worker's batch and of all workers' together. `samples`: bᵢ. `norms`:
+    |gᵢ|². `gradients`: shape (N, numbers), the gᵢ or their sketches. Errors: ValueError for fewer than two workers,
+    or an empty batch.
+    """
+    count = len(samples)
+    if count < 2 or min(samples) < 1:
+        raise ValueError(f"it takes two workers with samples, got batches of {list(samples)}")
+    own = float(gradients.square().sum())
+    of_gradient = (float(gradients.sum(0).square().sum()) - own) / (count * (count - 1))
+    of_sample = sum(1 / each for each in samples) / count
+    return Squares(of_gradient, (sum(norms) / count - of_gradient) / of_sample)
 
 
 @dataclass
@@ -62,6 +83,22 @@ class NoiseScale:
         """B_simple = tr Σ / |G|², in samples; infinite where the gradient is not seen for noise."""
         of_gradient, of_noise = self.mean
         return of_noise / of_gradient if of_gradient > 0 else math.inf
+
+
+def dynamic_batch(batch: int, noise_scale: float, theta: float = 0.5) -> int:
+    """The batch for the coming steps by the test of dynamic sampling; it never shrinks:
+
+        tr Σ / B ≤ θ² |G|²        where it fails: B = tr Σ / (θ² |G|²) = 𝓑 / θ²
+
+    Deviation: the paper takes both from one batch's sample variance and gradient; 𝓑 is the measured noise scale, whose
+    |G|² is without bias. Where that is infinite the batch stays. Errors: ValueError unless θ is positive.
+    Source: R. H. Byrd, G. M. Chin, J. Nocedal and Y. Wu, "Sample size selection in optimization methods for machine
+    learning", 2012, section 3.
+    """
+    if not theta > 0:
+        raise ValueError(f"theta is a positive number, got {theta}")
+    wanted = noise_scale / theta**2
+    return max(batch, math.ceil(wanted)) if math.isfinite(wanted) else batch
 
 
 def speed_up(batch: float, noise_scale: float) -> float:

@@ -1,16 +1,15 @@
-"""How sharp a minimum is: by how much the loss grows in a small box around it."""
+"""How sharp a minimum is: by how much the loss grows near it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
-from torch import Tensor, nn
+from torch import nn
 
-Loss = Callable[[], Tensor]
-"""The loss over all the data that is meant, with the parameters as they are at this moment."""
+from polytempo.large_batch.points import Loss, LossSurface
 
 _STEPS = 10
 
@@ -33,51 +32,46 @@ def sharpness(
     float64, from a random point of the box: at an exact minimum the gradient is 0, and a search from there would stay.
     The answer is a lower bound of the true φ.
 
-    `loss` is called some 2 · steps times with gradients; dropout should be off, and batch norm is as the model's mode
-    says: say which. The parameters are afterwards as they were. Memory: with a subspace 8 n p bytes.
+    `loss` is called some 2 · steps times with gradients. Dropout should be off; batch norm is as the model's mode says:
+    say which. The parameters are afterwards as they were. Memory: with a subspace 8 n p bytes.
 
     Errors: ValueError where the loss is not finite, or is below -1, where φ has no meaning.
     Source: N. S. Keskar et al., "On large-batch training for deep learning", 2017, metric 2.1.
     """
-    start = [parameter.detach().clone() for parameter in parameters]
-    x = torch.cat([each.reshape(-1) for each in start]).double().cpu()
+    surface = LossSurface(loss, parameters)
     drawn = torch.Generator().manual_seed(seed)
-    a = None if subspace is None else torch.randn(x.numel(), subspace, dtype=torch.float64, generator=drawn)
-    centre = x if a is None else torch.linalg.lstsq(a, x.unsqueeze(1)).solution.squeeze(1)
-    half = epsilon * (centre.abs() + 1)
-
-    def minus(y: np.ndarray) -> tuple[float, np.ndarray]:
-        moved = torch.from_numpy(y)
-        value, gradient = _at(loss, parameters, x + (moved if a is None else a @ moved))
-        return -value, -(gradient if a is None else a.T @ gradient).numpy()
-
-    try:
-        value, _ = _at(loss, parameters, x)
+    with surface.kept() as x:
+        a = None if subspace is None else torch.randn(x.numel(), subspace, dtype=torch.float64, generator=drawn)
+        centre = x if a is None else torch.linalg.lstsq(a, x.unsqueeze(1)).solution.squeeze(1)
+        half = epsilon * (centre.abs() + 1)
+        value = surface.value(x)
         if not -1 < value < float("inf"):
             raise ValueError(f"the loss is {value}; sharpness is for finite losses above -1")
+
+        def minus(y: np.ndarray) -> tuple[float, np.ndarray]:
+            moved = torch.from_numpy(y)
+            found, gradient = surface.gradient(x + (moved if a is None else a @ moved))
+            return -found, -(gradient if a is None else a.T @ gradient).numpy()
+
         begin = (2 * torch.rand(half.shape, dtype=torch.float64, generator=drawn) - 1) * half
         bounds = list(zip(-half.numpy(), half.numpy(), strict=True))
         found = minimize(minus, begin.numpy(), jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": steps})
-    finally:
-        with torch.no_grad():
-            for parameter, was in zip(parameters, start, strict=True):
-                parameter.copy_(was)
     return 100 * (-float(found.fun) - value) / (1 + value)
 
 
-def _at(loss: Loss, parameters: Sequence[nn.Parameter], point: Tensor) -> tuple[float, Tensor]:
-    """The loss and its gradient there, in float64."""
-    begin = 0
-    with torch.no_grad():
-        for parameter in parameters:
-            part = point[begin : begin + parameter.numel()]
-            parameter.copy_(part.view(parameter.shape))
-            begin += parameter.numel()
-    with torch.enable_grad():
-        value = loss()
-        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-    flat = [
-        torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
-    return float(value.detach()), torch.cat([each.detach().double().cpu() for each in flat])
+def neighbourhood_loss(loss: Loss, parameters: Sequence[nn.Parameter], rho: float = 0.05) -> float:
+    """The loss that SAM descends, the largest one within ρ of x to first order:
+
+        f(x + ρ g / ‖g‖)        g = ∇f(x);  f(x) where g = 0
+
+    Cost: one gradient and one value. The parameters are afterwards as they were. Errors: ValueError for a ρ of 0 or
+    less. Source: P. Foret et al., "Sharpness-aware minimization for efficiently improving generalization", 2021,
+    equations 1 and 2 with p = 2.
+    """
+    if not 0 < rho < float("inf"):
+        raise ValueError(f"rho must be a positive number, got {rho!r}")
+    surface = LossSurface(loss, parameters)
+    with surface.kept() as x:
+        value, gradient = surface.gradient(x)
+        length = float(torch.linalg.vector_norm(gradient))
+        return value if length == 0 else surface.value(x + rho / length * gradient)

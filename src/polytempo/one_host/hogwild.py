@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.core import Port, Strategy, Turn, Work
+from polytempo.core.kernel_use import Uses
 from polytempo.native.common import Common
 from polytempo.native.sparse import scatter_add_
 from polytempo.one_host.one_copy import alias_parameters
@@ -83,16 +84,16 @@ class Updates:
         """A step's cost, varied at random: on real cores no two steps take equally long."""
         return flops if self._random is None else flops * self._random.uniform(1 - _VARIATION, 1 + _VARIATION)
 
-    async def perform(self, port: Port, work: Callable[[], Any], flops: float) -> None:
+    async def perform(self, port: Port, work: Callable[[], Any], flops: float, uses: Uses = ()) -> None:
         """Run `work`, which updates the parameters, when it is this rank's turn."""
         if self.turn == "locked":
-            await port.alone(work, flops)
+            await port.alone(work, flops, uses)
         elif self.turn == "in_turn":
             await self._baton.take(port)
-            await port.compute(work, flops)
+            await port.compute(work, flops, uses=uses)
             await self._baton.hand_on(port)
         else:
-            await port.compute(work, flops)
+            await port.compute(work, flops, uses=uses)
 
     async def settle(self) -> None:
         """Wait for what is under way, after the last step."""

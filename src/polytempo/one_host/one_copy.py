@@ -27,6 +27,7 @@ from polytempo.native.common import Common, layout
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
 from polytempo.native.step import Item, StepPlan, most_row_bytes
+from polytempo.one_host.layer_rates import lars_hypers
 from polytempo.one_host.update_rule import hypers_of, rule_of, takes_rows
 from polytempo.worlds import ProcessWorld
 
@@ -144,7 +145,7 @@ class OneCopy:
 
     def _items(self, parameters: Mapping[str, nn.Parameter], sparse_tables: frozenset[str]) -> list[Item]:
         groups = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
-        items = []
+        items: list[Item] = []
         for name, parameter in parameters.items():
             if parameter.dtype not in (torch.float32, torch.float64) or parameter.device.type != "cpu":
                 raise ValueError(
@@ -155,7 +156,7 @@ class OneCopy:
             by_rows = name in sparse_tables and takes_rows(self._rule, self._optimizer.param_groups[group])
             row_bytes = parameter.nbytes // max(1, parameter.shape[0]) if parameter.dim() else parameter.nbytes
             fits = parameter.is_contiguous() and row_bytes <= most_row_bytes(self._group)
-            items.append(Item(parameter.detach(), group, by_rows and fits))
+            items.append(Item(parameter.detach(), len(items) if self._rule.by_layer else group, by_rows and fits))
         return items
 
     # ------------------------------------------------------------------ gradients
@@ -235,12 +236,13 @@ class OneCopy:
 
         When a rank dies meanwhile the others raise PeerLost, with all of the step made, or none of it.
         """
-        hypers = hypers_of(self._rule, self._optimizer)
+        hypers = None if self._rule.by_layer else hypers_of(self._rule, self._optimizer)
         if len(self._optimizer.state) < self._num_with_state:  # the loop has cleared it: moments begin again at 0
             self._adopt(writes=True, fresh=False)
         gradients = self._bring_all()
+        weight = self._weight(share)
         try:
-            self.plan.step(hypers, self._weight(share))
+            self.plan.step(hypers or lars_hypers(self._optimizer, self._parameters, self.plan, weight), weight)
         finally:
             self._scale = 1.0
             self._show_state()
@@ -289,7 +291,7 @@ class OneCopy:
                     state[str(name)] = place
                 elif place is not None and writes and not fresh:
                     place.zero_()
-            self.plan.steps[index] = float(state.get("step", present))
+            self.plan.steps[index] = float(state.get("step", present or self._rule.by_layer))  # LARS begins with v = 0
             if self._rule.counts and "step" in state:
                 state["step"] = self.plan.steps[index]
             if not present:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from polytempo.native.step import RULES, Hyper
+from polytempo.one_host.layer_rates import has_layer_rates
 
-_REFUSED = ("amsgrad", "capturable", "differentiable")
+_REFUSED = ("amsgrad", "capturable", "differentiable", "corrects_momentum")
 _REMEDY = "use sync_sgd(), which takes any optimizer"
 
 
@@ -23,20 +24,25 @@ class NativeRule(NamedTuple):
     """Whether torch keeps a count of steps beside the moments."""
     decouples: bool = False
     """Whether weight decay is AdamW's: up to torch 2.6 only the class says so."""
+    by_layer: bool = False
+    """Whether each tensor has a rate of its own (see `layer_rates`)."""
 
 
 def rule_of(optimizer: Optimizer) -> NativeRule:
     """The optimizer's rule. Raises ValueError, naming the optimizer or the option, where the core has none."""
     name = type(optimizer).__name__
-    if type(optimizer) not in (SGD, Adam, AdamW, Adagrad):
-        raise ValueError(f"shared_memory() knows SGD, Adam, AdamW and Adagrad, and this optimizer is {name}; {_REMEDY}")
+    if type(optimizer) not in (SGD, Adam, AdamW, Adagrad) and not has_layer_rates(optimizer):
+        raise ValueError(
+            f"shared_memory() knows SGD, Adam, AdamW, Adagrad and LARS, and this optimizer is {name}; {_REMEDY}"
+        )
     for group in optimizer.param_groups:
         for option in _REFUSED:
             if group.get(option):
                 raise ValueError(f"shared_memory() does not know {name}({option}=True); {_REMEDY}")
-    if type(optimizer) is SGD:
+    if has_layer_rates(optimizer) or type(optimizer) is SGD:
         has_momentum = any(group["momentum"] for group in optimizer.param_groups)
-        return NativeRule("sgd", "momentum_buffer" if has_momentum else None)
+        by_layer = type(optimizer) is not SGD
+        return NativeRule("sgd", "momentum_buffer" if has_momentum else None, by_layer=by_layer)
     if type(optimizer) is Adagrad:
         return NativeRule("adagrad", None, "sum", counts=True)
     return NativeRule("adam", "exp_avg", "exp_avg_sq", counts=True, decouples=type(optimizer) is AdamW)
@@ -44,7 +50,11 @@ def rule_of(optimizer: Optimizer) -> NativeRule:
 
 def takes_rows(rule: NativeRule, group: dict[str, Any]) -> bool:
     """Whether the rule may be applied to some rows alone. Raises ValueError where torch could not either."""
-    plain = not group["weight_decay"] and (rule.name == "adagrad" or (rule.name == "sgd" and not group["momentum"]))
+    plain = (
+        not rule.by_layer
+        and not group["weight_decay"]
+        and (rule.name == "adagrad" or (rule.name == "sgd" and not group["momentum"]))
+    )
     if not plain:
         raise ValueError(
             f"sparse gradients go with SGD without momentum or Adagrad, both without weight decay, and here is "

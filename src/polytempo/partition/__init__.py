@@ -1,9 +1,9 @@
 """How a model is cut over workers, and in which order they work."""
 
-from polytempo.partition import schedules
+from polytempo.partition import scheduled, schedules
 from polytempo.partition.cut import Cut, Stage, Value
 from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import Schedule
 from polytempo.partition.striping import striped, unstriped
 
-__all__ = ["Cut", "Schedule", "Stage", "Value", "cut", "schedules", "striped", "unstriped"]
+__all__ = ["Cut", "Schedule", "Stage", "Value", "cut", "scheduled", "schedules", "striped", "unstriped"]

@@ -1,4 +1,4 @@
-"""What each node of a graph computes and costs: counted on fake tensors, or measured on one thread.
+"""What each node of a graph computes, costs and does besides: counted on fake tensors, or measured on one thread.
 
 Counted costs are the same wherever they are counted. A node's operations are those of its forward and backward
 (matrix products, convolutions and attention by `torch.utils.flop_counter`), and `OPERATIONS_PER_BYTE` for each byte
@@ -8,6 +8,7 @@ that it writes: forward once, backward twice.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -41,15 +43,19 @@ class Fact(NamedTuple):
     """Storages that it keeps for backward, with their bytes; parameters are not among them."""
     changed: frozenset[int]
     """Storages that it changed in place."""
+    draws: bool
+    """Whether it drew random numbers."""
+    uses: Mapping[fx.Node | str, int]
+    """How many gradients its backward adds, one by one, to that of each argument, and of each parameter by name."""
 
 
 def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, Fact]:
     """Run the graph on fake tensors. ValueError names the node that cannot run on the sample."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(model, mode) | {name: mode.from_tensor(each) for name, each in traced.constants.items()}
-    counter = FlopCounterMode(display=False, custom_mapping=_attention_flops())
-    with torch.random.fork_rng(devices=[]), mode, counter, torch.enable_grad():
-        walk = _Counting(model, traced.graph, state, counter)
+    counter, draws = FlopCounterMode(display=False, custom_mapping=_attention_flops()), _Draws()
+    with torch.random.fork_rng(devices=[]), mode, counter, draws, torch.enable_grad():
+        walk = _Counting(model, traced.graph, state, counter, draws)
         _run(walk, [fake(value, mode) for value in inputs.traced_values])
         return walk.facts
 
@@ -112,15 +118,18 @@ class _Walk(fx.Interpreter):
     def alone(self, n: fx.Node) -> _Alone:
         """The node's call apart from what computed its arguments, so that its backward ends at them."""
         leaves: list[Tensor] = []
+        begins: list[tuple[Tensor, Any]] = []
 
         def copied(each: Tensor) -> Tensor:
             leaves.append(each.detach().requires_grad_(each.requires_grad))
-            return leaves[-1].clone()  # a leaf itself must not be changed in place
+            copy = leaves[-1].clone()  # a leaf itself must not be changed in place
+            begins.append((each, copy.grad_fn))
+            return copy
 
         args, kwargs = tree_map_only(Tensor, copied, self.fetch_args_kwargs_from_env(n))
         leaves += self.parameters_of(str(n.target)) if n.op == "call_module" else []
         forward = partial(getattr(self, n.op), n.target, args, kwargs)
-        return _Alone(forward, [each for each in leaves if each.requires_grad])
+        return _Alone(forward, [each for each in leaves if each.requires_grad], begins)
 
 
 class _Alone(NamedTuple):
@@ -128,6 +137,8 @@ class _Alone(NamedTuple):
 
     forward: Callable[[], Any]
     leaves: list[Tensor]
+    begins: list[tuple[Tensor, Any]]
+    """Each tensor among its arguments, and where its copy's backward ends (None: it needs no gradient)."""
 
     def backward(self, value: Any) -> None:
         """Compute the leaves' gradients from ones, and drop them."""
@@ -136,13 +147,42 @@ class _Alone(NamedTuple):
             ones = [torch.ones_like(each) for each in outputs]
             torch.autograd.grad(outputs, self.leaves, ones, allow_unused=True)
 
+    def gradients(self, value: Any) -> Counter[int]:
+        """How many gradients the backward of `value` adds up for each argument and each leaf, by its `id`."""
+        arrive: Counter[int] = Counter()
+        reached: dict[int, Any] = {}
+        left = [each.grad_fn for each in _tensors(value) if each.grad_fn is not None]
+        while left:
+            function = left.pop()
+            if id(function) not in reached:
+                reached[id(function)] = function  # kept, so that no other gets its id
+                following = [each for each, _ in function.next_functions if each is not None]
+                arrive.update(id(getattr(each, "variable", each)) for each in following)
+                left += following
+        found = Counter({id(leaf): arrive[id(leaf)] for leaf in self.leaves})
+        for tensor, end in self.begins:
+            found[id(tensor)] += max(1, arrive[id(end)]) if id(end) in reached else 0
+        return found
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
 
 class _Counting(_Walk):
     def __init__(
-        self, model: nn.Module, graph: fx.Graph, state: Mapping[str, Tensor], counter: FlopCounterMode
+        self, model: nn.Module, graph: fx.Graph, state: Mapping[str, Tensor], counter: FlopCounterMode, draws: _Draws
     ) -> None:
         super().__init__(model, graph, state)
-        self.counter = counter
+        self.counter, self.draws = counter, draws
         self.facts: dict[fx.Node, Fact] = {}
         self.own = {storage(each) for each in state.values()}
 
@@ -167,20 +207,32 @@ class _Counting(_Walk):
 
         args = _tensors(self.fetch_args_kwargs_from_env(n))
         versions = [each._version for each in args]
-        before = self.counter.get_total_flops()
+        before, self.draws.seen = self.counter.get_total_flops(), False
         alone = self.alone(n) if _computes(n) else None
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             value = super().run_node(n)
         changed = {storage(each) for each, version in zip(args, versions, strict=True) if each._version != version}
-        forward = self.counter.get_total_flops() - before
+        forward, drew = self.counter.get_total_flops() - before, self.draws.seen
+        uses: dict[fx.Node | str, int] = {}
         if alone is not None:
-            alone.backward(alone.forward())
+            again = alone.forward()
+            uses = self._uses(n, alone.gradients(again))
+            alone.backward(again)
         flops = self.counter.get_total_flops() - before - (forward if alone is not None else 0)
         known = {storage(each) for each in args}
         written = {key: each.nbytes for each in _tensors(value) if (key := storage(each)) not in known}
         moved = 0 if n.op in ("placeholder", "get_attr") else _WRITTEN * sum(written.values())
-        self.facts[n] = Fact(value, flops + OPERATIONS_PER_BYTE * moved, saved, frozenset(changed))
+        self.facts[n] = Fact(value, flops + OPERATIONS_PER_BYTE * moved, saved, frozenset(changed), drew, uses)
         return value
+
+    def _uses(self, n: fx.Node, found: Counter[int]) -> dict[fx.Node | str, int]:
+        uses: dict[fx.Node | str, int] = {}
+        for each in n.all_input_nodes:
+            uses[each] = max((found[id(tensor)] for tensor in _tensors(self.env[each])), default=0)
+        if n.op == "call_module":
+            own = self._state_of(str(n.target))
+            uses |= {f"{n.target}.{name}": found[id(tensor)] for name, tensor in own.items()}
+        return uses
 
 
 class _Timing(_Walk):

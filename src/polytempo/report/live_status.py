@@ -12,6 +12,7 @@ import msgspec
 
 from polytempo.core import files
 from polytempo.core.url_path import Place
+from polytempo.report.noise import last_noise
 
 FILE = "live.json"
 VERSION = 1
@@ -159,7 +160,9 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
         launcher_host="",
         launcher_pid=0,
         why=str(result.get("diverged") or ""),
-        train={key: result.get(f"{key}s" if key in ("step", "epoch") else key) for key in _POSITION} | _loss(result),
+        train={key: result.get(f"{key}s" if key in ("step", "epoch") else key) for key in _POSITION}
+        | _loss(result)
+        | _noise(rows),
         test=last["test"],
         processes=processes,
         num_events=len(events),
@@ -177,3 +180,8 @@ _POSITION = ("step", "epoch", "samples", "seconds", "samples_per_s")
 
 def _loss(result: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "train", "loss": result.get("train_loss")}
+
+
+def _noise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    scale = last_noise(rows)
+    return {} if scale is None else {"noise_scale": scale}

@@ -91,6 +91,8 @@ def _progress(status: LiveStatus) -> Text:
         line += f"; group {group.generation}: {group.workers} workers since step {group.step:,}"
     if status.staleness is not None:
         line += f", staleness {status.staleness:.2f}"
+    if (scale := row.get("noise_scale")) is not None:
+        line += f", noise scale {scale:,.0f} samples"
     return Text(line)
 
 

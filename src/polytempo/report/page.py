@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from polytempo.core.files import replace
 from polytempo.core.url_path import Place
-from polytempo.report import plots, served, stages
+from polytempo.report import noise, parts, plots, served, stages
 from polytempo.report.figure import Figure
 from polytempo.report.headline import headline, remarks
 from polytempo.report.names import labels, short_labels
@@ -41,8 +41,8 @@ def write_report(path: Place, runs: Sequence[RunRecord], *, title: str) -> None:
 def page(runs: Sequence[RunRecord], *, title: str) -> str:
     """The page as HTML, with plotly.js and the figures in it, gzipped: about 0.6 MB."""
     figures: dict[str, Figure] = {}
-    sections = _curves(runs, figures) + _bars(runs, figures) + _servers(runs, figures) + _stages(runs, figures)
-    sections += _timelines(runs, figures)
+    sections = _curves(runs, figures) + _noise(runs, figures) + _bars(runs, figures) + _servers(runs, figures)
+    sections += _stages(runs, figures) + _parts(runs, figures) + _timelines(runs, figures)
     plotly = files("polytempo.report").joinpath(PLOTLY).read_bytes()
     return f"""<!doctype html>
 <html lang="en">
@@ -125,6 +125,17 @@ def _curve_card(runs: Sequence[RunRecord], figures: dict[str, Figure], quantity:
     return _card(figures, f"{quantity}-{over}", heading, caption, figure, lines=True)
 
 
+def _noise(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    figure = noise.noise_curves(runs)
+    if figure is None:
+        return ""
+    caption = (
+        "Well below the noise scale, twice the samples in a step halve the steps; well above it, hardly any step is "
+        "saved. Dotted: the samples of a step."
+    )
+    return f"<h2>Batch size</h2>{_card(figures, 'noise', 'Gradient noise scale', caption, figure, lines=True)}"
+
+
 def _bars(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
     if len(runs) == 1:
         return ""  # its numbers stand in the summary, and one bar compares nothing
@@ -174,6 +185,33 @@ def _stages(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
         for number, found in drawn.items()
     )
     return f"<h2>Stages</h2>{cards}{stages.stages_table(runs, drawn)}"
+
+
+def _parts(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
+    split = {number: run for number, run in enumerate(runs) if parts.has_parts(run)}
+    if not split:
+        return ""
+    cards = "".join(
+        _card(
+            figures,
+            f"parts-{number}",
+            short_labels(runs)[number],
+            "Left: which share of each layer the workers of one model hold; a gray layer is whole on each of them. "
+            "Right: what all of them send for it in a step.",
+            parts.picture(run),
+            _parts_key(run),
+        )
+        for number, run in split.items()
+    )
+    return f"<h2>Layers in parts</h2>{cards}{parts.parts_table(list(split.values()))}"
+
+
+def _parts_key(run: RunRecord) -> str:
+    items = "".join(
+        f'<li><span class="square" style="background:{css(color)}"></span>{escape(what)}</li>'
+        for what, color in parts.colors(run).items()
+    )
+    return f'<ul class="legend">{items}</ul>'
 
 
 def _timelines(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:

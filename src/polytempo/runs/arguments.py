@@ -10,6 +10,9 @@ from polytempo.engines.engine import EngineSetup
 from polytempo.engines.local_engine import Local
 from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.growth import check_growth
+from polytempo.training.noise_post import check_measured
+from polytempo.training.part_noise import FEWEST
 
 
 def check_strategy(strategy: object) -> None:
@@ -61,6 +64,11 @@ def check_workers(strategy: Strategy, workers: int) -> None:
             f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} are no whole number of "
             f"models; use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
         )
+    if workers % strategy.holders:
+        raise ValueError(
+            f"{strategy} has each model's layers on {strategy.holders} workers, so workers={workers} are no whole "
+            f"number of models; use workers={-(-workers // strategy.holders) * strategy.holders}, or other parts"
+        )
     if workers % strategy.groups:
         raise ValueError(
             f"{strategy} has {strategy.groups} groups of workers, and workers={workers} cannot be that many of one "
@@ -75,12 +83,33 @@ def check_workers(strategy: Strategy, workers: int) -> None:
         )
 
 
+def check_noise_scale(spec: RunSpec) -> None:
+    """ValueError where the options ask for the noise scale of a run that cannot have one."""
+    if spec.options.noise_scale is None:
+        return
+    check_measured(spec.strategy, spec.workers)
+    if spec.strategy.server is not None and spec.batch_size < FEWEST:
+        raise ValueError(
+            f"{spec.strategy} measures the noise scale within a worker's batch, and batch_size is {spec.batch_size}; "
+            f"give {FEWEST} or more, or leave noise_scale out"
+        )
+    if spec.options.elastic:
+        raise ValueError(
+            "the gradient noise scale cannot be measured in an elastic run, whose workers come and go; leave out "
+            "noise_scale, or min_workers and max_workers"
+        )
+
+
 def check_batches(spec: RunSpec) -> None:
-    """ValueError where a step has no sample for one of the workers, or of the slices."""
+    """ValueError where a step has no sample for one of the workers, or of the slices, or batches cannot grow or be
+    measured as the options ask.
+    """
+    check_noise_scale(spec)
+    check_growth(spec)
     slices, workers, asked = spec.strategy.slices, spec.replicas, spec.options.global_batch_size
     if asked is not None and spec.strategy.groups > 1:
         raise ValueError(f"each group of {spec.strategy} has batches of its own; give batch_size for global_batch_size")
     if slices is not None:
         check_global_batch(asked or workers * spec.batch_size, slices, "slices")
     elif asked is not None:
-        check_global_batch(asked, workers, "workers" if spec.strategy.stages == 1 else "replicas of the model")
+        check_global_batch(asked, workers, "workers" if spec.strategy.holders == 1 else "replicas of the model")

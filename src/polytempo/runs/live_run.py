@@ -24,6 +24,7 @@ from polytempo.report.live_status import (
     events_of,
     write_status,
 )
+from polytempo.report.noise import noise_of
 from polytempo.spec.run_spec import RunSpec
 
 WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
@@ -114,13 +115,20 @@ class LiveRun:
             why=why,
             steps=spec.options.steps,
             epochs=spec.epochs,
-            train=_plain(self._last.get("train")),
+            train=self._train(),
             test=_plain(self._last.get("test")),
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
             num_events=len(events),
             events=events_of(events[-MOST_EVENTS:]),
             group=None if group is None else GroupStatus(group["generation"], group["step"], len(group["members"])),
         )
+
+    def _train(self) -> dict[str, Any] | None:
+        """The last row about training; its noise scale is that of all workers that have told theirs."""
+        row = _plain(self._last.get("train"))
+        if row is not None and "noise_scale" in row and self._rows:
+            row["noise_scale"] = noise_of(self._rows.values())
+        return row
 
     def _status_of(self, process: EngineProcess) -> ProcessStatus:
         role = process.role

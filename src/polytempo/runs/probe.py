@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from statistics import median
 from typing import Any
@@ -37,13 +37,23 @@ _LEAST_TRANSFER_S = 0.3
 _MOST_TRANSFER_BYTES = 64 << 20
 _FIRST_TRANSFER_BYTES = 64 << 10
 _MATRIX, _PRODUCTS = 384, 10
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 180.0
 
 
 def measure(setup: EngineSetup, spec: RunSpec, name: str) -> Measured:
     """Measure with as many processes as `spec` has workers, placed as a run's are. `name`: the engine's, for the file.
 
     Cost: some 2 s for each ordered pair of hosts. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
+    """
+    return measured_of(name, answers(setup, spec, name, PROBE, probe))
+
+
+def answers(
+    setup: EngineSetup, spec: RunSpec, name: str, kind: str, work: Callable[[], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What so many processes have to say, by rank. They do `work`, which remote ones find by `kind`.
+
+    Errors: as `measure`.
     """
     meetings: list[Rendezvous] = []
 
@@ -52,7 +62,7 @@ def measure(setup: EngineSetup, spec: RunSpec, name: str) -> Measured:
             meetings.append(Rendezvous.held(engine.address.host))
         return {"rendezvous": meetings[0].url}
 
-    launch = Launch(lambda role: probe(), spec, setting, spec.workers, spec.workers, 1)
+    launch = Launch(lambda role: work(), spec, setting, spec.workers, spec.workers, 1)
     try:
         with setup.open(launch) as engine:
             if engine.address.num_hosts > spec.workers:
@@ -61,32 +71,36 @@ def measure(setup: EngineSetup, spec: RunSpec, name: str) -> Measured:
                     f"them; use --workers {engine.address.num_hosts}, or twice as many to measure within hosts, too"
                 )
             topology = on_hosts(spec.topology(), engine.address.num_hosts)
-            told = collected(_Probes(engine), topology, timeout_s=_TIMEOUT_S + spec.workers**2)
+            return collected(_Probes(engine, kind), topology, timeout_s=_TIMEOUT_S + spec.workers**2)
     finally:
         for meeting in meetings:
             meeting.close()
-    return measured_of(name, told)
 
 
 def measured_of(engine: str, told: Sequence[dict[str, Any]]) -> Measured:
-    """What the answers of all processes, by rank, add up to. Hosts of one name get their number behind it."""
-    of_rank = [int(each["host"]) for each in told]
-    first = {host: of_rank.index(host) for host in dict.fromkeys(of_rank)}
-    counts = Counter(told[rank]["name"] for rank in first.values())
-    names = {host: told[rank]["name"] for host, rank in first.items()}
-    names = {host: name if counts[name] == 1 else f"{name}-{host}" for host, name in names.items()}
+    """What the answers of all processes, by rank, add up to."""
+    of_rank, names = hosts_of(told)
     hosts = tuple(
         MeasuredHost(
             names[host],
             of_rank.count(host),
             median(each["flops_per_s"] for each, other in zip(told, of_rank, strict=True) if other == host),
         )
-        for host in first
+        for host in names
     )
     links = [(pair, MeasuredLink(names[of_rank[pair[0]]], names[of_rank[pair[1]]], *pair[2:])) for pair in _pairs(told)]
     between = tuple(link for pair, link in links if of_rank[pair[0]] != of_rank[pair[1]])
     within = tuple(link for pair, link in links if of_rank[pair[0]] == of_rank[pair[1]])
     return Measured(engine, hosts, between, within)
+
+
+def hosts_of(told: Sequence[dict[str, Any]]) -> tuple[list[int], dict[int, str]]:
+    """The host of each rank, and the hosts' names. Hosts of one name get their number behind it."""
+    of_rank = [int(each["host"]) for each in told]
+    first = {host: of_rank.index(host) for host in dict.fromkeys(of_rank)}
+    counts = Counter(told[rank]["name"] for rank in first.values())
+    names = {host: told[rank]["name"] for host, rank in first.items()}
+    return of_rank, {host: name if counts[name] == 1 else f"{name}-{host}" for host, name in names.items()}
 
 
 def _pairs(told: Sequence[dict[str, Any]]) -> list[tuple[int, int, float, float]]:
@@ -96,13 +110,13 @@ def _pairs(told: Sequence[dict[str, Any]]) -> list[tuple[int, int, float, float]
 class _Probes:
     """An engine whose processes measure instead of being ranks. See `Engine`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, kind: str) -> None:
+        self._engine, self._kind = engine, kind
         self.address, self.poll, self.stop = engine.address, engine.poll, engine.stop
 
     def start(self, role: Role, host: int = 0) -> Any:
         """See `Engine`."""
-        return self._engine.start(role._replace(kind=PROBE), host)
+        return self._engine.start(role._replace(kind=self._kind), host)
 
 
 # ---------------------------------------------------------------------- in each process

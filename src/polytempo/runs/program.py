@@ -10,6 +10,7 @@ from typing import Any
 
 from polytempo.core.url_path import UrlPath
 from polytempo.engines.engine import Result, Role
+from polytempo.runs.calibration.measurement import CALIBRATION, calibration
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.launcher_filesystem import with_launcher_files
 from polytempo.runs.probe import PROBE, probe
@@ -30,6 +31,8 @@ def perform(
     """
     if role.kind == PROBE:
         return probe()
+    if role.kind == CALIBRATION:
+        return calibration()
     if role.kind == "member":
         return train_member(with_launcher_files(spec, setting), role.life, setting["rendezvous"])
     spec = with_launcher_files(spec, setting)

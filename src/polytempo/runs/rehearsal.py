@@ -20,11 +20,13 @@ from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.failures import WorkerDied
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
+from polytempo.partition.branches import Threads
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation, tensors_of
+from polytempo.training.parted_training import check_parted_model
 from polytempo.training.program import check_goals
 from polytempo.training.requirements import check_model, fitted
 from polytempo.training.staged_training import cut_of
@@ -58,7 +60,15 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
     """
     spec, options = specs[0], specs[0].options
     known = _KNOWN.setdefault(spec.job, {})
-    key = (options.data, spec.seed, spec.batch_size, spec.lr, tuple(options.until), options.threads)
+    key = (
+        options.data,
+        spec.seed,
+        spec.batch_size,
+        spec.lr,
+        tuple(options.until),
+        options.threads,
+        options.inter_threads,
+    )
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
     if new or key not in known:
@@ -101,11 +111,14 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
             check_model(model, each.strategy)
             if each.strategy.schedule is not None:
                 cut_of(each, model, data)
+            if each.strategy.parted is not None:
+                check_parted_model(each, model, data)
         shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         if shard.num_samples is not None:
             schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))
         check_goals(job, spec.options, has_test=data.test is not None)
         batch = next_batch(job, iter(shard))
+        Threads(inter=spec.options.inter_threads).apply(model)
         loss_of(job, model, batch).backward()
         if data.test is not None:
             evaluation = Evaluation(job, model, data)

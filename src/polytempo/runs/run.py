@@ -20,7 +20,13 @@ from polytempo.report.page import write_report
 from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
-from polytempo.runs.arguments import check_batches, check_strategy, check_workers, checked_engine, is_here
+from polytempo.runs.arguments import (
+    check_batches,
+    check_strategy,
+    check_workers,
+    checked_engine,
+    is_here,
+)
 from polytempo.runs.diverged import diverged_result
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.folder import began

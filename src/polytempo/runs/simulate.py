@@ -17,35 +17,46 @@ from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.core.port import world_port
 from polytempo.core.slice_tree import subtree
+from polytempo.core.suspension import drive
 from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
 from polytempo.engines.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
 from polytempo.partition.cut import Cut
+from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
 from polytempo.runs.folder import began
+from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.runs.simulation_checks import check_simulation
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.batched_step import BatchedReplicas
 from polytempo.training.distillation import data_of_group, grouped, of_group
 from polytempo.training.evaluate import Evaluation
-from polytempo.training.flops import flops_per_sample
 from polytempo.training.guard import unfinite_names
+from polytempo.training.model_parts import ModelParts
+from polytempo.training.noise_post import VirtualNoiseBoard
+from polytempo.training.noise_watch import NoiseWatch
+from polytempo.training.parted_training import laid_out_parts, parted_model
 from polytempo.training.pipeline.pipeline_stage import laid_out
 from polytempo.training.ports import ports_of
 from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.replica import Replica
+from polytempo.training.scored_average import average_of
 from polytempo.training.staged_training import cut_of, staged, staged_step
+from polytempo.training.step_cost import StepCost, step_cost
 from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds.symmetry import run_priced
 from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
@@ -60,6 +71,7 @@ def simulate(
     options: RunOptions | None = None,
     *,
     meta: bool = False,
+    batched: bool = False,
     progress: Progress | None = None,
     **more: Unpack[OptionKeywords],
 ) -> Result:
@@ -71,6 +83,10 @@ def simulate(
     Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
     its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
     only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
+
+    With `batched` the gradients of all workers are computed in one pass (`torch.func.vmap`), and their optimizer steps
+    in one: the same times and messages, and the same numbers up to rounding. ValueError where that is not possible:
+    batch norm with running statistics, dropout, parameter servers, …
 
     Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
     A checkpoint is one of a real run, which `run` can resume.
@@ -86,7 +102,8 @@ def simulate(
     check_strategy(strategy)
     check_workers(strategy, workers)
     options = with_keywords(options, more)
-    _check(strategy, options, meta=meta)
+    check_simulation(strategy, options, meta=meta, batched=batched)
+    together = BatchedReplicas(job, strategy, workers) if batched else None
     if cluster is None:
         cluster = ethernet() if strategy.one_copy is None else one_host(max(_HOST_WORKERS, workers))
     num_hosts = len(set(cluster.hosts(workers)))
@@ -102,31 +119,10 @@ def simulate(
     try:
         with began(options.out):
             if strategy.server is not None:
-                return simulate_served(spec, cluster, progress)
-            return _priced(spec, cluster) if meta else _trained(spec, cluster, progress)
+                return simulate_served(spec, cluster, progress, meta=meta)
+            return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
     finally:
         torch.set_num_threads(threads)
-
-
-def _check(strategy: Strategy, options: RunOptions, *, meta: bool) -> None:
-    """Raises ValueError for options that no simulation, or none of this strategy, can have."""
-    if options.resume:
-        raise ValueError("a simulation is not resumed: the same arguments give the same run; leave out resume")
-    if options.checkpoint_every and (meta or strategy.server is not None):
-        why = "with meta nothing is learned" if meta else f"{strategy} has a parameter server"
-        raise ValueError(f"{why}, so this simulation saves no checkpoints; leave out checkpoint_every")
-    if meta and strategy.schedule is not None:
-        raise ValueError(
-            f"{strategy} cuts the model into stages, whose tensors depend on each other's; leave out meta, and "
-            "simulate some steps with values, or play its schedule with the times of your stages: "
-            "polytempo.partition.schedules.timetable.played, or `polytempo cut JOB`"
-        )
-    if meta and strategy.distillation is not None:
-        raise ValueError(f"{strategy} computes what models of other groups predict; leave out meta")
-    if meta and strategy.server is not None:
-        raise ValueError(f"{strategy} has a parameter server, which needs gradients to act on; leave out meta")
-    if meta and (options.epochs or options.until):
-        raise ValueError("with meta nothing is learned; give steps instead of epochs or until")
 
 
 def default_cluster(strategy: Strategy, workers: int) -> str:
@@ -134,21 +130,22 @@ def default_cluster(strategy: Strategy, workers: int) -> str:
     return "ethernet" if strategy.one_copy is None else f"one_host(workers={max(_HOST_WORKERS, workers)})"
 
 
-def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Result:
+def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, together: BatchedReplicas | None) -> Result:
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     model, _ = replica_of(spec)
     check_simulated(model, data, workers)
     world = VirtualWorld(cluster, workers, seed=spec.seed)
-    flops = flops_per_sample(job, model, data, spec.seed)
+    cost = step_cost(spec, model, data, cluster)
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
-    ports = [_laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
+    ports = [_laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     contexts = [
-        _context(spec, data, observer, flops, each, port, deepcopy(whole))
+        _context(spec, data, observer, cost, each, port, deepcopy(whole), together)
         for port, each in zip(ports, updates, strict=True)
     ]
+    _measure(spec, contexts, ports)
     if is_hogwild(spec.strategy):
         share_storage([context.replica.model for context in contexts])
 
@@ -164,35 +161,60 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None) -> Resu
             run_folder(options.out)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         contexts[0].record = observer.record = recorder(writer, show)
-        outcome = world.run(program)
+        with _seldom_collected():
+            outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
     stages = [context.stage.report() for context in contexts if context.stage is not None]
     return _finish(contexts[0], summary, outcome, options.out, stages)
 
 
+def _measure(spec: RunSpec, contexts: Sequence[TrainingContext], ports: Sequence[Port]) -> None:
+    """Let each rank's gradients be looked at, where the options ask for the noise scale: a board for each group."""
+    if (every := spec.options.noise_scale) is None:
+        return
+    boards: dict[tuple[int, ...], VirtualNoiseBoard] = {}
+    for context, port in zip(contexts, ports, strict=True):
+        data, replica = ports_of(port).data, context.replica
+        board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
+        replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
+
+
 def _laid_out(port: Port, strategy: Strategy) -> Port:
-    return grouped(laid_out(port, strategy.stages), strategy.groups)
+    return laid_out_parts(grouped(laid_out(port, strategy.stages), strategy.groups), strategy.parted)
 
 
 def _context(
     spec: RunSpec,
     data: Data,
     observer: VirtualObserver,
-    flops: float,
+    cost: StepCost,
     updates: Updates,
     port: Port,
     whole: tuple[nn.Module, Cut] | None,
+    together: BatchedReplicas | None,
 ) -> TrainingContext:
     """`whole`: the model of this rank, and its stages, where it is cut."""
-    place, stage = ports_of(port).data, None
+    place, stage, parts = ports_of(port).data, None, None
     if whole is None:
         model, optimizer = replica_of(of_group(spec, port))
-        replica = Replica(model, optimizer, spec.strategy, spec.workers, allow_nan=spec.options.allow_nan)
-        take_step = priced_step(replica, spec.job, flops, updates, spec.seed)
+        names = [name for name, _ in model.named_parameters()]
+        if together is not None:
+            together.place(port.rank, model, optimizer)
+        if spec.strategy.parted is not None:
+            model = parted_model(spec, model, data, port, drive)
+            optimizer = optimizer_of(spec.job, model, spec.lr)
+            cost = StepCost(cost.flops_per_sample / spec.strategy.parted.ranks)  # kernels are measured of whole layers
+        replica = Replica(model, optimizer, spec.strategy, spec.replicas, allow_nan=spec.options.allow_nan)
+        if isinstance(model, PartedModel):
+            parts = ModelParts(model, replica, port, names)
+        if together is None:
+            take_step = priced_step(replica, spec.job, cost, updates, spec.seed)
+        else:
+            take_step = together.step(port.rank, replica, cost, updates)
     else:
-        model, parts = whole
-        stage = staged(spec, model, parts, port, flops)
+        model, found = whole
+        stage = staged(spec, model, found, port, cost.flops_per_sample)
         replica, take_step = stage.replica, staged_step(stage, spec.job)
     shard = DataShard(
         data_of_group(data, port).training(),
@@ -211,8 +233,11 @@ def _context(
         take_step=take_step,
         observer=observer,
         scheduler=schedule_of(spec.job, replica.optimizer, len(shard)),
+        average=average_of(model, spec.options),
         stage=stage,
+        parts=parts,
         unchecked=unfinite_names(model),
+        first_steps=len(shard) if spec.options.batch_growth else 0,
     )
 
 
@@ -221,29 +246,44 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     job, workers, options = spec.job, spec.workers, spec.options
     steps = options.steps or 10
     data = data_of(job, options.data)
-    each = flops_per_sample(job, replica_of(spec)[0], data, spec.seed)
+    if spec.strategy.schedule is not None:
+        with _seldom_collected():
+            outcome, stages = priced_stages(spec, cluster, data, steps)
+        return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
+    cost = step_cost(spec, replica_of(spec)[0], data, cluster)
     global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
         model = model_of(job)
     optimizer = optimizer_of(job, model, spec.lr)
-    replicas = [Replica(model, optimizer, spec.strategy, workers) for _ in range(workers)]
-    updates = [_updates(spec, rank) for rank in range(workers)]
 
     async def program(port: Port) -> None:
+        replica, updates = Replica(model, optimizer, spec.strategy, workers), _updates(spec, port.rank)
+        samples = global_batch * _part(spec, port.rank)
         for step in range(steps):
             await port.mark(step)
-            flops = each * global_batch * _part(spec, port.rank)
-            await meta_step(port, replicas[port.rank], flops, updates[port.rank])
-        await replicas[port.rank].settle()
-        await updates[port.rank].settle()
+            await meta_step(port, replica, cost, samples, updates)
+        await replica.settle()
+        await updates.settle()
 
     with _seldom_collected():
-        outcome = VirtualWorld(cluster, workers, seed=spec.seed).run(program)
+        priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
+    return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers), priced, steps)
+
+
+def _only_time(
+    spec: RunSpec,
+    data: Data,
+    replica: Replica,
+    outcome: Outcome[Any],
+    steps: int,
+    stages: Sequence[dict[str, Any]] = (),
+) -> Result:
+    """The result of so many steps in which nothing was computed."""
     shard = DataShard(
         data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
-    context = TrainingContext(spec, replicas[0], shard, data, _no_step, VirtualObserver(workers, None))
-    samples = steps * global_batch
+    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None))
+    samples = steps * (spec.options.global_batch_size or spec.replicas * spec.batch_size)
     summary = TrainingSummary(
         steps=steps,
         epochs=samples / check_length(shard),
@@ -257,13 +297,18 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
         parameters={},
         buffers={},
     )
-    return _finish(context, summary, outcome, options.out)
+    return _finish(context, summary, outcome, spec.options.out, stages)
 
 
 def _part(spec: RunSpec, rank: int) -> float:
     """Of a global batch that `rank` computes."""
     slices = spec.strategy.slices
     return 1 / spec.workers if slices is None else len(subtree(slices, spec.workers, rank)) / slices
+
+
+def _equal_parts(spec: RunSpec) -> bool:
+    """Whether all ranks compute equally much of a global batch."""
+    return spec.strategy.slices is None or len({_part(spec, rank) for rank in range(spec.workers)}) == 1
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from polytempo.core import Port
+from polytempo.core.kernel_use import KernelUse
 from polytempo.server.message import Message, Outbox
 
 _SLACK_S = 1e-6
@@ -45,7 +46,8 @@ async def _received(port: Port, machine: Machine, source: int, message: Message)
     now_s, flops = await port.now(), machine.flops(message)
     if not flops:
         return machine.receive(now_s, source, message)
-    return await port.compute(lambda: machine.receive(now_s, source, message), flops)
+    uses = (KernelUse("serve", 1, message.num_bytes, flops),)
+    return await port.compute(lambda: machine.receive(now_s, source, message), flops, uses=uses)
 
 
 async def _post(port: Port, out: Outbox) -> None:

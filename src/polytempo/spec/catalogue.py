@@ -11,13 +11,15 @@ from polytempo import aggregation, cluster, collectives, compression, strategies
 from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.measured import read_cluster
 from polytempo.core import Strategy
-from polytempo.partition import schedules
+from polytempo.data import scheduled as scheduled_data
+from polytempo.partition import scheduled, schedules
 from polytempo.spec.call import split_calls
 from polytempo.spec.names import COMPARED, names
 from polytempo.spec.resolution import Function
 
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
 _FOLDERS |= {"strategies": strategies, "partition.schedules": schedules}
+_FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data}
 
 
 def _imported(folder: str) -> Mapping[str, Function]:
@@ -52,7 +54,7 @@ def parse_strategies(text: str | None) -> list[Strategy]:
 def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
     """The cluster that `text` describes, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given.
 
-    A text that ends in `.toml` names a file that `polytempo doctor --engine` has written. Errors: ValueError for wrong
+    A text that ends in `.toml` names a file that `polytempo calibrate` has written. Errors: ValueError for wrong
     names and arguments, and for a file that is not there or none of these.
     """
     if text.endswith(".toml"):

@@ -124,7 +124,9 @@ def explain(
     travels (`strategy.carries_optimizer`), and what a parameter server's protocol sends besides gradients and
     parameters (acknowledgements, tickets, copies of shards). A graph that changes from step to step (`gossip`) counts
     as in its first step. Where the model is cut into stages, exchanges are those between replicas of a stage, of stages
-    with equally many parameters; what crosses the cuts depends on the batch (`polytempo cut`).
+    with equally many parameters; what crosses the cuts depends on the batch (`polytempo cut`). Where layers lie in
+    parts, exchanges are those between workers with the same parts, as if all layers were in equal parts (of `hybrid`,
+    as if none was divided); what layers exchange depends on the batch.
 
     Errors: ValueError where `workers` is less than 1, where there are no parameters, and for a transform or a route of
     one's own that does not say its cost.
@@ -133,9 +135,9 @@ def explain(
         raise ValueError(f"workers must be at least 1, got {workers}")
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"hosts must name a host for each of {workers} workers, got {len(hosts)}")
-    stages, groups = strategy.stages, strategy.groups
-    if workers % stages:
-        raise ValueError(f"{strategy} cuts the model into {stages} stages; workers must be a multiple, got {workers}")
+    holders, groups = strategy.holders, strategy.groups
+    if workers % holders:
+        raise ValueError(f"{strategy} has each model on {holders} workers; workers must be a multiple, got {workers}")
     if workers % groups:
         raise ValueError(f"{strategy} has {groups} groups; workers must be a multiple, got {workers}")
     bundle, schedule = _bundle(parameters), strategy.schedule
@@ -148,13 +150,13 @@ def explain(
         num_bytes(bundle),
         found,
         memory,
-        tuple(facts(schedule, stage) for stage in range(stages)) if isinstance(schedule, Schedule) else (),
+        tuple(facts(schedule, stage) for stage in range(schedule.stages)) if isinstance(schedule, Schedule) else (),
     )
 
 
 def _exchanges(strategy: Strategy, parameters: Bundle, hosts: Sequence[int]) -> tuple[tuple[Planned, ...], int]:
-    """What is sent in all stages and groups together, and the bytes that a worker remembers."""
-    stages, groups, service = strategy.stages, strategy.groups, strategy.server
+    """What is sent in all stages, or parts, and groups together, and the bytes that a worker remembers."""
+    stages, groups, service = strategy.holders, strategy.groups, strategy.server
     slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
     if service is not None:  # that of one stage, as all exchanges are at first
         service = replace(service, shards=service.shards // stages)

@@ -24,8 +24,19 @@ NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", 
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
 _WIRE_ROUTES = ("all_gather", "reduce_scatter")
+SCHEDULED = {
+    "lasso": ("correlated", "table"),
+    "logistic": ("correlated_classes", "classes"),
+    "factorization": ("drawn_ratings", "word_counts"),
+    "lda": ("drawn_documents", "scenes"),
+}
+"""Scheduled programs, and what each can learn from; the first is what it learns from where nothing is named."""
+
 _CLUSTERS = ("ethernet", "infiniband", "internet", "one_host")
-_STRAGGLERS = ("constant", "uniform", "exponential", "lognormal", "occasional", "slow_host")
+_STRAGGLERS = (
+    *("constant", "uniform", "exponential", "lognormal", "occasional", "slow_host"),
+    *("correlated", "slow_spells"),
+)
 
 Load = Callable[[str], Mapping[str, Function]]
 """The public functions of a folder, by name: `load("compression")["top_k"]`."""
@@ -43,6 +54,10 @@ class Names(NamedTuple):
     low_rank: Function
     invariant: Function
     """The route that `sync_sgd` alone can take: it says how gradients are computed, too."""
+    scheduled: Mapping[str, Function]
+    """Programs of scheduled model parallelism."""
+    scheduled_data: Mapping[str, Function]
+    """What they learn from."""
     arguments: Mapping[str, Mapping[str, object]]
     """For each argument that takes names, such as `codec`, what they mean."""
 
@@ -72,6 +87,16 @@ class Names(NamedTuple):
         """What the straggler distribution's function answers to the call `text`."""
         return resolve(parse_call(text), self.stragglers, self.arguments, what="straggler distribution")
 
+    def program(self, text: str) -> object:
+        """What a scheduled program's function answers to the call `text`."""
+        return resolve(parse_call(text), self.scheduled, {}, what="program")
+
+    def data_of_program(self, program: str, text: str | None) -> object:
+        """What the function answers that `text` calls: the data of the scheduled program that `program` calls."""
+        ours = SCHEDULED[parse_call(program).name]
+        functions = {name: self.scheduled_data[name] for name in ours}
+        return resolve(parse_call(text or ours[0]), functions, {}, what=f"data of {parse_call(program).name}")
+
     def routes_of(self, function: Function) -> Mapping[str, object]:
         """What a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
 
@@ -99,6 +124,7 @@ def names(load: Load) -> Names:
     stragglers = {name: clusters[name] for name in _STRAGGLERS}
     strategies = load("strategies")
     aggregation, schedules = load("aggregation"), load("partition.schedules")
+    scheduled = load("partition.scheduled")
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
         codecs=codecs,
@@ -107,6 +133,8 @@ def names(load: Load) -> Names:
         stragglers=stragglers,
         low_rank=aggregation["low_rank"],
         invariant=load("collectives")["invariant"],
+        scheduled={name: scheduled[name] for name in SCHEDULED},
+        scheduled_data=load("data.scheduled"),
         arguments={
             **_arguments(load("collectives"), aggregation, codecs, stragglers),
             "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from polytempo.core.url_path import Place, place
+from polytempo.partition.branches import Threads
 
 _BOUNDS = ("min_workers", "max_workers")
 
@@ -34,14 +36,23 @@ class RunOptions:
     """The run's folder, or its URL (`"s3://bucket/run"`, any filesystem of fsspec); None leaves nothing behind."""
     resume: bool = False
     threads: int | None = None
-    """Threads per worker; None: the cores of this host, shared among its workers."""
+    """Threads per worker; None: the cores of this host, shared among its workers (with `inter_threads`: 1). Or the
+    answer of `pt.threads`, which says `inter_threads` as well."""
+    inter_threads: int = 1
+    """Threads on which independent branches of the model run, each with `threads` of its own."""
     allow_nan: bool = False
     """Go on where a loss, a gradient or a parameter is NaN or infinite; otherwise the run ends there with `NotFinite`.
     Checkpoints with such values are left out either way, and codecs cannot encode them."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None: at the end of every epoch, at least four steps apart (a simulation: none)."""
+    ema: float | None = None
+    """Score an exponential moving average of the weights with this decay, such as 0.9999, instead of the weights (see
+    `large_batch.WeightAverage`). Training does not see it; checkpoints have both."""
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
     """Where ranks that promise equal models differ: end the run, take the state of the majority, or compare nothing."""
+    noise_scale: int | None = None
+    """Steps between two looks at the gradient noise scale, which rows of metrics then have; None: no look. It changes
+    no bit of the run."""
     timeout_s: float = 300.0
     """Deadline of every wait for another worker."""
     transport: Literal["shared", "tcp"] = "shared"
@@ -52,6 +63,9 @@ class RunOptions:
     restarts: int = 20
     """With a parameter server, or `min_workers`: how many processes may be started in place of others that were killed.
     """
+    batch_growth: Mapping[int, float] = field(default_factory=dict)
+    """`{5: 4, 10: 2}` multiplies the global batch by 4 after 5 epochs and by 2 after 10. A worker computes its part in
+    pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown."""
     reshape: Mapping[int, int] = field(default_factory=dict)
     """With a parameter server, experimental: `{2: 3, 5: 1}` goes on with 3 shards after 2 epochs and with 1 after 5.
     Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
@@ -78,7 +92,9 @@ class RunOptions:
             "global_batch_size",
             "lr",
             "threads",
+            "inter_threads",
             "checkpoint_every",
+            "noise_scale",
             "timeout_s",
             "grace_s",
             *_BOUNDS,
@@ -86,11 +102,15 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.inter_threads > 1 and self.threads is None:
+            object.__setattr__(self, "threads", 1)
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError(
                 f"batch_size={self.batch_size} is of each worker, and global_batch_size={self.global_batch_size} of "
                 "all together; leave one of them out"
             )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema is the decay of a moving average, above 0 and below 1, got {self.ema}")
         if self.restarts < 0:
             raise ValueError(f"restarts must not be negative, got {self.restarts}")
         for name in ("resume", "checkpoint_every"):
@@ -100,6 +120,11 @@ class RunOptions:
             raise ValueError(f"scaling is 'global' or 'local', got {self.scaling!r}")
         if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
             raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
+        if any(epoch < 1 or not 1 <= times < inf for epoch, times in self.batch_growth.items()):
+            raise ValueError(
+                f"batch_growth says after which epoch, from 1 on, a batch is multiplied by what, from 1 on; got "
+                f"{dict(self.batch_growth)}"
+            )
         if self.reshape and self.resume:
             raise ValueError("a run with reshape leaves no snapshots to resume from; leave one of them out")
         unknown = set(self.until) - {"accuracy", "loss"}
@@ -125,14 +150,18 @@ class OptionKeywords(TypedDict, total=False):
     data: Path | str | None
     out: Place | str | None
     resume: bool
-    threads: int | None
+    threads: int | Threads | None
+    inter_threads: int
     allow_nan: bool
     checkpoint_every: int | None
+    ema: float | None
     on_drift: Literal["stop", "restore", "ignore"]
+    noise_scale: int | None
     timeout_s: float
     transport: Literal["shared", "tcp"]
     grace_s: float
     restarts: int
+    batch_growth: Mapping[int, float]
     reshape: Mapping[int, int]
     min_workers: int | None
     max_workers: int | None
@@ -147,4 +176,9 @@ def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOp
             close = get_close_matches(name, known, n=1)
             meant = f" (did you mean {close[0]}?)" if close else ""
             raise ValueError(f"there is no option {name!r}{meant}; there are: {', '.join(known)}")
-    return replace(options or RunOptions(), **keywords)  # type: ignore[arg-type]  # folders as text become Paths there
+    taken: dict[str, object] = {**keywords}
+    if isinstance(both := keywords.get("threads"), Threads):
+        if "inter_threads" in keywords:
+            raise ValueError(f"threads={both} says inter_threads as well; leave one of them out")
+        taken |= {"threads": both.intra, "inter_threads": both.inter}
+    return replace(options or RunOptions(), **taken)  # type: ignore[arg-type]  # folders as text become Paths there

@@ -59,6 +59,10 @@ class Result:
     """Of a pipeline, each stage: its layers and parameters, its updates, how many updates a gradient came after the
     parameters that it was computed with (`delay`, the mean, and `most_delay`), how many micro-batches it held at a
     time, and versions of its parameters. Else None."""
+    layers: list[dict[str, Any]] | None = None
+    """Where layers lie in parts, each layer: how many of its outputs, or other indices, each worker of a model holds
+    (`sizes`, along the weight's dimension `dim`; none: each has the whole), its parameters, and the bytes that all
+    workers of a model send for it in a step, forward and backward. Else None."""
     membership: list[dict[str, Any]] | None = None
     """Of an elastic run, each group of workers: its generation, the step at which it began, the lives of its members,
     how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""

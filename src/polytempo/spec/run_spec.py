@@ -27,6 +27,8 @@ _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
 """What a program may change of a job that it has found by name: it travels with the run."""
+_BY_NUMBER = ("reshape", "batch_growth")
+"""Options whose keys are numbers, as JSON's are not."""
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
 
 
@@ -44,7 +46,7 @@ class RunSpec:
     lr: float
     """The learning rate that the job's optimizer is made with."""
     batch_size: int
-    """Samples per worker and step, of a pipeline per replica; rounded up where the options give a global batch."""
+    """Samples per worker and step, or of all that hold one model; rounded up where the options give a global batch."""
     epochs: float | None
     """The run ends after so many; None: its `steps` alone say when."""
 
@@ -56,9 +58,16 @@ class RunSpec:
                 f"{strategy} hands batches to workers one by one, so no step has a global batch; give batch_size, the "
                 f"samples of each, instead of global_batch_size={options.global_batch_size}"
             )
+        if options.ema is not None:
+            _check_average(strategy, options)
+        if options.inter_threads > 1 and strategy.stages > 1:
+            raise ValueError(
+                f"{strategy} cuts the model into stages, whose branches run one after the other; leave out "
+                f"inter_threads={options.inter_threads}, or use a strategy that keeps the model whole"
+            )
         each = options.batch_size or job.batch_size
         if options.global_batch_size is not None:
-            each = -(-options.global_batch_size // max(1, workers // strategy.stages))
+            each = -(-options.global_batch_size // max(1, workers // strategy.holders))
         by_steps = options.epochs is None and options.steps is not None
         return cls(
             job=job,
@@ -77,8 +86,8 @@ class RunSpec:
 
     @property
     def replicas(self) -> int:
-        """How many models there are, each of one worker or of several stages."""
-        return self.workers // self.strategy.stages
+        """How many models there are, each of one worker or of several that hold it together."""
+        return self.workers // self.strategy.holders
 
     def topology(self, hosts: Sequence[int] = ()) -> Topology:
         """The run's nodes. `hosts`: the host of each; empty: one host."""
@@ -152,6 +161,23 @@ class RunSpec:
         )
 
 
+def _check_average(strategy: Strategy, options: RunOptions) -> None:
+    """ValueError where no process sees the weights of every step, whose average would be scored."""
+    if strategy.server is not None:
+        why = f"{strategy} keeps its weights at a parameter server, which scores them at the ends of epochs only"
+    elif strategy.schedule is not None:
+        why = f"{strategy} cuts the model into stages, whose weights are scored together"
+    elif strategy.one_copy not in (None, "together"):
+        why = f"workers of {strategy} write to one copy of the weights each on its own, so there are no common steps"
+    elif options.on_drift == "restore":
+        why = 'on_drift="restore" gives a rank the weights of the others, and not their average'
+    elif options.elastic:
+        why = "workers of an elastic run come and go, and those that come have no average"
+    else:
+        return
+    raise ValueError(f"{why}; leave out ema={options.ema:g}")
+
+
 def _found(plain: Mapping[str, Any], find_job: Callable[[str], Job]) -> Job:
     """The job that `plain` names, with its numbers."""
     origin, found = plain["origin"], find_job(plain["origin"])
@@ -179,11 +205,15 @@ def _written(function: object) -> str:
 def _plain(options: RunOptions) -> dict[str, Any]:
     """Options as JSON takes them; folders by their whole paths, for another process may be elsewhere."""
     folders = {name: str(folder.absolute()) for name in ("data", "out") if (folder := getattr(options, name))}
-    return asdict(replace(options, until=dict(options.until))) | folders | {"reshape": list(options.reshape.items())}
+    return (
+        asdict(replace(options, until=dict(options.until)))
+        | folders
+        | {name: list(getattr(options, name).items()) for name in _BY_NUMBER}
+    )
 
 
 def _options(plain: Mapping[str, Any]) -> RunOptions:
     folders: dict[str, Any] = {} if plain["data"] is None else {"data": Path(plain["data"])}
     if plain["out"] is not None:
         folders["out"] = place(plain["out"])
-    return RunOptions(**{**plain, **folders, "reshape": dict(plain["reshape"])})
+    return RunOptions(**{**plain, **folders, **{name: dict(plain[name]) for name in _BY_NUMBER}})

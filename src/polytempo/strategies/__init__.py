@@ -17,6 +17,7 @@ from polytempo.strategies.flexrr import flexrr
 from polytempo.strategies.gossip import gossip
 from polytempo.strategies.gpipe import gpipe
 from polytempo.strategies.hogwild import hogwild
+from polytempo.strategies.hybrid import hybrid
 from polytempo.strategies.int8_sgd import int8_sgd
 from polytempo.strategies.interleaved import interleaved
 from polytempo.strategies.local_sgd import local_sgd
@@ -34,6 +35,7 @@ from polytempo.strategies.shared_memory import shared_memory
 from polytempo.strategies.sign_sgd import sign_sgd
 from polytempo.strategies.slowmo import slowmo
 from polytempo.strategies.softsync import softsync
+from polytempo.strategies.split import split
 from polytempo.strategies.ssp import ssp
 from polytempo.strategies.staleness_aware import staleness_aware
 from polytempo.strategies.stochastic_gradient_push import stochastic_gradient_push
@@ -62,6 +64,7 @@ __all__ = [
     "gossip",
     "gpipe",
     "hogwild",
+    "hybrid",
     "int8_sgd",
     "interleaved",
     "local_sgd",
@@ -79,6 +82,7 @@ __all__ = [
     "sign_sgd",
     "slowmo",
     "softsync",
+    "split",
     "ssp",
     "staleness_aware",
     "stochastic_gradient_push",

@@ -29,7 +29,8 @@ def pipedream(
     `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own: see `one_f_one_b`.
 
     Cost: no bubble; stage k holds K-k batches and as many versions of its parameters, with `vertical_sync` K.
 

@@ -24,7 +24,8 @@ def pipedream_2bw(
     `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own.
+    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
+    that has a parameter server each stage has its own: see `one_f_one_b`.
 
     Cost: no bubble; stage k holds K-k micro-batches, and two versions of its parameters.
 

@@ -32,7 +32,8 @@ def synthetic_gradients(
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage, whose estimators learn by the mean of their gradients.
-    `pt.pipeline` takes it for a loop of one's own.
+    `pt.pipeline` takes it for a loop of one's own. With an `inner` that has a parameter server each stage has its own
+    (see `one_f_one_b`), and each replica estimators of its own, which begin anew with it.
 
     Cost: no bubble; one batch's activations, one version of the parameters; M's passes.
 

@@ -15,19 +15,21 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy, identity, is_idle
+from polytempo.large_batch.probe import NoiseProbe
 from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attached import handle_of, set_handle
-from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
+from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
 from polytempo.training.divided_parameters import check_divided, check_restorable, own_parameters
 from polytempo.training.drift_watch import OnDrift, watch
 from polytempo.training.handle import Handle
 from polytempo.training.loss_scale import facts as scaler_facts
 from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.noise_post import watch_noise
 from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.training.ownership import check_hooks
 from polytempo.training.ports import ports_of
@@ -47,13 +49,15 @@ class AttachOptions(NamedTuple):
     scaler: GradScaler | None = None
     on_drift: OnDrift = "stop"
     allow_nan: bool = True
+    noise_scale: NoiseProbe | None = None
     grows: bool = False
     """Whether a rank that is alone may have others later, so that it counts the steps of what it exchanges."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """As ranks compare them."""
-        return self._asdict() | {"scaler": scaler_facts(self.scaler)}
+        every = None if self.noise_scale is None else self.noise_scale.every
+        return self._asdict() | {"scaler": scaler_facts(self.scaler), "noise_scale": every}
 
 
 def attach_replica(
@@ -93,6 +97,11 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
         raise ValueError(
             f"{strategy} cuts the model into stages, and a loop of your own calls the whole model; write "
             "pipe = pt.pipeline(model, optimizer, loss, strategy, sample=x) and pipe.step(x, y)"
+        )
+    if strategy.parted is not None:
+        raise ValueError(
+            f"{strategy} splits the layers of a job's model, and a loop of your own splits its model itself; write "
+            "model = pt.split(model, rules), or pt.hybrid(model, layers), and give attach the inner strategy"
         )
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
@@ -160,6 +169,8 @@ def _hooked(
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)
     replica.drift = watch(world, ports.data, replica, options.on_drift)
+    if (noise := watch_noise(world, ports.data, replica, options.noise_scale)) is not None:
+        replica.measure(noise)
     return Handle(world, ports, replica, find_unused=options.find_unused, copy=copy, turns=turns, scaler=options.scaler)
 
 

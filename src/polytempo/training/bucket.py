@@ -13,15 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polytempo.core import Bundle, State
+from polytempo.core import Bundle, Port, State
 from polytempo.core.state import duplicate, residual_tensors, settled
 
 Empty = Callable[[int, torch.dtype], Tensor]
 """Makes flat buffers, shape (numel,)."""
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-_FIRST_BUCKET_BYTES = 2**20
-_MAX_BUCKETS = 400
 
 
 class _Exchange(NamedTuple):
@@ -61,12 +57,13 @@ class Bucket:
         self._row_sparse: set[str] = set()
         self._frozen: set[str] = set()
 
+    async def agree(self, port: Port) -> None:
+        """What ranks must know of each other's gradients before `gathered`: nothing, if all are dense."""
+
     def gathered(self, share: float | None) -> Bundle:
         """The gradients as a bundle, packed when its flat buffer is asked for. Unused parameters count as zero."""
         gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
-        memory, self._memory = self._memory, None
-        self._placed = None
-        self._frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
+        memory = self._begin_exchange()
         if memory is None:
             return Bundle(gradients, share, into=self._fresh(gradients))
         places = [g.data_ptr() == v.data_ptr() for g, v in zip(gradients.values(), memory.views.values(), strict=True)]
@@ -76,12 +73,30 @@ class Bucket:
         taken = any(places) or _most_references(memory.views.values()) > _UNSHARED  # the loop has kept a `.grad`
         return Bundle(gradients, share, into=self._fresh(gradients) if taken else memory)
 
+    def _begin_exchange(self) -> Bundle | None:
+        """Forget the last answer; returns the memory in which it lies."""
+        memory, self._memory = self._memory, None
+        self._placed = None
+        self._frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
+        return memory
+
     def _fresh(self, gradients: Mapping[str, Tensor]) -> Bundle | None:
         """Memory to pack into, where it has to be of a certain kind."""
         like = next(iter(self.parameters.values()))
         if self._empty is None or like.device.type != "cpu":
             return None
         return Bundle(gradients, flat=self._empty(self.numel, like.dtype))
+
+    def lend(self, flat: Tensor) -> None:
+        """`.grad` are views of `flat` from now on, as if an answer lay there."""
+        self._memory = Bundle(self.parameters, flat=flat)
+        for parameter, view in zip(self.parameters.values(), self._memory.views.values(), strict=True):
+            parameter.grad = view
+
+    def lies_in(self, flat: Tensor) -> bool:
+        """Whether `.grad` are views of `flat`: the last answer came back in the memory that was lent."""
+        changed = self._frozen or self._row_sparse or self.keep_none
+        return self._memory is not None and self._memory.flat is flat and not changed
 
     # ------------------------------------------------------------------ the state
 
@@ -128,13 +143,12 @@ class Bucket:
                 parameter.grad = None
             return
         views = answer.views
+        self._point(views | {name: _rows(views[name]) for name in self._row_sparse}, answer, answered=answered)
+
+    def _point(self, views: dict[str, Tensor], answer: Bundle, *, answered: bool) -> None:
         for parameter, view in zip(self.parameters.values(), views.values(), strict=True):
             parameter.grad = view
-        if self._row_sparse:
-            views = views | {name: _rows(views[name]) for name in self._row_sparse}
-            for name in self._row_sparse:
-                self.parameters[name].grad = views[name]
-        unused = {name for name in self.keep_none if not views[name].any()}  # a late answer may still move it
+        unused = {name for name in self.keep_none if not _any(views[name])}  # a late answer may still move it
         for name in self._frozen | unused:
             self.parameters[name].grad = None
         self._memory = answer
@@ -173,7 +187,7 @@ class Bucket:
         if gradient.layout != torch.strided:
             self._row_sparse.add(name)
             return gradient.to_dense()
-        return gradient.detach()
+        return gradient.detach() if gradient.requires_grad else gradient
 
 
 def _most_references(tensors: Iterable[Tensor]) -> int:
@@ -184,44 +198,14 @@ _UNSHARED = _most_references({"view": torch.empty(0)}.values())
 """How many references there are to a tensor that one dictionary holds, and nothing else."""
 
 
+def _any(gradient: Tensor) -> bool:
+    """Whether a gradient, dense or coalesced, is anywhere not 0."""
+    return bool((gradient if gradient.layout is torch.strided else gradient.values()).any())
+
+
 def _rows(dense: Tensor) -> Tensor:
     """The non-zero rows of a gradient, as an embedding's sparse gradient."""
     rows = dense.flatten(1).any(dim=1).nonzero().flatten()
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), dense[rows], dense.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def buckets(
-    parameters: Mapping[str, nn.Parameter], bucket_bytes: int | None, empty: Empty | None = None
-) -> list[Bucket]:
-    """Cut parameters into buckets in the order in which backward reaches them; none spans two dtypes or devices.
-
-    One bucket of each dtype and device is open at a time. It is closed as soon as it holds `bucket_bytes`, so a
-    large layer does not wait for the small ones below it, and the first much sooner, so communication begins
-    early. They are numbered in the order in which backward completes them. Very large models get larger
-    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype. `empty` makes their memory.
-    """
-    backward_order = list(reversed(list(parameters.items())))
-    total = sum(_num_bytes(p) for _, p in backward_order)
-    full = 2**62 if bucket_bytes is None else max(bucket_bytes, -(-total // _MAX_BUCKETS))
-    first = full if bucket_bytes is None else min(full, _FIRST_BUCKET_BYTES)
-    groups: list[dict[str, nn.Parameter]] = []
-    open_now: dict[tuple[torch.dtype, torch.device], tuple[dict[str, nn.Parameter], int]] = {}
-    for name, parameter in backward_order:
-        kind = (parameter.dtype, parameter.device)
-        group, room = open_now.get(kind, ({}, 0))
-        if room <= 0:
-            group, room = {}, full if groups else first
-            groups.append(group)
-        group[name] = parameter
-        open_now[kind] = (group, room - _num_bytes(parameter))
-    if bucket_bytes is None and len(groups) > 1:
-        raise ValueError("this strategy looks at the whole gradient at once, so all parameters must share one dtype")
-    reached = {name: position for position, (name, _) in enumerate(backward_order)}
-    groups.sort(key=lambda group: reached[next(reversed(group))])
-    return [Bucket(i, group, empty) for i, group in enumerate(groups)]
-
-
-def _num_bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()

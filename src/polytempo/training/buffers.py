@@ -82,9 +82,12 @@ class ModelBuffers:
         With a `applied` they meet beside it, by its messages' way, and talk to no other ranks. Counts of batches, which
         grow alike, stay as they are. Else, and in a `join`, where ranks have counted differently, all hear one rank's.
         """
-        port, out = data.on_channel(BUFFER_CHANNEL), dict[str, Tensor]()
+        groups, out = by_kind(self.tensors()), dict[str, Tensor]()
+        if not groups:
+            return out
+        port = data.on_channel(BUFFER_CHANNEL)
         average = averaging(tree) if applied is None else applied.transform.beside or averaging(native)
-        for kind, group in by_kind(self.tensors()).items():
+        for kind, group in groups.items():
             bundle = Bundle(group, member.weight)
             if self.rule == "average" and kind[0].is_floating_point:
                 bundle = await average(port, bundle, None if applied is None else applied.state)

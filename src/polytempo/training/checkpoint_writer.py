@@ -22,11 +22,13 @@ from polytempo.training.checkpoint import (
 from polytempo.training.checkpoint_folders import partial_folder
 from polytempo.training.guard import MODEL, check_saved
 from polytempo.training.optimizer_state import optimizer_saved
+from polytempo.training.parted_resumption import PARTS
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import TrainingContext
 from polytempo.training.replica import saved_states
 from polytempo.training.schedule_state import schedule_saved
-from polytempo.training.staged_resumption import pipeline_part
+from polytempo.training.scored_average import AVERAGE, AVERAGED_STEPS
+from polytempo.training.staged_resumption import NAMES, optimizer_names, pipeline_part
 
 
 async def save(port: Port, context: TrainingContext, root: Place) -> None:
@@ -115,14 +117,19 @@ async def _landed(leaf: Late) -> tuple[Any]:
 
 def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
     """What the manifest of a checkpoint says of the run."""
-    stages = {} if context.stage is None else {"stages": context.stage.schedule.stages}
-    return {"ranks": port.size, "strategy": str(context.replica.strategy), "job": context.job.name, **stages}
+    more: dict[str, Scalar] = {} if context.stage is None else {"stages": context.stage.schedule.stages}
+    if context.parts is not None:
+        more[PARTS] = context.parts.ports.model.size
+    if context.average is not None:
+        more["ema"] = context.average.decay
+    return {"ranks": port.size, "strategy": str(context.replica.strategy), "job": context.job.name, **more}
 
 
 def _writes_all(port: Port, context: TrainingContext) -> bool:
     """Whether this rank writes model and optimizer: one along "data" does for all where they are alike."""
     alike = context.replica.strategy.synchronized and not context.replica.exchanges_parameters  # else optimizers differ
-    return ports_of(port).data.rank == 0 or not alike
+    ports = ports_of(port) if context.parts is None else context.parts.ports
+    return ports.data.rank == 0 or not alike
 
 
 def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> CheckpointPart:
@@ -135,11 +142,18 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
         pipeline = pipeline_part(context.stage, whole=whole)
         tensors |= pipeline.tensors
         scalars |= pipeline.scalars
+    if context.parts is not None:
+        scalars[PARTS] = context.parts.described()
+        scalars[NAMES] = json.dumps(optimizer_names(context.replica.optimizer, context.replica.model))
     if whole:
         optimizer = optimizer_saved(context.replica.optimizer)
         tensors |= {f"{MODEL}{name}": tensor for name, tensor in context.replica.model.state_dict().items()}
         tensors |= optimizer.tensors
         scalars |= optimizer.scalars
+        if context.average is not None:
+            average = context.average.state_dict()
+            tensors |= {f"{AVERAGE}{name}": tensor for name, tensor in average["average"].items()}
+            scalars[AVERAGED_STEPS] = average["steps"]
     return CheckpointPart(tensors, scalars)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.core import Port, Program
 from polytempo.training.checkpoint_writer import save
-from polytempo.training.evaluate import Evaluation, Score, evaluate, of_first_part, tensors_of
+from polytempo.training.evaluate import Evaluation, Score, evaluate, of_first_part
 from polytempo.training.ports import ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
 from polytempo.training.randomness import kept_random_states
@@ -77,15 +77,19 @@ class CollectiveObserver:
     ) -> None:
         assert self._evaluation is not None
         replica, (_, data, model) = context.replica, ports_of(port)
-        if context.stage is not None:
-            parameters, buffers = await context.stage.whole()
-            score = await evaluate(port, self._evaluation, parameters | buffers)
+        if context.cut is not None:
+            if given is None:
+                parameters, buffers = await context.cut.whole()
+                given = parameters | buffers
+            score = await evaluate(port, self._evaluation, given)
             return self._scored(port, context, moment, score)
+        own = context.scored()
         if given is None:
             given = {}
             if data.size > 1 and not replica.strategy.synchronized:
-                given = await replica.consensus(data) | await replica.consensus_buffers(data)
-        score = await evaluate(data, self._evaluation, {**tensors_of(replica.model), **given})
+                instead = None if context.average is None else context.average.tensors
+                given = await replica.consensus(data, instead) | await replica.consensus_buffers(data)
+        score = await evaluate(data, self._evaluation, {**own, **given})
         self._scored(port, context, moment, await of_first_part(model, score))
 
     def _scored(self, port: Port, context: TrainingContext, moment: Moment, score: Score) -> None:

@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from polytempo.aggregation.peer_models import GROUP, peer_models_in
 from polytempo.core import Port
 from polytempo.core.strategy import Distillation
+from polytempo.partition.tensor import SplitModel
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.ports import DATA
 from polytempo.training.replica import Replica
+from polytempo.training.split_objective import loss_of_split
 
 Objective = Callable[[Any], Tensor]
 """The loss to descend on a batch."""
@@ -67,9 +69,11 @@ def data_of_group(data: Data, port: Port) -> Data:
 
 def objective_of(job: Job, replica: Replica, distillation: Distillation | None) -> Objective:
     """The loss of the job; with `distillation` also of what other groups predict."""
-    return (
-        partial(loss_of, job, replica.model) if distillation is None else Distiller(job, replica, distillation.weight)
-    )
+    if distillation is not None:
+        return Distiller(job, replica, distillation.weight)
+    if isinstance(replica.model, SplitModel):
+        return partial(loss_of_split, job, replica.model)
+    return partial(loss_of, job, replica.model)
 
 
 class Distiller:

@@ -36,6 +36,11 @@ def check_elastic(strategy: Strategy) -> None:
             f"{strategy} cuts the model into stages, and without one of them nothing goes on{_REMEDY}; a "
             "run with out=… goes on from its last checkpoint with resume"
         )
+    if strategy.parted is not None:
+        raise ValueError(
+            f"{strategy} has parts of layers on each rank, and without one of them nothing goes on{_REMEDY}; a run "
+            "with out=… goes on from its last checkpoint with resume"
+        )
     if strategy.distillation is not None:
         raise ValueError(f"{strategy} has groups of equal size, and each has its part of the data{_REMEDY}")
     layout = Bundle({"w": torch.zeros(_SOME_RANKS)})

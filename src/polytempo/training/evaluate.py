@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged
+from polytempo.training.sample_batches import SampleBatches
 
-_BATCH = 512
 _FEWEST = 8
 """Samples that are worth a rank's while: many ranks leave a small test set to the first few."""
 
@@ -40,18 +39,11 @@ class Evaluation:
     """
 
     def __init__(self, job: Job, model: nn.Module, data: Data) -> None:
-        test: Any = data.test
-        assert test is not None
+        assert data.test is not None
         self._job = job
-        self._collate: Any = data.collate or default_collate
-        if isinstance(test, DataLoader):
-            self._collate = data.collate or test.collate_fn
-            test = test.dataset
-        if not hasattr(test, "__len__"):
-            raise ValueError(f"a test set needs a length, and {type(test).__name__} has none; make it a map-style one")
-        self._test: Dataset[Any] = test
-        self.length = len(test)
-        self._model = _copied(model).eval()
+        self._test = SampleBatches(data.test, data.collate, "a test set")
+        self.length = self._test.length
+        self._model = copied_modules(model).eval()
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
         """[samples, summed loss, summed accuracy, predictions] of `rank`'s part of the test set, float64.
@@ -73,7 +65,7 @@ class Evaluation:
             return sums
         start, stop = (self.length * r // scorers for r in (rank, rank + 1))
         with torch.no_grad():
-            for batch, samples in self._batches(start, stop):
+            for batch, samples in self._test.between(start, stop):
                 loss, right = judged(self._job, self._model, batch)
                 counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
                 sums += torch.tensor([samples, float(loss) * samples, *counts], dtype=torch.float64)
@@ -91,14 +83,6 @@ class Evaluation:
         finally:
             for _, tensor in own:
                 tensor.data = tensor.new_empty(0)
-
-    def _batches(self, start: int, stop: int) -> Iterator[tuple[Any, int]]:
-        for first in range(start, stop, _BATCH):
-            last = min(first + _BATCH, stop)
-            if isinstance(self._test, TensorDataset) and self._collate is default_collate:
-                yield [tensor[first:last] for tensor in self._test.tensors], last - first
-            else:
-                yield self._collate([self._test[i] for i in range(first, last)]), last - first
 
 
 async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
@@ -127,7 +111,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied_modules(model: nn.Module) -> nn.Module:
     """The model's modules once more, around the same memory of parameters and buffers."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}

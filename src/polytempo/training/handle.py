@@ -14,8 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.core import Port
 from polytempo.core.notice import Notice, preempting_signals
 from polytempo.core.state import Saved
+from polytempo.large_batch.noise_scale import NoiseScale
 from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.one_copy import OneCopy, own_parameters
+from polytempo.partition.branches import ThreadedModel
 from polytempo.training.backward import Backward
 from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.divided_parameters import shared_elsewhere
@@ -49,6 +51,8 @@ class Handle:
         self.world, self.ports, self.replica = world, ports, replica
         self.attached = True
         """Whether the hooks are on."""
+        self.threaded: ThreadedModel | None = None
+        """The model's branches on several threads, where `attach` was given `threads`."""
         self.one_copy, self._turns = copy, turns
         self._members = JoinMembership(world, ports.data, replica)
         feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1 or bool(replica.own)
@@ -76,6 +80,11 @@ class Handle:
     def step(self) -> int:
         """Optimizer steps since the start (of the first run, where one was resumed)."""
         return self.replica.step
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """What has been measured of it so far, the same on all ranks; None where `attach` was not asked to."""
+        return None if self.replica.noise is None else self.replica.noise.noise
 
     def _after_step(self, *_: Any) -> None:
         """The hook by which an optimizer keeps its handle alive."""
@@ -145,6 +154,10 @@ class Handle:
             raise ValueError(
                 "a GradScaler skips steps, which ranks that have left join() do not see; give all ranks equally many "
                 "batches, as pt.shard does"
+            )
+        if self.replica.noise is not None:
+            raise ValueError(
+                "the noise scale is measured between ranks that all train; leave out join(), or noise_scale"
             )
         if self.replica.own:
             raise ValueError(
@@ -231,10 +244,14 @@ class Handle:
         """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
+        if self.threaded is not None:
+            self.threaded.remove()
         if self._watch is not None:
             self._watch.close()
         if self.replica.drift is not None:
             self.replica.drift.end()
+        if self.replica.noise is not None:
+            self.replica.noise.finish()
         self._hooks = []
         if self._ownership is not None:
             self._ownership.end()

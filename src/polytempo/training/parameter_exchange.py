@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, Program, State, Strategy
 from polytempo.core.anchor import anchors
+from polytempo.core.kernel_use import KernelUse, Uses
 from polytempo.core.state import Saved, duplicate, equal, renewed, restored, saved, settled
 from polytempo.core.transform import apply_at_once
 from polytempo.training.buffers import AppliedTransform
@@ -86,8 +87,21 @@ class ParameterExchange:
         self._held = found
         if self.commit is not None and (met is not None or at_step is not None):
             await self.commit(data)
-        self.take()
+        if met is None:
+            self.take()
+        else:
+            await data.compute(self.take, 0.0, uses=self._uses())
         return met
+
+    def _uses(self) -> Uses:
+        """To pack what is exchanged, to scale it, and to copy the answer back."""
+        tensors = [tensor for group in self.groups() for tensor in group.values()]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return (
+            KernelUse("scale", len(tensors), num_bytes),
+            KernelUse("copy", len(tensors), num_bytes),
+            KernelUse("exchange"),
+        )
 
     @property
     def holds(self) -> bool:

@@ -21,12 +21,16 @@ from polytempo.core import Port, Program
 from polytempo.core.notice import Preempted
 from polytempo.data.shard import DataShard
 from polytempo.data.spans import num_places
+from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.evaluate import Score
+from polytempo.training.evaluate import Score, tensors_of
+from polytempo.training.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.guard import check_final, check_score
+from polytempo.training.meter import Meter
+from polytempo.training.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import Ports, ports_of
 from polytempo.training.randomness import seed_step
@@ -104,21 +108,36 @@ class TrainingContext:
     scheduler: LRScheduler | None = None
     seconds: float = 0.0
     """Training time so far, over all runs; a checkpoint carries it."""
+    average: WeightAverage | None = None
+    """Of this rank's weights over its steps, where that is scored in their place."""
     stage: PipelineStage | None = None
     """This rank's stage, where the model is cut; `replica` is then that of the stage."""
+    parts: ModelParts | None = None
+    """This rank's parts, where layers lie in parts; `replica` is then that of the model with them."""
     unchecked: frozenset[str] = frozenset()
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     leaves: Callable[[int], bool] = field(default=lambda step: False)
     """Whether all ranks save and leave after so many steps, because one was asked to; asked after each step."""
+    first_steps: int = 0
+    """Steps of an epoch before its batches have grown."""
     saved_step: int = -1
     """The last step of which a checkpoint was written, or is being written."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
 
+    def scored(self) -> dict[str, Tensor]:
+        """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
+        return tensors_of(self.replica.model) | ({} if self.average is None else self.average.tensors)
+
     @property
     def job(self) -> Job:
         """The run's."""
         return self.spec.job
+
+    @property
+    def cut(self) -> PipelineStage | ModelParts | None:
+        """What knows the whole model, where this rank has only a stage or parts of it."""
+        return self.stage or self.parts
 
     @property
     def options(self) -> RunOptions:
@@ -160,7 +179,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     clock = _Clock(await port.now(), context.seconds, context.observer)
     samples_before, seconds_before = _position(context)[1], context.seconds
     meter = Meter(samples_before, seconds_before)
-    scored_step = context.replica.step
+    scored_step, scored = context.replica.step, None
     while not _over(context):
         if not await _rest_of_epoch(ports, context, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
@@ -169,13 +188,19 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
             continue  # many workers make short epochs
         scored_step = step
         if context.data.test is not None and not over:
+            scored = step
             await context.observer.score(port, context, await _moment(port, context, clock))
         if not _saves_at(context, step):
             await _save(port, context, clock)
+    if context.average is not None and context.data.test is not None and scored != context.replica.step:
+        await context.observer.score(port, context, await _moment(port, context, clock))
     if context.stage is not None:
         for loss in await context.stage.finish():
-            meter.add(loss)
+            if port.rank == 0:
+                meter.add(loss)
     await port.barrier()  # waiting for the slowest is training time
+    if context.replica.noise is not None:
+        context.replica.noise.finish()
     moment = await _moment(port, context, clock)
     context.seconds = moment.seconds
     parameters, buffers = await _final(context, ports)
@@ -203,8 +228,9 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
 
 async def _final(context: TrainingContext, ports: Ports) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters of the model that is handed out, and those of its buffers on which ranks had to agree."""
-    if context.stage is not None:
-        return await context.stage.whole()
+    cut = context.cut
+    if cut is not None:
+        return await cut.whole()
     await context.replica.settle()
     return await context.replica.consensus(ports.data), await context.replica.consensus_buffers(ports.data)
 
@@ -212,6 +238,7 @@ async def _final(context: TrainingContext, ports: Ports) -> tuple[dict[str, Tens
 async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
     """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
     port, data = ports.whole, ports.data
+    grow(context.spec, context.shard)
     a_row_every = max(1, len(context.shard) // ROWS_PER_EPOCH)
     batches = iter(context.shard)
     first_step = context.replica.step
@@ -225,10 +252,13 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
-        context.replica.share = context.shard.share if context.shard.slices is None else 1.0
-        meter.add(await context.take_step(data, batch, context.shard.batch_samples))
+        loss = await context.take_step(data, batch, _weigh(context, batch))
+        if port.rank == 0:  # whose rows and summary tell of it
+            meter.add(loss)
+        if context.average is not None:
+            context.average.update()
         if context.scheduler is not None:
-            _next_rate(context.scheduler)
+            _next_rate(context, context.scheduler)
         if (step + 1) % a_row_every == 0:
             await _train_row(port, context, meter, clock)
         if _saves_at(context, step + 1):
@@ -238,8 +268,22 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     return context.replica.step > first_step
 
 
-def _next_rate(scheduler: LRScheduler) -> None:
+def _weigh(context: TrainingContext, batch: Any) -> int:
+    """Say how much this rank's batch counts in the coming step; how many samples it has."""
+    replica, shard = context.replica, context.shard
+    pieces = batch if isinstance(batch, Pieces) else None
+    share = shard.share if shard.slices is None else 1.0
+    replica.share = share if pieces is None else pieces.share
+    if replica.noise is not None:
+        replica.noise.samples = shard.local_samples if pieces is None else pieces.samples
+    return shard.batch_samples if pieces is None else max(1, pieces.samples)
+
+
+def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:
     """A step of a pipeline may have had no update yet, of which torch would warn."""
+    if context.options.batch_growth:
+        follow(scheduler, _position(context)[0], context.first_steps)
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
         scheduler.step()
@@ -249,7 +293,10 @@ def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int
     """The batch of a step, or its slices; None at the end of the epoch."""
     if context.shard.slices is not None:
         return next_slices(context.job, context.shard, batches, context.spec.seed, step)
-    seed_step(context.spec.seed, rank, step, "data")
+    if len(context.shard.own) > 1:
+        return next_pieces(context.job, context.shard, batches, context.spec.seed, step)
+    if not context.shard.in_memory:
+        seed_step(context.spec.seed, rank, step, "data")
     return next_batch(context.job, batches)
 
 
@@ -289,7 +336,8 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
         return
     moment = await _moment(port, context, clock)
     loss, rate = meter.since_last(moment.samples, moment.seconds)
-    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | delays)
+    noise = {} if context.replica.noise is None else context.replica.noise.row
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | delays | noise)
 
 
 def _position(context: TrainingContext) -> tuple[float, int]:
@@ -349,35 +397,3 @@ class _Clock:
     def training_s(self, now_s: float) -> float:
         """Seconds of training until `now_s`."""
         return now_s - self._zero_s - self._observer.off_s
-
-
-class Meter:
-    """The mean loss and the rate since the last row."""
-
-    def __init__(self, samples: int, seconds: float) -> None:
-        self._last_loss: float | None = None
-        self._sum: Tensor | None = None
-        self._count = 0
-        self._samples = samples
-        self._seconds = seconds
-
-    def add(self, loss: Tensor | None) -> None:
-        """One more step's loss; None: it is not there."""
-        if loss is None:
-            return
-        detached = loss.detach()
-        self._sum = detached.clone() if self._sum is None else self._sum.add_(detached)
-        self._count += 1
-
-    @property
-    def loss(self) -> float | None:
-        """The mean loss since the last row, or of the last row; None before the first step."""
-        return self._last_loss if self._sum is None else float(self._sum) / self._count
-
-    def since_last(self, samples: int, seconds: float) -> tuple[float | None, float]:
-        """Mean loss and samples a second up to here; what comes next counts from here."""
-        loss = self.loss
-        rate = (samples - self._samples) / max(seconds - self._seconds, 1e-9)
-        self._sum, self._count, self._samples, self._seconds = None, 0, samples, seconds
-        self._last_loss = loss
-        return loss, rate

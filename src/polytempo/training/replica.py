@@ -10,7 +10,7 @@ parameters and see other samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,14 @@ from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.tensor.split_model import split_models
-from polytempo.training.bucket import DEFAULT_BUCKET_BYTES, Bucket, Empty, buckets
+from polytempo.training.bucket import Bucket, Empty
+from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES, buckets
 from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
 from polytempo.training.divided_parameters import own_parameters
 from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
+from polytempo.training.noise_watch import NoiseWatch
 from polytempo.training.parameter_exchange import ParameterExchange
 from polytempo.training.replicated_parameters import check_optimizer
 from polytempo.training.requirements import fitted
@@ -69,6 +71,8 @@ class Replica:
         self.loss_scale: LossScale | None = None
         """What losses were multiplied by, where a transform must not see it."""
         self.trainable = trainable(model, optimizer)
+        self.numel = sum(parameter.numel() for parameter in self.trainable.values())
+        """Numbers that are trained."""
         self.guard = None if allow_nan else Guard(model, self.trainable)
         self.buffers = ModelBuffers(model, buffer_rule)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
@@ -82,6 +86,7 @@ class Replica:
         self._tentative: AppliedTransform | None = None
         """By what they met in the last exchange, which counts if the optimizer steps on it."""
         self.drift: ExchangeListener | None = None
+        self.noise: NoiseWatch | None = None
         self.hooks: list[RemovableHandle] = []
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.fill_gradients))
@@ -89,11 +94,19 @@ class Replica:
     def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
         transform = self.strategy.gradients
         shared = {name: p for name, p in self.trainable.items() if name not in self.own}
-        made = buckets(shared, bucket_bytes if transform.separable else None, empty)
+        sparse = sparse_tables(self.model)
+        tables = {name for name in sparse & shared.keys() if self._travels_by_rows(shared[name])}
+        made = buckets(shared, bucket_bytes if transform.separable else None, empty, tables)
         for bucket in made:
             bucket.begin(transform.init(Bundle(bucket.parameters)))
-            bucket.sparse_tables = sparse_tables(self.model)
+            bucket.sparse_tables = sparse
         return made
+
+    def _travels_by_rows(self, table: nn.Parameter) -> bool:
+        """Whether the answer for some rows depends on nothing but these rows of this step."""
+        transform = self.strategy.gradients
+        alone = transform.linear and transform.separable and self.strategy.slices is None
+        return alone and table.device.type != "meta" and transform.init(Bundle({"table": table})) is None
 
     # ------------------------------------------------------------------ exchanges
 
@@ -104,14 +117,18 @@ class Replica:
         again from the state of the last step. Returns whether the transform did something.
         """
         state = await bucket.spendable()
+        port = data.on_channel(bucket.index)
+        await bucket.agree(port)
         bundle = bucket.gathered(self.share)
         if self.guard is not None:
             self.guard.bundle(bundle, self.step, data.world_rank)
         if self.loss_scale is not None:
             self.loss_scale.take_off_(bundle)
+        if self.noise is not None:
+            self.noise.look(self.step, bucket.index, bundle)
         applied = AppliedTransform(self.strategy.gradients, state)
         try:
-            answer, after = await applied.transform.apply(data.on_channel(bucket.index), bundle, state)
+            answer, after = await applied.transform.apply(port, bundle, state)
         except NotFinite as error:  # of a codec, which knows no steps
             raise error.at(self.step) from None
         answered = answer is not bundle
@@ -137,6 +154,23 @@ class Replica:
                 self.guard.parameters(self.step - 1, data.world_rank)
             applied = await self.parameters.exchange(data, self.member.weight) or applied
         await self.buffers.meet(data, applied, self.member)
+        if self.noise is not None:
+            self.noise.after_step(self.step, met=applied is not None)
+
+    def measure(self, noise: NoiseWatch) -> None:
+        """Let `noise` see the gradients of each step before they are reduced."""
+        self.noise = noise
+        if not self.exchanges_gradients:
+            self.hooks.append(self.optimizer.register_step_pre_hook(self._look_at_gradients))
+
+    def _look_at_gradients(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is not None or len(args) > 1:
+            raise ValueError(
+                f"{self.strategy} exchanges no gradients, and a step that calls a closure has none before it, so the "
+                "noise scale cannot be measured; leave noise_scale out"
+            )
+        if self.noise is not None:
+            self.noise.look_at_gradients(self.step)
 
     def has_met(self) -> None:
         """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
@@ -150,9 +184,12 @@ class Replica:
                 layout = torch.sparse_coo if name in sparse else torch.strided
                 parameter.grad = torch.zeros_like(parameter, layout=layout)
 
-    async def consensus(self, data: Port) -> dict[str, Tensor]:
-        """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own."""
-        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+    async def consensus(self, data: Port, instead: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own.
+
+        `instead`: what takes the place of this rank's parameters, by name.
+        """
+        tensors = {name: p.detach() for name, p in self.model.named_parameters()} | dict(instead or {})
         out: dict[str, Tensor] = {}
         for group in by_kind(tensors).values():
             bundle = Bundle(group, self.member.weight).copy()

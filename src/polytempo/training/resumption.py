@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from polytempo.core import Mesh, Port, Strategy
@@ -17,12 +16,16 @@ from polytempo.core.url_path import Place
 from polytempo.training.agree import agree
 from polytempo.training.checkpoint import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint_folders import CheckpointError, latest
+from polytempo.training.guard import MODEL
 from polytempo.training.manifest import Manifest
 from polytempo.training.optimizer_state import optimizer_restore
+from polytempo.training.parted_resumption import check_parted, cut_alike, restore_parts
 from polytempo.training.ports import DATA, mesh_of, ports_of
 from polytempo.training.program import TrainingContext
+from polytempo.training.saved_model import mean_of
 from polytempo.training.schedule_state import schedule_restore
-from polytempo.training.staged_resumption import check_staged, restore_stage
+from polytempo.training.scored_average import AVERAGE, AVERAGED_STEPS
+from polytempo.training.staged_resumption import check_staged, restore_stage, under
 
 V = TypeVar("V")
 
@@ -42,13 +45,25 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
     folder = await _newest(port, root, context.replica.strategy)
     manifest = read_manifest(folder)
     _check(manifest, folder, context)
-    saved_ranks = [] if context.stage is not None else _saved_ranks(folder, manifest.mesh, port)
-    try:
-        if context.stage is None:
+    with _fitting(folder):
+        alike = context.cut is None or (context.parts is not None and cut_alike(context.parts, folder, manifest))
+    saved_ranks = _saved_ranks(folder, manifest.mesh, port) if alike else []
+    with _fitting(folder):
+        if alike:
             fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
         else:
             fresh = _rates(context.replica.optimizer)
-            _take_position(context, restore_stage(context.stage, folder, manifest))
+            _take_position(context, _cut_anew(context, folder, manifest))
+    if context.options.lr is not None:
+        _set_rates(context, fresh, folder)
+    return context.replica.step
+
+
+@contextmanager
+def _fitting(folder: Place) -> Iterator[None]:
+    """What goes wrong inside with a whole checkpoint says that it is one of something else."""
+    try:
+        yield
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
@@ -56,9 +71,14 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
             f"{folder} does not fit this run ({type(error).__name__}: {error}); resume with the model and the "
             "optimizer that saved it, or begin another run in another folder"
         ) from error
-    if context.options.lr is not None:
-        _set_rates(context, fresh, folder)
-    return context.replica.step
+
+
+def _cut_anew(context: TrainingContext, folder: Place, manifest: Manifest) -> CheckpointPart:
+    """Let this rank have its stage, or its parts. Returns a part from which the run's position can be read."""
+    if context.stage is not None:
+        return restore_stage(context.stage, folder, manifest)
+    assert context.parts is not None
+    return restore_parts(context.parts, folder, manifest)
 
 
 async def _newest(port: Port, root: Place, strategy: Strategy) -> Place:
@@ -79,8 +99,16 @@ def _check(manifest: Manifest, folder: Place, context: TrainingContext) -> None:
     about, strategy, job = manifest.about, str(context.replica.strategy), context.job.name
     if context.stage is not None:
         check_staged(manifest, folder, strategy)
+    elif context.parts is not None:
+        check_parted(manifest, folder, strategy)
     elif about.get("strategy") != strategy:
         raise ValueError(f"{folder} was saved by {about.get('strategy')}, this run uses {strategy}; use the same")
+    saved, ours = (None if decay is None else float(decay) for decay in (about.get("ema"), context.options.ema))
+    if saved != ours:
+        said = [
+            "without a moving average of weights" if each is None else f"with ema={each:g}" for each in (saved, ours)
+        ]
+        raise ValueError(f"{folder} was saved {said[0]}, and this run goes on {said[1]}; resume with the same ema")
     if about.get("job") != job:
         raise ValueError(f"{folder} was saved by job {about.get('job')!r}, this run trains {job!r}; use another --out")
 
@@ -103,11 +131,14 @@ def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[
     own = read_part(folder, saved[data.rank % len(saved)])
     synchronized = context.replica.strategy.synchronized
     whole = own if "optimizer" in own.scalars else read_part(folder, saved[0])
-    model = _under(whole.tensors, "model/")
+    weights = _beginning(whole.tensors, MODEL, AVERAGE)
     if not synchronized and len(saved) != data.size:
-        parts = [_under(read_part(folder, rank).tensors, "model/") for rank in saved]
-        model = {name: _mean([part[name] for part in parts]) for name in model}
-    context.replica.model.load_state_dict(model)
+        parts = [read_part(folder, rank).tensors for rank in saved]
+        weights = {name: mean_of([part[name] for part in parts]) for name in weights}
+    context.replica.model.load_state_dict(under(weights, MODEL))
+    if context.average is not None:
+        steps, decay = whole.scalars[AVERAGED_STEPS], context.average.decay
+        context.average.load_state_dict({"average": under(weights, AVERAGE), "steps": steps, "decay": decay})
     fresh = _rates(context.replica.optimizer)
     optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
     debtors = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
@@ -125,7 +156,7 @@ def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
 
 
 def _strategy(part: CheckpointPart) -> Saved:
-    return Saved(_under(part.tensors, "strategy/"), _under(part.scalars, "strategy/"))
+    return Saved(under(part.tensors, "strategy/"), under(part.scalars, "strategy/"))
 
 
 def _rates(optimizer: Optimizer) -> list[Any]:
@@ -147,11 +178,5 @@ def _set_rates(context: TrainingContext, rates: list[Any], folder: Place) -> Non
         )
 
 
-def _mean(tensors: list[Tensor]) -> Tensor:
-    if not tensors[0].is_floating_point():
-        return tensors[0]
-    return torch.stack(tensors).mean(dim=0)
-
-
-def _under(entries: Mapping[str, V], prefix: str) -> dict[str, V]:
-    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
+def _beginning(entries: Mapping[str, V], *prefixes: str) -> dict[str, V]:
+    return {name: value for name, value in entries.items() if name.startswith(prefixes)}

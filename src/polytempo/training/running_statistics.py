@@ -31,7 +31,8 @@ class Running:
         """The statistics as they are now, shape (numel,), in memory of their own; None where there are none."""
         if not self.buffers:
             return None
-        return torch.cat([buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in self.buffers])
+        flats = [buffer.detach().reshape(-1) for buffer in self.buffers]
+        return torch.cat([flat.to(flat.device if flat.is_meta else "cpu", torch.float64) for flat in flats])
 
     @torch.no_grad()
     def place(self, vector: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from polytempo.data.batches import Batches
 from polytempo.spec.job import Data, Job
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
+from polytempo.training.part_noise import PartNoise
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.rate_schedule import RateSchedule
 
@@ -32,11 +33,15 @@ class ServedContext:
     data: Data
     batches: Batches
     compute_gradients: ComputeGradients
+    reads: bool = True
+    """Whether batches are read; False where tensors have no values."""
     seed: int = 0
     schedule: RateSchedule | None = None
     decay: LocalDecay | None = None
     guard: Guard | None = None
     """Looks for what is not finite; None: it may be."""
+    noise: PartNoise | None = None
+    """Measures the gradient noise scale; None: nothing does."""
     stage: ServedStage | None = None
     """This process's stage, where the model is cut; `model` is then that of the stage."""
 

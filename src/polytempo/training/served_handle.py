@@ -22,6 +22,7 @@ from polytempo.core import PolytempoError, Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import of_tickets
+from polytempo.partition.branches import ThreadedModel
 from polytempo.training.agree import agree
 from polytempo.training.dealers import set_dealer
 from polytempo.training.loop_facts import LoopFacts, facts_of_loop
@@ -62,6 +63,8 @@ class ServedHandle:
         self._timeout_s = world.transport.timeout_s if world.size > 1 and world.life == 1 else _ALONE_S
         self.attached = True
         """Whether the hooks are on."""
+        self.threaded: ThreadedModel | None = None
+        """The model's branches on several threads, where `attach` was given `threads`."""
         self.account: dict[str, Any] | None = None
         """On rank 0 after `detach`: the ledger of samples, the staleness of gradients, and what became of processes."""
         self._step = ServedStep(model, optimizer, strategy, allow_nan=allow_nan)
@@ -225,6 +228,8 @@ class ServedHandle:
         """
         if not self.attached:
             return
+        if self.threaded is not None:
+            self.threaded.remove()
         if self._loop is None or self._link is None:
             self._start.cancel()
         else:

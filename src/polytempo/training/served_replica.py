@@ -45,8 +45,9 @@ class ServedReplica:
         """Whether some parameters travel by rows."""
         self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
         self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
-        self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        self.values: dict[str, Tensor] = {}
         """The parameters but for tables, without autograd."""
+        self.look_up()
         self._running = Running(model)
         client.running = self._running.vector
         self._gradients: State = None
@@ -68,6 +69,10 @@ class ServedReplica:
         """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
         the shards must leave them as they are. A copy may as well become a newer one."""
         return is_idle(self._strategy.gradients, self._port.size + 1)
+
+    def look_up(self) -> None:
+        """The parameters may lie in other memory than before."""
+        self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def begin(self) -> None:
         """Let the strategy remember nothing yet."""

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from polytempo.core import Port, Program
@@ -23,12 +24,15 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of
 from polytempo.training.guard import check_final
-from polytempo.training.program import ROWS_PER_EPOCH, Meter
+from polytempo.training.meter import Meter
+from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
+from polytempo.training.program import ROWS_PER_EPOCH
 from polytempo.training.randomness import seed_step
 from polytempo.training.served_context import ComputeGradients, ServedContext
 from polytempo.training.served_replica import ServedReplica
 from polytempo.training.shard_rule import rates_of
 from polytempo.training.slices import Reassigned
+from polytempo.training.step_cost import StepCost, update_use
 
 _UPDATE_FLOPS = 4.0
 _MOST_EMPTY_STEPS = 10_000
@@ -71,7 +75,7 @@ async def work(
     Where the model is cut, `port` is the group of those that hold the same stage, and `stages` that of the replica's
     stages, who take their tickets together (`server.worker.stage_work`).
     """
-    work_client = work_of(client, stages)
+    work_client = work_of(client, stages, 0 if context.stage is None else context.stage.late)
     worker = _Worker(port, context, client, work_client)
     await work_client.ask(port)
     while True:
@@ -106,8 +110,8 @@ async def work(
             await work_client.ask(port, worker.taken_rows())
 
 
-def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> ComputeGradients:
-    """Forward and backward for real; a virtual world charges `flops_per_sample` for each sample."""
+def gradients_of(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients:
+    """Forward and backward for real; a virtual world charges `cost`."""
 
     def compute(batch: Any) -> Tensor:
         loss = loss_of(job, model, batch)
@@ -115,7 +119,21 @@ def gradients_of(model: nn.Module, job: Job, flops_per_sample: float) -> Compute
         return loss.detach()
 
     async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
-        return await port.compute(lambda: compute(batch), flops_per_sample * samples)
+        flops, uses = cost.flops_per_sample * samples, cost.gradients(samples)
+        return await port.compute(lambda: compute(batch), flops, uses=uses)
+
+    return compute_gradients
+
+
+def gradients_without_values(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients:
+    """Nothing is computed; a virtual world charges `cost`. Workers may share the model."""
+
+    async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
+        await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(samples))
+        for parameter in model.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        return torch.empty((), device="meta")
 
     return compute_gradients
 
@@ -144,6 +162,8 @@ class _Worker:
         self._meter = Meter(0, 0.0)
         self._rows: list[bytes] = []
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
+        if context.stage is not None:
+            context.stage.serve(self._exchange_stage, lambda: tuple(client.versions))
         batches = context.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
 
@@ -190,8 +210,13 @@ class _Worker:
     async def _step(self, ticket: Ticket) -> None:
         port = self._port
         await port.mark(self._steps)
-        samples = await (self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket))
-        await self._exchange(empty=False)
+        if self._context.stage is None:
+            samples = await (
+                self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
+            )
+            await self._exchange(empty=False)
+        else:
+            samples = await self._staged(self._context.stage, ticket)
         if self._context.guard is not None and self._replica.is_apart:
             self._context.guard.parameters(step_of(self._context, ticket), self._client.worker)
         self._steps += 1
@@ -201,23 +226,51 @@ class _Worker:
 
     async def _alone(self, ticket: Ticket) -> int:
         """The gradient of the ticket's batch; how many samples it is of."""
+        context, batch = self._context, self._batch(ticket)
+        samples = context.batches.pick(ticket.batch).num_samples
+        self._client.begin((ticket.number,), self._rates_at(ticket), samples)
+        loss = await context.compute_gradients(self._port, batch, samples)
+        if context.guard is not None:
+            context.guard.loss(loss, step_of(context, ticket), self._client.worker)
+            context.guard.gradients(step_of(context, ticket), self._client.worker)
+        if context.noise is not None:
+            context.noise.look(self._steps, batch, samples)
+        self._meter.add(loss if context.reads else None)
+        return samples
+
+    def _batch(self, ticket: Ticket) -> Any:
         context = self._context
+        if not context.reads:
+            return None
         seed_step(context.seed, 0, ticket.number, "data")
         batch = called(context.job, BATCH, context.batches.at, ticket.epoch, ticket.batch, facts=lambda: ON_BATCH)
         seed_step(context.seed, 0, ticket.number, "model")
-        samples = context.batches.pick(ticket.batch).num_samples
-        self._client.begin((ticket.number,), self._rates_at(ticket), samples)
-        loss: Tensor | None
-        if context.stage is None:
-            loss = await context.compute_gradients(self._port, batch, samples)
-        else:
-            loss = await context.stage.gradients(batch, ticket.number)
-        if context.guard is not None:
-            if loss is not None:
-                context.guard.loss(loss, step_of(context, ticket), self._client.worker)
-            context.guard.gradients(step_of(context, ticket), self._client.worker)
-        self._meter.add(loss)
+        return batch
+
+    async def _staged(self, stage: ServedStage, ticket: Ticket) -> int:
+        """The ticket's batch through this stage, with the exchange of the gradient that is then there, which may be of
+        an older batch or none; how many samples the ticket is of."""
+        batch = self._batch(ticket)
+        samples = self._context.batches.pick(ticket.batch).num_samples
+        self._rates_at(ticket)
+        self._note(await stage.step(batch, ticket, samples), ticket)
         return samples
+
+    async def _exchange_stage(self, late: LateGradient) -> None:
+        """What this stage does at an update of its parameters."""
+        context = self._context
+        self._replica.look_up()
+        versions = None if self._replica.is_apart else late.versions
+        self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
+        if context.guard is not None:
+            context.guard.gradients(step_of(context, late.ticket), self._client.worker)
+        await self._exchange(empty=False)
+
+    def _note(self, loss: Tensor | None, ticket: Ticket) -> None:
+        """The loss of a batch, as far as this stage hears of it."""
+        if self._context.guard is not None and loss is not None:
+            self._context.guard.loss(loss, step_of(self._context, ticket), self._client.worker)
+        self._meter.add(loss)
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
@@ -229,9 +282,12 @@ class _Worker:
         return done.samples
 
     async def push_all(self) -> None:
-        """Let the strategy push the gradients that it holds back, by steps without a gradient; other workers of the
-        host have none to add now."""
+        """Take back what is under way in the stages, and let the strategy push the gradients that it holds back, by
+        steps without a gradient; other workers of the host have none to add now."""
         self._client.alone = True
+        if self._context.stage is not None:
+            for loss in await self._context.stage.drain():
+                self._meter.add(loss)
         for _ in range(_MOST_EMPTY_STEPS):
             if not self._client.held:
                 break
@@ -252,16 +308,21 @@ class _Worker:
         steps = await self.waited(self._replica.exchange_gradients(empty=empty))
         if not empty:
             if steps:
-                await self._port.compute(optimizer.step, _UPDATE_FLOPS * self._replica.numel)
+                flops, uses = _UPDATE_FLOPS * self._replica.numel, (update_use(optimizer),)
+                await self._port.compute(optimizer.step, flops, uses=uses)
             optimizer.zero_grad()
         await self.waited(self._replica.exchange_parameters())
 
     def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
         """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
-        service, schedule = self._context.strategy.server, self._context.schedule
+        schedule = self._context.schedule
         if schedule is not None:
             schedule.go_to(schedule.step_of(ticket.epoch, ticket.batch))
-        rates = rates_of(self._context.optimizer)
+        return self._rates()
+
+    def _rates(self) -> tuple[float, ...]:
+        """Those of the optimizer, for the server."""
+        service, rates = self._context.strategy.server, rates_of(self._context.optimizer)
         if service is None or service.rate is None:
             return rates
         factor = service.rate(self._port.size)
@@ -300,7 +361,9 @@ class _Worker:
         told = self._client.staleness
         staleness = sum(told) / len(told) if told else None
         told.clear()
-        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9), "staleness": staleness})
+        measured = self._context.noise
+        noise = measured.row if measured is not None and measured.sends else {}
+        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9), "staleness": staleness} | noise)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

@@ -67,6 +67,17 @@ class WorldShard:
         """Samples per rank and step."""
         return self.inner.batch_size
 
+    def grow(self, batch_size: int) -> None:
+        """Let steps have so many samples per rank from the next iteration on; all ranks call it.
+
+        The rest of an epoch is dealt anew, each sample once; a loop that is resumed says it again. ValueError where a
+        server deals the batches.
+        """
+        dealer = dealer_of(self._world)
+        if dealer is not None and dealer.takes(self.inner):
+            raise ValueError("a parameter server deals the batches, whose size stays; begin with a larger batch_size")
+        self.inner.grow(batch_size * self.inner.size)
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays."""
         self.inner.set_epoch(epoch)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from torch import Tensor, nn
 
 from polytempo.core import Port
 from polytempo.core.suspension import drive
+from polytempo.partition.plan import split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
+from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
 from polytempo.training.agree import agree
 from polytempo.worlds import ProcessWorld, current
 
@@ -16,8 +20,9 @@ MODEL = "model"
 
 def split(
     model: nn.Module,
-    rules: Rules,
+    rules: Rules | Literal["auto"],
     *,
+    sample: Any = None,
     sequence: bool = False,
     world: ProcessWorld | None = None,
     port: Port | None = None,
@@ -47,6 +52,10 @@ def split(
     attention of one's own. With `sequence` each rank has some positions between split layers, so norms and dropouts are
     computed once and not on all ranks; tensors are then (batch, positions, features).
 
+    "auto" in place of rules splits every layer that can be, by the ways that send the fewest bytes
+    (`partition.plan.split_choice`), as far as `sample`, which the model is called with, shows them. The answer's `ways`
+    are those of the layers that were split.
+
     `port`: this rank's place in another world than a process world, such as a virtual one. There, `split`, forward and
     backward passes are called inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
@@ -56,12 +65,24 @@ def split(
     """
     whole = port or (world or current()).port
     group = ModelGroup(_along(whole), drive if port is not None else (world or current()).drive, sequence)
+    if isinstance(rules, str):
+        rules = _planned(model, rules, sample, group)
     if group.size > 1:
         shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
         group.drive(agree(group.port, told))
         group.drive(take_first(group.port, model))
     return apply_rules(model, rules, group)
+
+
+def _planned(model: nn.Module, rules: str, sample: Any, group: ModelGroup) -> Rules:
+    SplitLayers(rules, group.size, group.sequence)
+    if rules != AUTO or sample is None:
+        raise ValueError(
+            f'rules={rules!r}: give a dictionary such as {{"*.up": "column", "*.down": "row"}}, or "auto" with '
+            "sample=x, which the model is called with"
+        )
+    return split_plan(model, sample, group.size).rules
 
 
 def _along(whole: Port) -> Port:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from polytempo.training.manifest import Manifest
 from polytempo.training.optimizer_state import optimizer_restore
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import DATA, mesh_of
+from polytempo.training.saved_model import mean_of
 
 NAMES = "optimizer parameters"
 """The scalar that has the names of the optimizer's parameters, in its order."""
@@ -62,11 +62,11 @@ def restore_stage(stage: PipelineStage, folder: Place, manifest: Manifest) -> Ch
     if manifest.about.get("strategy") == str(stage.replica.strategy) and manifest.mesh == mesh_of(port):
         own = read_part(folder, port.rank)
         whole = own if "optimizer" in own.scalars else read_part(folder, stage.number)
-        stage.model.load_state_dict(_under(whole.tensors, "model/"))
+        stage.model.load_state_dict(under(whole.tensors, "model/"))
         optimizer_restore(stage.optimizer, Saved(whole.tensors, whole.scalars))
-        strategy = Saved(_under(own.tensors, "strategy/"), _under(own.scalars, "strategy/"))
+        strategy = Saved(under(own.tensors, "strategy/"), under(own.scalars, "strategy/"))
         stage.replica.restore(strategy)
-        stage.restore(Saved(_under(own.tensors, _STATE), _under(own.scalars, _STATE)))
+        stage.restore(Saved(under(own.tensors, _STATE), under(own.scalars, _STATE)))
         return own
     if port.rank == 0:
         print(
@@ -85,9 +85,9 @@ def _restore_by_names(stage: PipelineStage, parts: list[CheckpointPart], mesh: M
     """Parameters and buffers: their mean where replicas have saved their own. The optimizer's: the first one's."""
     found: dict[str, list[Tensor]] = {}
     for part in parts:
-        for name, tensor in _under(part.tensors, "model/").items():
+        for name, tensor in under(part.tensors, "model/").items():
             found.setdefault(name, []).append(tensor)
-    stage.model.load_state_dict({name: _mean(several) for name, several in found.items()})
+    stage.model.load_state_dict({name: mean_of(several) for name, several in found.items()})
     first = [part for rank, part in enumerate(parts) if mesh.coordinates(rank).get(DATA, 0) == 0]
     described = [json.loads(str(part.scalars["optimizer"])) for part in first]
     state: dict[str, dict[str, Any]] = {}
@@ -95,13 +95,15 @@ def _restore_by_names(stage: PipelineStage, parts: list[CheckpointPart], mesh: M
         names = json.loads(str(part.scalars[NAMES]))
         for index, entries in about["numbers"].items():
             state.setdefault(names[int(index)], {}).update(entries)
-        for path, tensor in _under(part.tensors, "optimizer/").items():
+        for path, tensor in under(part.tensors, "optimizer/").items():
             index, key = path.split("/")
             state.setdefault(names[int(index)], {})[key] = tensor
-    _load(stage.optimizer, optimizer_names(stage.optimizer, stage.model), state, described[0]["groups"])
+    load_by_names(stage.optimizer, optimizer_names(stage.optimizer, stage.model), state, described[0]["groups"])
 
 
-def _load(optimizer: Optimizer, names: list[str], state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def load_by_names(
+    optimizer: Optimizer, names: list[str], state: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> None:
     """The optimizer's state by its parameters' names, and its groups' numbers by their order."""
     now = optimizer.state_dict()
     if len(groups) != len(now["param_groups"]):
@@ -117,10 +119,6 @@ def _load(optimizer: Optimizer, names: list[str], state: Mapping[str, Any], grou
     optimizer.load_state_dict({"state": mine, "param_groups": taken})
 
 
-def _mean(tensors: list[Tensor]) -> Tensor:
-    same = len(tensors) == 1 or not tensors[0].is_floating_point()
-    return tensors[0] if same else torch.stack(tensors).mean(dim=0)
-
-
-def _under(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def under(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}

@@ -52,16 +52,26 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     stages, for weights that several stages share where the schedule is late, and for on_drift="restore".
     """
     schedule = schedule_of(spec.strategy)
+    if spec.strategy.parted is not None:
+        raise ValueError(
+            f"{spec.strategy} splits the layers of stages, whose checkpoints a job cannot write; use pt.pipeline in a "
+            "loop of your own, or split without stages"
+        )
     if spec.options.on_drift == "restore":
         raise ValueError(
-            f'on_drift="restore": {spec.strategy} cuts the model into stages, and replicas of a stage are not watched '
-            "for drift, for what is under way in one of them could not be restored; leave out on_drift"
+            f'on_drift="restore": {spec.strategy} cuts the model into stages, and what is under way in a replica of a '
+            'stage that has drifted could not be restored; use on_drift="stop", and go on from the last checkpoint'
         )
     return cut(model, schedule.stages * schedule.parts, sample=sample_of(spec.job, data, spec.batch_size, spec.seed))
 
 
 def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any]:
     """The input of a batch, which is what the job's model is called with."""
+    return (first_batch(job, data, batch_size, seed)[0],)
+
+
+def first_batch(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any, Any]:
+    """Input and target of one."""
     if isinstance(job.loss, OfBatch):
         raise ValueError(
             f"job {job.name}: its loss is called with the model and the whole batch, so it is not known what the model "
@@ -71,4 +81,5 @@ def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any
     with kept_random_states():
         seed_step(seed, 0, 0, "the sample that a model is cut with")
         shard = DataShard(data.training(), rank=0, size=1, batch_size=batch_size, seed=seed)
-        return (pair_of(job, next_batch(job, iter(shard)))[0],)
+        inputs, target = pair_of(job, next_batch(job, iter(shard)))
+        return inputs, target

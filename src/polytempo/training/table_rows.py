@@ -28,7 +28,7 @@ class ModelTables:
     def gradients(self) -> list[TableRows]:
         """Each table's gradient, if it has one: rows ascending, each once. A dense one's rows that are not 0."""
         return [
-            TableRows(number, *_rows_of(table.grad))
+            TableRows(number, *rows_of(table.grad))
             for number, table in enumerate(self._tables)
             if table.grad is not None
         ]
@@ -58,7 +58,8 @@ class ModelTables:
             self._tables[number][rows] = values
 
 
-def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows a table's gradient has, ascending, and their values; of a dense one those that are not 0."""
     if gradient.layout is torch.sparse_coo:
         whole = gradient.coalesce()
         return whole.indices()[0], whole.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
@@ -17,12 +18,13 @@ from polytempo.core.files import run_folder
 from polytempo.core.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
+from polytempo.large_batch.probe import NoiseProbe
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, replica_of, schedule_of
+from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
@@ -32,22 +34,28 @@ from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.distillation import data_of_group, grouped, objective_of, of_group
+from polytempo.training.drift_watch import watch
 from polytempo.training.evaluate import Evaluation
+from polytempo.training.growth import Pieces, check_growth
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
 from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.model_parts import ModelParts
+from polytempo.training.noise_post import check_measured
+from polytempo.training.parted_training import laid_out_parts, parted_model
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.replica import Replica
 from polytempo.training.resumption import load
+from polytempo.training.scored_average import average_of
 from polytempo.training.sliced_step import SlicedGradients
 from polytempo.training.staged_training import cut_of, staged, staged_step
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
 _TOKEN_BYTES = 8
-_MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every")
+_MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every", "ema", "noise_scale")
 
 
 class Trainer:
@@ -80,26 +88,26 @@ class Trainer:
         self.world = world or current()
         self._own_port = self.world.port
         options = self.options
+        if options.noise_scale is not None:
+            check_measured(strategy or sync_sgd(), self.world.size)
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
-        self.world.port = grouped(self.world.port, spec.strategy.groups)
+        check_growth(spec)
+        self.world.port = laid_out_parts(grouped(self.world.port, spec.strategy.groups), spec.strategy.parted)
         self.model, optimizer = replica_of(of_group(spec, self.world.port))
         if split_models(self.model) or divided_layers(self.model):
             raise ValueError(
-                f"job {job.name} splits its model's layers, and pt.Trainer scores on one rank, which has only its "
-                "parts; write the loop yourself, with pt.attach"
+                f"job {job.name} splits its model's layers in model(); let that make the whole model, and give the "
+                "strategy pt.strategies.split(rules, parts=2), or hybrid(layers)"
             )
         self.data = data_of(job, options.data)
         self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
         facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
-        facts |= {"global_batch_size": options.global_batch_size}
+        facts |= {"global_batch_size": options.global_batch_size, "batch_growth": list(options.batch_growth.items())}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
-        if spec.strategy.schedule is None:
-            part = _attached(self.world, spec, self.model, optimizer)
-        else:
-            part = _one_stage(self.world, spec, self.model, self.data)
+        part = _part(self.world, spec, self.model, optimizer, self.data)
         self.port, data = part.port, ports_of(part.port).data
         shard = DataShard(
             data_of_group(self.data, self.port).training(),
@@ -118,8 +126,11 @@ class Trainer:
             take_step=part.take_step,
             observer=_observer(self.world, job, self.model, self.data, options, part.replica.strategy),
             scheduler=schedule_of(job, part.replica.optimizer, len(shard)),
+            average=average_of(self.model, options),
             stage=part.stage,
+            parts=part.parts,
             unchecked=unfinite_names(self.model),
+            first_steps=len(shard) if options.batch_growth else 0,
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
@@ -187,19 +198,41 @@ class Trainer:
 
 
 class _Part(NamedTuple):
-    """What this rank trains: a replica of the model, or of a stage of it."""
+    """What this rank trains: a replica of the model, or of a stage or parts of it."""
 
     port: Port
     replica: Replica
     take_step: TakeStep
     stage: PipelineStage | None = None
+    parts: ModelParts | None = None
+
+
+def _part(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer, data: Data) -> _Part:
+    if spec.strategy.schedule is not None:
+        return _one_stage(world, spec, model, data)
+    if spec.strategy.parted is not None:
+        return _in_parts(world, spec, model, data)
+    return _attached(world, spec, model, optimizer)
+
+
+def _in_parts(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) -> _Part:
+    world.drive(broadcast_model(world.port, model))
+    own = parted_model(spec, deepcopy(model), data, world.port, world.drive)
+    part = _attached(world, spec, own, optimizer_of(spec.job, own, spec.lr))
+    names = [name for name, _ in model.named_parameters()]
+    return part._replace(parts=ModelParts(own, part.replica, world.port, names))
 
 
 def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> _Part:
     handle = attach_replica(
-        *(model, optimizer, replace(spec.strategy, slices=None, distillation=None)),  # this computes them, not hooks
+        *(model, optimizer, replace(spec.strategy, slices=None, distillation=None, parted=None)),  # all is made here
         world=world,
-        options=AttachOptions(seed=spec.seed, on_drift=spec.options.on_drift, allow_nan=spec.options.allow_nan),
+        options=AttachOptions(
+            seed=spec.seed,
+            on_drift=spec.options.on_drift,
+            allow_nan=spec.options.allow_nan,
+            noise_scale=None if spec.options.noise_scale is None else NoiseProbe(1, spec.options.noise_scale),
+        ),
     )
     return _Part(world.port, handle.replica, attached_step(handle, spec))
 
@@ -209,6 +242,7 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
     world.drive(agree(port, {"strategy": str(spec.strategy), "begins of stages": list(parts.begins)}))
     world.drive(broadcast_model(port, model))
     stage = staged(spec, model, parts, port)
+    stage.replica.drift = watch(world, stage.ports.data, stage.replica, spec.options.on_drift)
     return _Part(port, stage.replica, staged_step(stage, spec.job), stage)
 
 
@@ -221,12 +255,16 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     objective = objective_of(spec.job, replica, spec.strategy.distillation)
 
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        def backward(part: Any, weight: float) -> Tensor:
+            loss = objective(part)
+            if replica.guard is not None:
+                replica.guard.loss(loss, replica.step, port.world_rank)
+            (loss if weight == 1 else weight * loss).backward()
+            return loss
+
         world.share = replica.share
         optimizer.zero_grad()
-        loss = objective(batch)
-        if replica.guard is not None:
-            replica.guard.loss(loss, replica.step, port.world_rank)
-        loss.backward()
+        loss = batch.computed(backward, handle.no_sync) if isinstance(batch, Pieces) else backward(batch, 1.0)
         optimizer.step()
         return loss
 
@@ -262,6 +300,7 @@ def result_of(
     score, shard = summary.score, context.shard
     learned, one_model = bool(summary.parameters), context.spec.strategy.groups == 1
     return Result(
+        layers=None if context.parts is None else context.parts.report(),
         job=context.job.name,
         strategy=str(context.replica.strategy),
         world=world,

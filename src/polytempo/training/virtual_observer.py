@@ -18,6 +18,7 @@ from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.training.checkpoint_writer import about, complete, write_when_landed
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import Moment, TrainingContext, meets
@@ -68,8 +69,8 @@ class VirtualObserver:
         """Takes the rows of scores."""
         self.size, self._evaluation = size, evaluation
         self._means: dict[int, _Mean] = {}
-        self._stages: dict[int, dict[int, _Mean]] = {}
-        """Of models in stages: after each step, what is there of each stage."""
+        self._parts: dict[int, dict[int, _Mean]] = {}
+        """Of models in stages or parts: after each step, what is there of each by its number."""
         self._begun: dict[int, int] = {}
         self._stop: int | None = None
         self._newest: tuple[int, Score] | None = None
@@ -87,20 +88,22 @@ class VirtualObserver:
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
         replica, (_, data, model) = context.replica, ports_of(port)
-        if context.stage is not None:
-            self._add_stage(port, context, moment, context.stage)
+        if context.cut is not None:
+            self._add_part(context, moment, context.cut)
             return
         if model.rank:
             return
         if replica.strategy.synchronized or data.size == 1:
             if self._newest is None or self._newest[0] < moment.step:
-                self._complete(context, moment, tensors_of(replica.model), data.size)
+                self._complete(context, moment, context.scored(), data.size)
         elif is_hogwild(replica.strategy):
             if data.rank == 0:
                 self._complete(context, moment, tensors_of(replica.model), data.size)
         else:
             mean = self._means.setdefault(moment.step, _Mean())
             averaged, others = replica.averaged_tensors()
+            if context.average is not None:
+                averaged |= context.average.tensors
             mean.add(data.rank, averaged, others)
             if mean.count == data.size:
                 self._complete(context, moment, self._means.pop(moment.step).taken(), data.size)
@@ -131,7 +134,7 @@ class VirtualObserver:
             await work
         if port.rank or self._evaluation is None:
             return None, None
-        if context.stage is not None:
+        if context.cut is not None:
             self._complete(context, moment, final, self.size)
         elif self._newest is None or self._newest[0] != moment.step:
             self._complete(context, moment, tensors_of(context.replica.model) | dict(final), ports_of(port).data.size)
@@ -139,18 +142,17 @@ class VirtualObserver:
         reached = self._stop is not None if context.options.until else None
         return self._newest[1], reached
 
-    def _add_stage(self, port: Port, context: TrainingContext, moment: Moment, stage: PipelineStage) -> None:
-        """Score what stages had when each has finished the step: the first replica, or the mean where they differ."""
-        data, means = stage.ports.data, self._stages.setdefault(moment.step, defaultdict(_Mean))
-        averaged, others = stage.replica.averaged_tensors()
-        if data.size == 1 or stage.replica.strategy.synchronized:
+    def _add_part(self, context: TrainingContext, moment: Moment, own: PipelineStage | ModelParts) -> None:
+        """Score what all had when each has finished the step: the first replica, or the mean where they differ."""
+        data, means = own.ports.data, self._parts.setdefault(moment.step, defaultdict(_Mean))
+        averaged, others = own.replica.averaged_tensors()
+        if data.size == 1 or own.replica.strategy.synchronized:
             averaged, others = {}, averaged | others
-        means[stage.number].add(data.rank, averaged, others)
+        means[own.number].add(data.rank, averaged, others)
         if sum(mean.count for mean in means.values()) == self.size:
-            found = {
-                name: tensor for mean in self._stages.pop(moment.step).values() for name, tensor in mean.taken().items()
-            }
-            parameters, buffers = stage.named(found)
+            parameters, buffers = own.of_all(
+                {number: mean.taken() for number, mean in self._parts.pop(moment.step).items()}
+            )
             self._complete(context, moment, parameters | buffers, self.size)
 
     def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:

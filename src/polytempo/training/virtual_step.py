@@ -8,27 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polytempo.core import Port
+from polytempo.core.kernel_use import Uses
 from polytempo.core.suspension import suspendable
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.training.distillation import Distiller, objective_of
+from polytempo.training.growth import Pieces
 from polytempo.training.program import TakeStep
 from polytempo.training.replica import Replica
 from polytempo.training.replicated_parameters import align
 from polytempo.training.sliced_step import BatchSlice, SlicedGradients
+from polytempo.training.step_cost import StepCost, StepUses
 
 _UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step: SGD with momentum does two multiplications and two additions."""
 
 
-def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Updates, seed: int = 0) -> TakeStep:
-    """A step that computes for real and charges `flops_per_sample`: a third forward, two thirds backward.
+class StepWork(NamedTuple):
+    """What a step computes: begun when the virtual time of the computation begins, and there when it is over."""
+
+    gradients: Callable[[], Any]
+    update: Callable[[], Any]
+    computed: Callable[[Any], Any] = lambda answer: answer
+    """The step's loss, once the gradients are needed; it is given what `gradients` answered."""
+    updated: Callable[[], None] = lambda: None
+
+
+class Charge(NamedTuple):
+    """What a step costs on the virtual clock."""
+
+    flops: float
+    uses: StepUses
+
+
+def charged(cost: StepCost, replica: Replica, samples: float, factor: float) -> Charge:
+    """What `factor` times a step on so many samples costs."""
+    return Charge(cost.flops_per_sample * samples * factor, cost.uses(replica, samples, factor))
+
+
+def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, seed: int = 0) -> TakeStep:
+    """A step that computes for real and charges `cost`: of its operations a third forward, two thirds backward.
 
     Where a strategy computes in slices, exchanges begin behind the last slice.
 
@@ -38,11 +63,15 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
     guard, objective = replica.guard, objective_of(job, replica, replica.strategy.distillation)
 
     def forward_and_backward(batch: Any, rank: int) -> Tensor:
+        def backward(part: Any, weight: float) -> Tensor:
+            loss = objective(part)
+            if guard is not None:
+                guard.loss(loss, replica.step, rank)
+            (loss if weight == 1 else weight * loss).backward()
+            return loss
+
         replica.optimizer.zero_grad()
-        loss = objective(batch)
-        if guard is not None:
-            guard.loss(loss, replica.step, rank)
-        loss.backward()
+        loss = batch.computed(backward) if isinstance(batch, Pieces) else backward(batch, 1.0)
         if guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
             guard.gradients(replica.step, rank)
         return loss.detach()
@@ -60,56 +89,53 @@ def priced_step(replica: Replica, job: Job, flops_per_sample: float, updates: Up
         if sliced is not None:
             samples = sum(piece.samples for piece in batch)
         work = objective.work if isinstance(objective, Distiller) else 1.0
-        flops = updates.varied(flops_per_sample * samples * work)
-        update = replica.optimizer.step
+        charge = charged(cost, replica, samples, work * updates.varied(1.0))
         computed = partial(forward_and_backward if sliced is None else all_slices, batch, port.world_rank)
-        loss: Tensor = await _step(port, replica, flops, computed, update, updates)
+        loss: Tensor = await step_of_work(port, replica, charge, StepWork(computed, replica.optimizer.step), updates)
         return loss
 
     return take_step
 
 
-async def meta_step(port: Port, replica: Replica, flops: float, updates: Updates) -> None:
+async def meta_step(port: Port, replica: Replica, cost: StepCost, samples: float, updates: Updates) -> None:
     """A step of a model on the meta device: nothing is computed, everything is charged."""
+    charge = charged(cost, replica, samples, updates.varied(1.0))
 
     def gradients() -> None:
         for parameter in replica.trainable.values():
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
 
-    await _step(port, replica, updates.varied(flops), gradients, lambda: None, updates)
+    await step_of_work(port, replica, charge, StepWork(gradients, lambda: None), updates)
 
 
-async def _step(
-    port: Port,
-    replica: Replica,
-    flops: float,
-    gradients: Callable[[], Any],
-    update: Callable[[], Any],
-    updates: Updates,
-) -> Any:
-    size = sum(p.numel() for p in replica.trainable.values())
-    buckets = replica.buckets
+async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepWork, updates: Updates) -> Any:
+    """One step of a replica."""
+    size = replica.numel
+    buckets, (flops, uses) = replica.buckets, charge
     overlaps = bool(buckets) and replica.strategy.slices is None
-    answer = await _computed(port, replica, gradients, flops / 3 if overlaps else flops)
+    begun = (flops / 3, uses.forward) if overlaps else (flops, uses.whole)
+    answer = work.computed(await _computed(port, replica, work.gradients, *begun))
     exchanges = []
-    for bucket in buckets:
+    for i, bucket in enumerate(buckets):
         if overlaps:
-            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size)
+            share = uses.backward[i] if uses.backward else ()
+            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size, uses=share)
         exchanges.append(await port.start(replica.exchange(port, bucket)))
     for exchange in exchanges:
         await exchange
-    await updates.perform(port, update, _UPDATE_FLOPS * size)
+    await updates.perform(port, work.update, _UPDATE_FLOPS * size, uses.update)
+    work.updated()
     await replica.finish_step(port)
     await align(replica.splits)
     return answer
 
 
-async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float) -> Any:
+async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float, uses: Uses) -> Any:
     """Layers on several ranks exchange while they compute; their operations are charged before."""
     if not (replica.splits or replica.own):
-        return await port.compute(gradients, flops)
+        return await port.compute(gradients, flops, uses=uses)
     seeded = torch.get_rng_state()
-    await port.compute(lambda: None, flops)
+    await port.compute(lambda: None, flops, uses=uses)
     torch.set_rng_state(seeded)  # meanwhile other ranks have drawn
     return await suspendable(gradients)

@@ -19,11 +19,12 @@ from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast
 def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
     """Each member's answer, from all members' operations in the members' order. Sums add in that order."""
     match ops[0]:
-        case AllReduce(buffer) if buffer.is_meta:
-            return [op.buffer for op in ops if isinstance(op, AllReduce)]
+        case AllReduce(buffer) | AllGather(buffer) | ReduceScatter(buffer) if buffer.is_meta:
+            return empty_answers(ops, len(ops))
         case AllReduce():
-            total = _sum([op.buffer for op in ops if isinstance(op, AllReduce)])
-            return [total.clone() for _ in ops]
+            buffers = [op.buffer for op in ops if isinstance(op, AllReduce)]
+            total = _sum(buffers)
+            return [buffer.copy_(total) for buffer in buffers]  # which their owners have given away
         case ReduceScatter():
             total = _sum([op.buffer for op in ops if isinstance(op, ReduceScatter)])
             return [piece.clone() for piece in total.chunk(len(ops))]
@@ -38,6 +39,20 @@ def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
         case Barrier():
             return [None for _ in ops]
     raise TypeError(f"{ops[0]!r} is no collective of a world")
+
+
+def empty_answers(ops: Sequence[Collective[Any]], num_ranks: int) -> list[Any]:
+    """The answers of some members, from their own operations: tensors without values, as of `num_ranks` like theirs."""
+    match ops[0]:
+        case AllReduce() | Broadcast():
+            return [op.buffer for op in ops if isinstance(op, AllReduce | Broadcast)]
+        case ReduceScatter():
+            return [op.buffer[: len(op.buffer) // num_ranks] for op in ops if isinstance(op, ReduceScatter)]
+        case AllGather():
+            return [[op.buffer] * num_ranks for op in ops if isinstance(op, AllGather)]
+        case AllToAll():
+            return [list(op.likes) for op in ops if isinstance(op, AllToAll)]
+    return [None for _ in ops]
 
 
 def member_bytes(op: Collective[Any], rank: int) -> int:
@@ -70,9 +85,14 @@ def members_bytes(ops: Sequence[Collective[Any]]) -> list[int]:
     return [member_bytes(first, members[0])] * len(ops)
 
 
-def members_seconds(ops: Sequence[Collective[Any]], latency_s: float, bytes_per_s: float) -> float:
-    """Seconds from the last member's arrival to the end, from all members' operations in the members' order."""
-    num_ranks = len(ops)
+def members_seconds(
+    ops: Sequence[Collective[Any]], latency_s: float, bytes_per_s: float, positions: Sequence[int] | None = None
+) -> float:
+    """Seconds from the last member's arrival to the end, from all members' operations in the members' order.
+
+    Or from the operations of the members at some `positions` alone, where all do alike (`worlds.symmetry`).
+    """
+    num_ranks = len(ops[0].members)
     rounds = (num_ranks - 1).bit_length()
     match ops[0]:
         case AllReduce(buffer):
@@ -82,7 +102,8 @@ def members_seconds(ops: Sequence[Collective[Any]], latency_s: float, bytes_per_
         case AllGather(buffer):
             return (num_ranks - 1) * (latency_s + num_bytes(buffer) / bytes_per_s)
         case AllToAll():
-            busiest_bytes = max(_dealt_bytes(op, i) for i, op in enumerate(ops) if isinstance(op, AllToAll))
+            dealt = zip(positions or range(num_ranks), ops, strict=True)
+            busiest_bytes = max(_dealt_bytes(op, i) for i, op in dealt if isinstance(op, AllToAll))
             return (num_ranks - 1) * latency_s + busiest_bytes / bytes_per_s
         case Broadcast(buffer, _):
             return rounds * (latency_s + num_bytes(buffer) / bytes_per_s)

@@ -11,9 +11,9 @@ from polytempo.cluster import Cluster
 from polytempo.core import Mismatch
 from polytempo.core.op import Collective
 from polytempo.worlds.clockwork import Clockwork
-from polytempo.worlds.collective import members_answers, members_bytes, members_seconds
+from polytempo.worlds.collective import empty_answers, member_bytes, members_answers, members_bytes, members_seconds
 from polytempo.worlds.network import Network
-from polytempo.worlds.operations import Flight, Meeting, facts, signature
+from polytempo.worlds.operations import Asymmetric, Flight, Meeting, facts, signature
 
 _MOST_TUPLES = 4096
 _Key = tuple[int, int, int]
@@ -26,7 +26,8 @@ class Meetings:
     Cost: constant for a call, however many members there are, where they name their group by one and the same tuple.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, acting: Sequence[int] | None = None) -> None:
+        self._acting = acting
         self._open: dict[_Key, Meeting] = {}
         self._calls: dict[_Key, int] = defaultdict(int)
         self._groups: dict[tuple[int, ...], int] = {}
@@ -49,7 +50,7 @@ class Meetings:
                 f"step {flight.step}: rank {flight.rank} calls {signature(op)}, but rank {meeting.first_rank} calls "
                 f"{signature(meeting.first)} at the same place"
             )
-        complete = len(meeting.arrived) == len(op.members)
+        complete = len(meeting.arrived) == len(op.members if self._acting is None else self._acting)
         if complete:
             del self._open[key]
         return meeting, complete
@@ -76,13 +77,22 @@ class Meetings:
 class Collectives:
     """Performs collectives: when the last member has called, the answers are made and the end is known."""
 
-    def __init__(self, world: Clockwork, network: Network, cluster: Cluster, hosts: Sequence[int]) -> None:
-        self._world, self._network, self._cluster, self._hosts = world, network, cluster, hosts
-        self._meetings = Meetings()
+    def __init__(
+        self,
+        world: Clockwork,
+        network: Network,
+        cluster: Cluster,
+        hosts: Sequence[int],
+        acting: Sequence[int] | None = None,
+    ) -> None:
+        self._world, self._network, self._cluster, self._hosts, self._acting = world, network, cluster, hosts, acting
+        self._meetings = Meetings(acting)
 
     def join(self, flight: Flight, op: Collective[Any]) -> None:
         """One member calls."""
         world = self._world
+        if self._acting is not None and len(op.members) != len(self._hosts):
+            raise Asymmetric(f"{op} of {len(self._hosts)}")
         gone = next((member for member in op.members if member in world.lost), None) if world.lost else None
         if gone is not None:
             return world.fail(flight, gone)
@@ -101,24 +111,29 @@ class Collectives:
         """Those that some members have not reached."""
         return self._meetings.open()
 
+    def _sent_bytes(self, ops: Sequence[Collective[Any]]) -> list[int]:
+        if self._acting is None:
+            return members_bytes(ops)
+        return [member_bytes(op, rank) for rank, op in zip(self._acting, ops, strict=True)]
+
     def _call_off(self, meeting: Meeting) -> None:
         for flight, _ in list(meeting.arrived.values()):
             self._world.land(flight, None, meeting.clash)
 
     def _settle(self, meeting: Meeting) -> None:
-        ordered = [meeting.arrived[member] for member in meeting.first.members]
+        members = meeting.first.members
+        ordered = [meeting.arrived[member] for member in self._acting or members]
         ops = [op for _, op in ordered]
         try:
-            answers = members_answers(ops)
+            answers = members_answers(ops) if self._acting is None else empty_answers(ops, len(members))
         except Mismatch as clash:
             meeting.clash = clash
             return self._world.at(self._world.now_s, lambda: self._call_off(meeting))
-        members = meeting.first.members
-        link = self._cluster.slowest_link(tuple(self._hosts[member] for member in members))
-        waiting_s = members_seconds(ops, link.latency_s, inf)
-        busy_s = members_seconds(ops, 0.0, link.bytes_per_s)
+        link = self._cluster.slowest_link(tuple(self._hosts[member] for member in members), meeting.first.kind)
+        waiting_s = members_seconds(ops, link.latency_s, inf, self._acting)
+        busy_s = members_seconds(ops, 0.0, link.bytes_per_s, self._acting)
         end_s = self._network.meet(members, waiting_s, busy_s, self._world.now_s)
-        kind, sent = meeting.first.kind, members_bytes(ops)
+        kind, sent = meeting.first.kind, self._sent_bytes(ops)
 
         def end() -> None:
             for (flight, _), answer, sent_bytes in zip(ordered, answers, sent, strict=True):

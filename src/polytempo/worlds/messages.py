@@ -37,7 +37,7 @@ class Messages:
         world, rank = self._world, flight.rank
         if op.to in world.lost:
             return world.fail(flight, op.to)
-        payload = op.buffer.detach().clone()
+        payload = op.buffer if op.buffer.is_meta else op.buffer.detach().clone()
         sent_bytes = num_bytes(payload)
         passage = self._network.send(rank, op.to, sent_bytes, world.now_s)
         line = Line(rank, op.to, op.channel, op.tag)

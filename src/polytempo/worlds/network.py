@@ -17,6 +17,10 @@ End = tuple[str, int]
 """A host's end of the network, or a rank's end of its host's memory."""
 
 
+class Contended(Exception):
+    """Messages that were taken to be alone in the network are not."""
+
+
 class Passage(NamedTuple):
     """A message on its way."""
 
@@ -27,28 +31,56 @@ class Passage(NamedTuple):
     busy_s: float
     """How long it keeps an end busy."""
     into: End
+    against_s: float = 0.0
+    """How long it keeps the other direction of its ends busy."""
 
 
 class Network:
-    """Until when each end of each link is taken. Full duplex: the ways out and in are separate."""
+    """Until when each end of each link is taken. The ways out and in are separate, but for `Link.duplex`."""
 
     def __init__(self, cluster: Cluster, hosts: Sequence[int]) -> None:
         self.cluster, self.hosts = cluster, hosts
         self._out_s: dict[End, float] = defaultdict(float)
         self._in_s: dict[End, float] = defaultdict(float)
+        self._reserved_s = self._taken_s = 0.0
+        self._on_their_way = 0
+
+    def idle(self, now_s: float) -> bool:
+        """Whether no message is on its way, and no end is taken."""
+        return not self._on_their_way and self._taken_s <= now_s
+
+    def reserve(self, until_s: float) -> None:
+        """Messages that are not sent one by one take the ends until then; to need one earlier raises `Contended`."""
+        self._reserved_s = until_s
+
+    def check(self, now_s: float) -> None:
+        """Raise `Contended` where ends are reserved."""
+        if now_s < self._reserved_s:
+            raise Contended(f"a message at {now_s} s meets those of a whole sum, which ends at {self._reserved_s} s")
 
     def send(self, sender: int, receiver: int, num_bytes: int, now_s: float) -> Passage:
         """Take the sender's end for a message, after those that stand there already."""
+        self.check(now_s)
         link, out, into = self._link(sender, receiver)
         busy_s = num_bytes / link.bytes_per_s
         begin_s = max(now_s, self._out_s[out])
         self._out_s[out] = begin_s + busy_s
-        return Passage(begin_s + busy_s, begin_s + link.latency_s, busy_s, into)
+        self._on_their_way += 1
+        against_s = busy_s * (1 / link.duplex - 1)
+        if against_s:
+            self._in_s[out] = max(self._in_s[out], begin_s) + against_s
+            self._taken_s = max(self._taken_s, self._in_s[out])
+        return Passage(begin_s + busy_s, begin_s + link.latency_s, busy_s, into, against_s)
 
     def receive(self, passage: Passage, now_s: float) -> float:
         """Take the receiver's end for a message whose first byte is there; returns when its last byte is."""
         end_s = max(now_s, self._in_s[passage.into]) + passage.busy_s
         self._in_s[passage.into] = end_s
+        self._on_their_way -= 1
+        self._taken_s = max(self._taken_s, end_s)
+        if passage.against_s:
+            self._out_s[passage.into] = max(self._out_s[passage.into], end_s - passage.busy_s) + passage.against_s
+            self._taken_s = max(self._taken_s, self._out_s[passage.into])
         return end_s
 
     def meet(self, members: Sequence[int], waiting_s: float, busy_s: float, now_s: float) -> float:
@@ -57,11 +89,13 @@ class Network:
         `busy_s` is the part of its time that its bytes take, `waiting_s` the latencies. Collectives that are
         under way together share the bandwidth, so they follow each other there, and hide only latency.
         """
+        self.check(now_s)
         within = len({self.hosts[member] for member in members}) == 1
         ends: set[End] = {("rank", m) if within else ("host", self.hosts[m]) for m in members}
         begin_s = max([now_s, *(max(self._out_s[end], self._in_s[end]) for end in ends)])
         for end in ends:
             self._out_s[end] = self._in_s[end] = begin_s + busy_s
+        self._taken_s = max(self._taken_s, begin_s + busy_s)
         return begin_s + waiting_s + busy_s
 
     def _link(self, sender: int, receiver: int) -> tuple[Link, End, End]:

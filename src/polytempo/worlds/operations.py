@@ -10,6 +10,10 @@ from polytempo.core import Task
 from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 
 
+class Asymmetric(Exception):
+    """Ranks that were to act for all others do what not all ranks do alike."""
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """One operation, or one started coroutine, under way."""

@@ -14,10 +14,11 @@ from polytempo.worlds.pace import Pace
 
 
 class Processors:
-    """Computations run when they are asked for, and end `flops / flops_per_s` times the straggler's factor later."""
+    """Computations run when they are asked for, and end `Cluster.computing_s` times the straggler's factor later."""
 
     def __init__(self, world: Clockwork, cluster: Cluster, hosts: Sequence[int], seed: int) -> None:
-        self._world, self._flops_per_s, self._hosts = world, cluster.flops_per_s, hosts
+        self._world, self._cluster, self._hosts = world, cluster, hosts
+        self._first_server = len(hosts) - cluster.servers
         self._pace = Pace(cluster.stragglers, hosts, seed)
         self._free_s = [0.0] * len(hosts)
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
@@ -25,13 +26,18 @@ class Processors:
 
     def begin_step(self, rank: int, step: int) -> None:
         """Rank `rank` marks `step`: its factor is drawn anew."""
-        self._pace.begin(rank, step)
+        self._pace.begin(rank, step, self._world.now_s)
+
+    def begin_step_alike(self, step: int) -> bool:
+        """All ranks mark `step`. Whether they are equally fast in it."""
+        return self._pace.begin_all(step, self._world.now_s)
 
     def compute(self, flight: Flight, op: Compute[Any]) -> None:
         """Compute after what the rank computes already."""
         world, rank = self._world, flight.rank
         flight.started_s = max(world.now_s, self._free_s[rank])
-        self._free_s[rank] = flight.started_s + op.flops / self._flops_per_s * self._pace.factor(rank)
+        full_speed_s = self._cluster.computing_s(op.flops, op.uses, server=rank >= self._first_server)
+        self._free_s[rank] = flight.started_s + full_speed_s * self._pace.factor(rank, flight.started_s)
         value, error = None, None
         try:
             value = op.work()

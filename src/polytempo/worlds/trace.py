@@ -15,6 +15,7 @@ from polytempo.core.url_path import Place
 MOST_WRITTEN = 50_000
 """Events in a file, of all ranks together."""
 _PACKED = struct.Struct("<iiiqqdd")
+_DIGESTED_BYTES = 1 << 14
 
 
 class Event(NamedTuple):
@@ -51,21 +52,33 @@ class Trace:
         self.seconds: dict[tuple[int, str], float] = defaultdict(float)
         self._timed = timed
         self._digest = hashlib.sha256()
+        self._packed = bytearray()
+        """Events that are not in the digest yet: many at once are digested faster."""
         self._op_numbers: dict[str, int] = {}
 
     def add(self, event: Event) -> None:
         """Append one event."""
         rank, step, op, num_bytes, start_s, end_s, peer = event
         self.bytes_sent[rank] += num_bytes
-        self.messages[rank, op] += 1
-        self.seconds[rank, op] += end_s - start_s
+        key = (rank, op)
+        self.messages[key] += 1
+        self.seconds[key] += end_s - start_s
         number = self._op_numbers.get(op)
         if number is None:
             number = self._op_numbers[op] = int.from_bytes(hashlib.sha256(op.encode()).digest()[:3], "little")
-        times = (start_s, end_s) if self._timed else (0.0, 0.0)
-        self._digest.update(_PACKED.pack(rank, step, number, num_bytes, peer, *times))
+        if not self._timed:
+            start_s = end_s = 0.0
+        self._packed += _PACKED.pack(rank, step, number, num_bytes, peer, start_s, end_s)
+        if len(self._packed) >= _DIGESTED_BYTES:
+            self._digest_packed()
         self._events.append(event)
         self._added += 1
+
+    def add_messages(self, event: Event, sent: int, received: int) -> None:
+        """Append one event that stands for so many messages of its rank, sent and received."""
+        self.add(event)
+        self.messages[event.rank, "send"] += sent - 1
+        self.messages[event.rank, "recv"] += received
 
     @property
     def events(self) -> list[Event]:
@@ -82,9 +95,14 @@ class Trace:
         kept = self.events[-most:]
         return {"events": [list(event) for event in kept], "dropped": self._added - len(kept), "hash": self.hash}
 
+    def _digest_packed(self) -> None:
+        self._digest.update(self._packed)
+        self._packed.clear()
+
     @property
     def hash(self) -> str:
         """SHA-256 over all events in their order."""
+        self._digest_packed()
         return self._digest.hexdigest()
 
 

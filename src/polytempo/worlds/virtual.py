@@ -11,7 +11,7 @@ puts its end on the heap, and goes on with whatever ends next:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -31,15 +31,17 @@ from polytempo.core.op import (
     SendReceive,
     Start,
     Take,
+    WholeSum,
     Work,
 )
 from polytempo.worlds.mailbox import NodeMailbox
 from polytempo.worlds.meetings import Collectives
 from polytempo.worlds.messages import Messages
 from polytempo.worlds.network import Network
-from polytempo.worlds.operations import Flight, VirtualStrand, who_waits_for_what
+from polytempo.worlds.operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.whole_sums import WholeSums
 
 T = TypeVar("T")
 
@@ -62,9 +64,23 @@ class VirtualWorld:
     """`num_ranks` ranks on a `cluster`. Same arguments, same trace, to the bit.
 
     A world runs one program; make another for another run.
+
+    `whole_sums`: sums of tensors without values pass at once (`worlds.whole_sums`); the trace then has one line for
+    each rank's messages. `run` raises `Contended` where it turns out that this is not exact.
+    `acting`: the ranks whose programs run; the others do the same at the same times (`worlds.symmetry`, which makes
+    sure that they do).
     """
 
-    def __init__(self, cluster: Cluster, num_ranks: int, *, seed: int = 0, max_events: int = 200_000) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        num_ranks: int,
+        *,
+        seed: int = 0,
+        max_events: int = 200_000,
+        acting: Sequence[int] | None = None,
+        whole_sums: bool = False,
+    ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a world needs at least one rank, got {num_ranks}")
         for fault in cluster.faults:
@@ -83,11 +99,13 @@ class VirtualWorld:
         network = Network(cluster, self.hosts)
         self._processors = Processors(self, cluster, self.hosts, seed)
         self._messages = Messages(self, network)
-        self._collectives = Collectives(self, network, cluster, self.hosts)
+        self._collectives = Collectives(self, network, cluster, self.hosts, acting)
+        self._whole_sums = WholeSums(self, network, self.trace, acting) if whole_sums else None
         self._mail = NodeMailbox(self, network, num_ranks)
         self._results: list[Any] = [None] * num_ranks
         self._errors: dict[int, BaseException] = {}
-        self._running = num_ranks
+        self._all_act, self._acting = acting is None, range(num_ranks) if acting is None else acting
+        self._running = len(self._acting)
         self._began = False
 
     # ------------------------------------------------------------------ running
@@ -106,7 +124,7 @@ class VirtualWorld:
             raise ValueError("a virtual world runs one program; make another VirtualWorld for another run")
         self._began = True
         try:
-            for rank in range(self.size):
+            for rank in self._acting:
                 self._schedule_crashes(rank)
                 flight = Flight("program", rank, 0, 0.0)
                 self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
@@ -157,6 +175,8 @@ class VirtualWorld:
             case Start(what):
                 work: Work[Any] = Work(self._start(rank, what))
                 return WAITING if rank in self.lost else work
+            case WholeSum() if self._whole_sums is None:
+                return False
             case Work(flight) if flight.error is not None:
                 raise flight.error
             case Work(flight) if flight.done:
@@ -206,6 +226,8 @@ class VirtualWorld:
         if op.timeout_s is not None and not isinstance(op, SendReceive):  # whose halves have the deadline
             late = TimedOut(rank, flight.step, str(op), op.timeout_s)
             self.at(self.now_s + op.timeout_s, lambda: self.land(flight, None, late), deadline_of=flight)
+        if not self._all_act and (isinstance(op, Alone) or not isinstance(op, Compute | Collective)):
+            raise Asymmetric(f"{op} of rank {rank}")
         match op:
             case Alone():
                 self._processors.compute_alone(flight, op)
@@ -217,6 +239,9 @@ class VirtualWorld:
                 self._messages.send(flight, op)
             case Recv():
                 self._messages.recv(flight, op)
+            case WholeSum():
+                assert self._whole_sums is not None
+                self._whole_sums.join(flight, op)
             case Collective():
                 self._collectives.join(flight, op)
             case Post():
@@ -262,7 +287,10 @@ class VirtualWorld:
     def _mark(self, rank: int, step: int) -> Flight | None:
         """Set the rank's step. Returns something to wait for if a pause begins, or never ends (a crash)."""
         self._step[rank] = step
-        self._processors.begin_step(rank, step)
+        if self._all_act:
+            self._processors.begin_step(rank, step)
+        elif not self._processors.begin_step_alike(step):
+            raise Asymmetric(f"step {step}, in which ranks are not equally fast")
         for fault in self.cluster.faults:
             if fault.rank != rank or fault.step != step:
                 continue

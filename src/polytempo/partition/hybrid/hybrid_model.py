@@ -68,11 +68,22 @@ class DividedLayer(SplitLayer):
             return self.how.compute(inputs, self.weight, self.bias)
         call = self._call(inputs)
         parameters = [each for each in (self.weight, self.bias) if each is not None]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in (inputs, *parameters)):
+        learns = torch.is_grad_enabled() and any(each.requires_grad for each in (inputs, *parameters))
+        if learns:
             answer: Tensor = Divided.apply(call, self.group.drive, inputs, self.weight, self.bias)  # type: ignore[no-untyped-call]
-            return answer
-        answer, _ = self.group.drive(forward(call, inputs, self.weight, self.bias, keep=False))
+        else:
+            answer, _ = self.group.drive(forward(call, inputs, self.weight, self.bias, keep=False))
+        self._count(inputs, answer, learns=learns)
         return answer
+
+    def _count(self, inputs: Tensor, answer: Tensor, *, learns: bool) -> None:
+        """The bytes of this pass, and of its way back: each input to all, each output to whose sample it is."""
+        samples = self.data_group.samples
+        total, ranks = sum(samples), self.group.size
+        given = (ranks - 1) * total * inputs[0].nbytes if len(inputs) else 0
+        features = answer[0].nbytes / self.outputs.total if len(answer) else 0.0
+        moved = sum((total - own) * size * features for own, size in zip(samples, self.outputs.sizes, strict=True))
+        self.group.count(given + moved, (given * inputs.requires_grad + moved) * learns)
 
     def _call(self, inputs: Tensor) -> DividedCall:
         group = self.data_group
@@ -106,6 +117,7 @@ class HybridModel(PartedModel):
             raise ValueError("the model was given no tensor with samples, and its layers are divided by samples")
         counts = self.group.all(torch.tensor([len(tensors[0])]))
         self.data_group.samples = tuple(int(count) for count in counts)
+        self.group.passes += 1
         return self.__dict__["model"](*args, **kwargs)
 
 

@@ -2,6 +2,18 @@
 
 from polytempo.partition.plan.choice import LayerPlan, PlannedLayer, Reduction, chosen
 from polytempo.partition.plan.scaling import ScalingLaw
+from polytempo.partition.plan.split_choice import SplitLayerPlan, SplitPlan, split_plan
 from polytempo.partition.plan.volume import LayerVolume, volumes
 
-__all__ = ["LayerPlan", "LayerVolume", "PlannedLayer", "Reduction", "ScalingLaw", "chosen", "volumes"]
+__all__ = [
+    "LayerPlan",
+    "LayerVolume",
+    "PlannedLayer",
+    "Reduction",
+    "ScalingLaw",
+    "SplitLayerPlan",
+    "SplitPlan",
+    "chosen",
+    "split_plan",
+    "volumes",
+]

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 class PipeMare:
     """Smaller steps the later a stage's gradients are, at first; and backward passes with parameters as they were.
 
-        lr(t) = lr / max(1, τ)^p,    p = max(0, 1 - t / anneal_steps)          t updates so far, τ updates of delay
-        δ ← D^(1/τ) δ + (1 - D^(1/τ)) (w(t+1) - w(t))
-        a backward pass multiplies by w(t) - τ δ                               with D = `decay` > 0
+    T1  lr(t) = lr / max(1, τ)^p,    p = 1 - min(t / anneal_steps, 1)          t updates so far, τ updates of delay
+    T2  δ ← γ δ + (1 - γ) (w(t+1) - w(t)),    γ = D^(1/τ)                      with D = `decay` > 0
+        a backward pass multiplies by w(t) - τ δ
 
-    Source: B. Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", 2021, techniques 1 and 2.
+    Source: B. Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", 2021: learning rate rescheduling
+    (T1), discrepancy correction (T2); its τ_fwd - τ_bkwd is τ here, for a backward pass has the present parameters.
     Deviations: τ counts the updates between a batch's forward pass and its own update, 2(K - 1 - k) in a pipeline that
-    streams; the paper's 2(P - i) + 1 counts that update, too. Epochs of a synchronous warm-up are left out.
+    streams; the paper's 2(P - i) + 1 counts that update, too. Epochs of a synchronous warm-up (T3) are left out.
     """
 
     anneal_steps: int
@@ -49,10 +50,14 @@ class SpecTrain:
 
         ŵ = w - s η v         s updates until this batch's, the stage's delay; v: SGD's momentum; η: its learning rate
 
-    A backward pass has the present parameters: then s is 0. The optimizer is SGD with momentum. Source: C.-C. Chen et
-    al., "Efficient and robust parallel DNN training through model parallelism on multi-GPU platform", 2018. Deviation:
-    the paper counts s for a pipeline whose stages take turns, ⌊k/2⌋ + N - k - 1 forward and ⌊k/2⌋ back; here s is
-    counted from the schedule, by each stage's own updates, and a batch is predicted the same version at every stage.
+    A backward pass has the present parameters: then s is 0. The optimizer is SGD with momentum; v is torch's buffer,
+    μ v + (1 - dampening) g, of which the paper's γ v + (1 - γ) g is the case dampening = μ. What Nesterov's form adds
+    to a step is not predicted.
+
+    Source: C.-C. Chen et al., "Efficient and robust parallel DNN training through model parallelism on multi-GPU
+    platform", 2018, the prediction of weights s versions ahead. Deviation: the paper counts s for a pipeline whose
+    stages take turns, ⌊k/2⌋ + N - k - 1 forward and ⌊k/2⌋ back; here s is counted from the schedule, by each stage's
+    own updates, and a batch is predicted the same version at every stage.
     """
 
     def __repr__(self) -> str:

@@ -42,8 +42,14 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(gradient), None, None
 
 
-def _pair(tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
-    answer: Tensor = _Pair.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+def _pair(group: ModelGroup, tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
+    layer = group.layer
+
+    def adjoint(gradient: Tensor) -> Tensor:
+        with group.of_layer(layer, backward=True):
+            return backward(gradient)
+
+    answer: Tensor = _Pair.apply(tensor, forward, adjoint)  # type: ignore[no-untyped-call]
     return answer
 
 
@@ -65,12 +71,12 @@ def _reduce(group: ModelGroup, sizes: Sequence[int], dim: int, partial_sum: Tens
 
 def copied(group: ModelGroup, tensor: Tensor) -> Tensor:
     """See the table above."""
-    return tensor if group.size == 1 else _pair(tensor, _same, group.total)
+    return tensor if group.size == 1 else _pair(group, tensor, _same, group.total)
 
 
 def summed(group: ModelGroup, tensor: Tensor) -> Tensor:
     """See the table above."""
-    return tensor if group.size == 1 else _pair(tensor, group.total, _same)
+    return tensor if group.size == 1 else _pair(group, tensor, group.total, _same)
 
 
 def gathered(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -104,4 +110,4 @@ def _with_sizes(
     if group.size == 1:
         return tensor
     at = dim % tensor.dim()
-    return _pair(tensor, partial(forward, group, sizes, at), partial(backward, group, sizes, at))
+    return _pair(group, tensor, partial(forward, group, sizes, at), partial(backward, group, sizes, at))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from polytempo.partition.tensor.division import Division
@@ -16,6 +18,13 @@ class SplitLayer(nn.Module):
         self.group = group
         self.parts = parts or {}
         """How the parameters of these names are cut; of the others every rank has the whole."""
+        self.shown: str | None = None
+        """The layer's name in the model; None within another split layer, which counts what both send."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; what is sent meanwhile is counted for this layer."""
+        with self.group.of_layer(self.shown):
+            return super().__call__(*args, **kwargs)
 
 
 class Cutter:

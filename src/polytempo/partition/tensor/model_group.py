@@ -12,7 +12,8 @@ or two all-to-alls, because parts may have different sizes. With N ranks and K b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -35,6 +36,13 @@ class ModelGroup:
     sequence: bool = False
     positions: tuple[int, ...] = field(default=(), init=False)
     """How the sequence of the pass under way is divided."""
+    passes: int = field(default=0, init=False)
+    """Forward passes of the model so far."""
+    layer: str | None = field(default=None, init=False)
+    """That which computes now, whose exchanges are counted."""
+    sent: dict[str, list[float]] = field(default_factory=dict, init=False)
+    """By layers' names: bytes that all ranks have sent in forward and in backward passes."""
+    _backward: bool = field(default=False, init=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
         """A copied model is of the same ranks."""
@@ -50,11 +58,33 @@ class ModelGroup:
         """Number of ranks."""
         return self.port.size
 
+    @contextmanager
+    def of_layer(self, name: str | None, *, backward: bool = False) -> Iterator[None]:
+        """Inside, exchanges count as those of the layer, unless it lies in another one that computes."""
+        before = self.layer, self._backward
+        self.layer, self._backward = self.layer or name, backward
+        try:
+            yield
+        finally:
+            self.layer, self._backward = before
+
+    def count(self, forward: float, backward: float = 0.0) -> None:
+        """Bytes that all ranks send for the layer that computes now."""
+        if self.layer is not None:
+            found = self.sent.setdefault(self.layer, [0.0, 0.0])
+            found[0] += forward
+            found[1] += backward
+
+    def _counted(self, num_bytes: float) -> None:
+        each = (self.size - 1) * num_bytes
+        self.count(0.0, each) if self._backward else self.count(each)
+
     def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
         """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
         if self.size == 1:
             return part
-        whole: Tensor = self.drive(_gathered(self.port, part, sizes, dim))
+        whole: Tensor = self.drive(gathered_parts(self.port, part, sizes, dim))
+        self._counted(whole.nbytes)
         return whole
 
     def reduce(self, partial: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -62,6 +92,7 @@ class ModelGroup:
         if self.size == 1:
             return partial
         part: Tensor = self.drive(_reduced(self.port, partial, sizes, dim))
+        self._counted(partial.nbytes)
         return part
 
     def total(self, partial: Tensor) -> Tensor:
@@ -69,6 +100,7 @@ class ModelGroup:
         if self.size == 1:
             return partial
         whole: Tensor = self.drive(_total(self.port, partial))
+        self._counted(2 * partial.nbytes)
         return whole
 
     def all(self, mine: Tensor) -> list[Tensor]:
@@ -77,7 +109,8 @@ class ModelGroup:
         return found
 
 
-async def _gathered(port: Port, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
     flat = part.contiguous().view(-1)
     shapes = [[*part.shape[:dim], size, *part.shape[dim + 1 :]] for size in sizes]
     likes = [flat.new_empty(()).expand(prod(shape)) for shape in shapes]

@@ -8,9 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from polytempo.core import Port
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.layer import SplitLayer
-from polytempo.partition.tensor.model_group import ModelGroup
+from polytempo.partition.tensor.model_group import ModelGroup, gathered_parts
 
 
 class PartedModel(nn.Module):
@@ -68,17 +69,12 @@ class PartedModel(nn.Module):
         return self._full(lambda parameter: parameter.grad)
 
     def _full(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        parts = self.parts
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters():
-            tensor = of(parameter)
-            if tensor is not None:
-                found[name] = self._joined(tensor, parts[name]) if name in parts else tensor.clone()
-        return found
-
-    def _joined(self, part: Tensor, how: Division) -> Tensor:
-        sizes = [how.packed * size for size in how.sizes]
-        return how.join(self.group.gather(part, sizes, how.dim).split(sizes, how.dim))
+        mine = {name: of(parameter) for name, parameter in self.named_parameters()}
+        held = {name: tensor for name, tensor in mine.items() if tensor is not None}
+        if self.group.size == 1:
+            return {name: tensor.clone() for name, tensor in held.items()}
+        whole: dict[str, Tensor] = self.group.drive(joined(self.group.port, held, self.parts))
+        return whole
 
     @torch.no_grad()
     def load_full_parameters(self, full: Mapping[str, Tensor]) -> None:
@@ -89,3 +85,16 @@ class PartedModel(nn.Module):
         for name, parameter in own.items():
             whole = full[name]
             parameter.copy_(parts[name].take(whole, self.group.rank) if name in parts else whole)
+
+
+async def joined(port: Port, tensors: Mapping[str, Tensor], parts: Mapping[str, Division]) -> dict[str, Tensor]:
+    """The whole of each rank's `tensors`, which are cut as `parts` says. Cost: a gather of each that is cut."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in parts or port.size == 1:
+            found[name] = tensor.clone()
+            continue
+        how = parts[name]
+        sizes = [how.packed * size for size in how.sizes]
+        found[name] = how.join((await gathered_parts(port, tensor, sizes, how.dim)).split(sizes, how.dim))
+    return found

@@ -77,13 +77,15 @@ def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # a way around its layers
-    return SplitModel(model, group)
+    return SplitModel(model, group, ways)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the layer of this name."""
     owner, _, field = name.rpartition(".")
     module.training = model.training
+    if isinstance(module, SplitLayer):
+        module.shown = module.shown or name
     setattr(model.get_submodule(owner), field, module)
 
 

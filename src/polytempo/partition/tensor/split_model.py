@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -15,6 +16,7 @@ from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.linear import VocabularyLinear
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
+from polytempo.partition.tensor.way import Way
 
 
 class LossOptions(TypedDict, total=False):
@@ -31,12 +33,15 @@ class SplitModel(PartedModel):
     Ranks of one model are given the same inputs, and must have the same random state wherever the model draws.
     """
 
-    def __init__(self, model: nn.Module, group: ModelGroup) -> None:
+    def __init__(self, model: nn.Module, group: ModelGroup, ways: Mapping[str, Way]) -> None:
         super().__init__(model, group)
+        self.ways = dict(ways)
+        """By which way each layer was split."""
         self._checked = group.size == 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's. The first time, ranks compare their random states and outputs; ValueError says what is amiss."""
+        self.group.passes += 1
         check, self._checked = not self._checked, True
         if check and self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules()):
             self._check_random()

@@ -7,12 +7,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
+from polytempo.large_batch.probe import NoiseProbe
+from polytempo.partition.branches import Threads
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
 from polytempo.training.attached import set_handle
-from polytempo.training.bucket import DEFAULT_BUCKET_BYTES
+from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
 from polytempo.training.dealers import dealer_of
 from polytempo.training.drift_watch import OnDrift
@@ -36,6 +38,8 @@ def attach(
     scaler: GradScaler | None = None,
     on_drift: OnDrift = "stop",
     allow_nan: bool = True,
+    threads: Threads | None = None,
+    noise_scale: NoiseProbe | None = None,
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.
 
@@ -47,10 +51,8 @@ def attach(
     together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What begins to
     train later (`add_param_group`, thawed layers, a new optimizer) needs detach() and a new attach; `step` says so. Of
     an optimizer that wraps another, as SAM and Lookahead do, attach the one whose `step` is called.
-
     All ranks take rank 0's parameters, buffers and optimizer state, once all have the same strategy, model and versions
     (`Mismatch` names both values). In a mesh (`pt.init(mesh=…)`) "all ranks" are those along "data", for each part.
-
     When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step. What the
     strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
     GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
@@ -69,20 +71,20 @@ def attach(
     `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
     one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
     `on_drift`: where the strategy promises equal models, ranks compare hashes of all that is equal then, and find a
-    flipped bit within 256 steps (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), the minority of
-    them takes over the others' state ("restore"), or nothing is compared ("ignore").
-    `allow_nan`: NaN and infinities travel as in DDP; with False the rank that brings one raises `NotFinite`, with step
-    and parameter, before another rank gets it (on the CPU; a `scaler` goes on skipping steps that overflow).
-    `strategy` defaults to `sync_sgd()`; `world` to the one that `pt.init()` joined, or a world of one. `seed` must be
-    the same everywhere. A strategy with a parameter server (`downpour`, …) has it beside rank 0, or on the processes of
-    `pt.init(servers=…)`, and `pt.shard` deals the batches (`training.served_handle`); `.grad` is this rank's own there.
-    Cost alone: a counter a step. Memory: one flat copy of the gradients, where `.grad` points.
+    flipped bit within 256 steps (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), their minority
+    takes over the others' state ("restore"), or nothing is compared ("ignore"). `allow_nan`: NaN and infinities travel
+    as in DDP; with False the rank that brings one raises `NotFinite`, with step and parameter, before another rank gets
+    it (on the CPU; a `scaler` goes on skipping steps that overflow). `seed` is the same on all ranks. `threads`: this
+    rank's (`pt.threads`). `noise_scale`: estimated from own gradients, for `handle.noise_scale`. `world`: by default
+    the one that `pt.init()` joined, or a world of one. A parameter server (`downpour`, …) is beside rank 0, or on
+    processes of `pt.init(servers=…)`; `pt.shard` deals its batches. Memory: one flat copy of the gradients.
     """
     strategy, world = sync_sgd() if strategy is None else strategy, world or current()
-    options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan)
-    if isinstance(strategy, Strategy) and strategy.server is not None:
-        return attach_served(model, optimizer, strategy, world=world, options=options)
-    return attach_replica(model, optimizer, strategy, world=world, options=options)
+    options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale)
+    threads, served = (threads or Threads()).checked(model), getattr(strategy, "server", None) is not None
+    handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
+    handle.threaded = threads.apply(model)
+    return handle
 
 
 def attach_served(
@@ -90,6 +92,11 @@ def attach_served(
 ) -> ServedHandle:
     """`attach` for strategies with a parameter server. Its first process starts here, on rank 0."""
     check_attachable(model, optimizer, strategy)
+    if options.noise_scale is not None:
+        raise ValueError(
+            f"{strategy} has a parameter server, whose workers hold different parameters, and in a loop of your own "
+            "their batches cannot be halved to measure the noise scale; make a job of it, or leave noise_scale out"
+        )
     if dealer_of(world) is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; put both models into one "

@@ -26,7 +26,7 @@ from polytempo.runs.served.served_stages import ServedStages, check_staged
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
 from polytempo.server.pieces import without_tables
-from polytempo.server.shard.buffers import Empty, plain_empty
+from polytempo.server.shard.buffers import Empty, plain_empty, without_values
 from polytempo.server.shard.running_statistics import of_first
 from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
 from polytempo.server.shard.score_snapshots import ScorePoints, score_points
@@ -41,15 +41,19 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
+from polytempo.training.part_noise import PartNoise
 from polytempo.training.program import check_goals
 from polytempo.training.rate_schedule import RateSchedule, check_schedule
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
 from polytempo.training.served_context import ServedContext
-from polytempo.training.server_worker import gradients_of
+from polytempo.training.server_worker import gradients_of, gradients_without_values
 from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
+from polytempo.training.step_cost import StepCost
 from polytempo.training.trainable_parameters import trainable
 
+_FREE = StepCost(0.0)
+"""Of a worker that is no virtual one."""
 _MOST_HELD = 1024
 """A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
 _SPARE_BUFFERS = 12
@@ -62,8 +66,9 @@ _SLOWLY_BYTES_PER_S = 100e6
 class ServedProgram:
     """Everything that is the same for all nodes. `topology` None: the run's own, on one host.
 
-    `see(model, data)` is called before anything is built on them; it may refuse them. Errors: ValueError where the
-    shards cannot do what the job's optimizer and schedule say.
+    `see(model, data)` is called before anything is built on them; it may refuse them. With `meta` tensors have no
+    values: nothing is read, computed or scored. Errors: ValueError where the shards cannot do what the job's optimizer
+    and schedule say.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class ServedProgram:
         spec: RunSpec,
         topology: Topology | None = None,
         see: Callable[[nn.Module, Data], None] = lambda model, data: None,
+        *,
+        meta: bool = False,
     ) -> None:
         service, options = spec.strategy.server, spec.options
         assert service is not None, f"{spec.strategy} has no parameter server"
@@ -86,7 +93,17 @@ class ServedProgram:
         )
         model, optimizer = replica_of(spec)
         see(model, self.data)
+        self._without_values: tuple[nn.Module, Optimizer] | None = None
+        """The one model of all workers, where it has no values."""
+        if meta:
+            with torch.device("meta"):
+                self._without_values = model, optimizer = replica_of(spec)
         self.parameters = parameters_of(model, optimizer, spec.strategy)
+        if meta and (tables := [each.name for each in self.parameters if each.row_width]):
+            raise ValueError(
+                f"the rows of {', '.join(tables)} that travel depend on values; make the embeddings with sparse=False, "
+                "or leave out meta"
+            )
         self.stages: ServedStages | None = None
         """Which stage has which parameters; None: every worker has all."""
         if spec.strategy.schedule is None:
@@ -109,7 +126,7 @@ class ServedProgram:
     @property
     def scores(self) -> bool:
         """Whether there is a test set to score on."""
-        return self.data.test is not None
+        return self.data.test is not None and self._without_values is None
 
     def scheduler(self) -> BatchScheduler:
         """Deals as many batches as `workers` synchronous workers would take: `steps` counts a batch of each as one."""
@@ -182,7 +199,7 @@ class ServedProgram:
             self.topology.coordinator,
             timing,
             VectorFormat(self.dtype, parameters, self.service.codec, self.service.pull_codec),
-            memory=memory,
+            memory=memory if self._without_values is None else LentGradients(without_values, lambda tensor: True),
             peers=peers,
         )
 
@@ -199,14 +216,15 @@ class ServedProgram:
             return 0
         return shard * self.topology.stages // len(self.spans) * len(self.topology.firsts)
 
-    def context(self, flops_per_sample: float = 0.0, stages: Port | None = None) -> ServedContext:
-        """What a worker is to train; a virtual one charges `flops_per_sample`. `stages`: its replica's processes."""
+    def context(self, cost: StepCost = _FREE, stages: Port | None = None) -> ServedContext:
+        """What a worker is to train; a virtual one charges `cost`. `stages`: its replica's processes."""
         spec, batches, stage = self.spec, self.batches, None
+        meta = self._without_values is not None
         if self.stages is None:
-            model, optimizer = replica_of(spec)
+            model, optimizer = self._without_values or replica_of(spec)
         else:
             assert stages is not None
-            stage = self.stages.stage(stages, flops_per_sample)
+            stage = self.stages.stage(stages, cost.flops_per_sample)
             model, optimizer = stage.model, stage.optimizer
         decay = LocalDecay(optimizer) if self.service.decays == "workers" else None
         schedule = None
@@ -215,6 +233,7 @@ class ServedProgram:
             schedule = RateSchedule(
                 *(optimizer, make), steps_per_epoch=self._steps_per_epoch, batches=len(batches), movable=movable
             )
+        every = spec.options.noise_scale
         return ServedContext(
             job=spec.job,
             strategy=spec.strategy,
@@ -222,11 +241,13 @@ class ServedProgram:
             optimizer=optimizer,
             data=self.data,
             batches=batches,
-            compute_gradients=gradients_of(model, spec.job, flops_per_sample),
+            compute_gradients=(gradients_without_values if meta else gradients_of)(model, spec.job, cost),
+            reads=not meta,
             seed=spec.seed,
             schedule=schedule,
             decay=decay,
-            guard=None if spec.options.allow_nan else Guard(model, trainable(model, optimizer)),
+            guard=None if spec.options.allow_nan or meta else Guard(model, trainable(model, optimizer)),
+            noise=None if every is None else PartNoise(spec.job, model, trainable(model, optimizer), every=every),
             stage=stage,
         )
 
@@ -247,7 +268,7 @@ class ServedProgram:
             held,
             part(self.weights, held).clone(),
             self.service,
-            empty=empty or plain_empty,
+            empty=empty or (plain_empty if self._without_values is None else without_values),
             native=native,
             running=self.running if self.stages is None else self.stages.running(number),
         )
@@ -284,7 +305,8 @@ class ServedProgram:
                 f"{self.spec.strategy} sums whole gradients within a host, and {', '.join(tables)} travel by "
                 "their touched rows; leave out hierarchical, or make the embeddings with sparse=False"
             )
-        made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=self.spec.options.allow_nan)
+        allow_nan = self.spec.options.allow_nan or self._without_values is not None
+        made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=allow_nan)
         if (schedule := made_schedule(self.spec.job)) is not None:
             check_schedule(optimizer, schedule, self._steps_per_epoch, _movable(service))
         return made

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from polytempo.core import Port
 from polytempo.partition.cut import Cut
+from polytempo.partition.schedules.facts import steps_late
 from polytempo.server.layout import Parameter, Spans
 from polytempo.server.service import check_service
 from polytempo.server.stage_layout import stage_spans
@@ -135,11 +136,12 @@ class ServedStages:
             for target in value.targets:
                 lanes[value.source % stages, target % stages] += 1
                 lanes[target % stages, value.source % stages] += value.requires_grad
-        most = max((n for (a, b), n in lanes.items() if a != b), default=0) * self._schedule.micro_batches
+        under_way = self._schedule.micro_batches * (1 + steps_late(self._schedule))
+        most = max((n for (a, b), n in lanes.items() if a != b), default=0) * under_way
         if most > _MOST_MESSAGES:
             raise ValueError(
-                f"{strategy} sends {most} tensors from one stage to another in a step, and their mailboxes take "
-                f"{_MOST_MESSAGES} at a time; use fewer micro_batches"
+                f"{strategy} may have {most} tensors on their way from one stage to another, and their mailboxes take "
+                f"{_MOST_MESSAGES} at a time; use fewer micro_batches or stages"
             )
 
 

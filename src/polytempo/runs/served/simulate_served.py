@@ -8,6 +8,7 @@ The coordinator stands for the launcher too: it knows of a crash after the clust
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch import nn
 from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port
 from polytempo.core.files import run_folder
+from polytempo.core.kernel_use import KernelUse
 from polytempo.core.port import world_port
 from polytempo.engines.capacity import check_simulated
 from polytempo.report.metrics import MetricsWriter
@@ -41,8 +43,8 @@ from polytempo.spec.job import Data
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.flops import flops_per_sample
 from polytempo.training.server_worker import Attendance, work
+from polytempo.training.step_cost import StepCost, step_cost
 from polytempo.training.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
@@ -51,14 +53,14 @@ _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_00
 
 
 def simulate_served(
-    spec: RunSpec, cluster: Cluster, progress: Progress | None = None, *, native: bool = False
+    spec: RunSpec, cluster: Cluster, progress: Progress | None = None, *, native: bool = False, meta: bool = False
 ) -> Result:
     """Train with virtual workers and the parameter server that the run's strategy asks for.
 
     `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
-    delay gets the bits of plain torch.
+    delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
     """
-    run, options = _Run(spec, cluster, native), spec.options
+    run, options = _Run(spec, cluster, native, meta), spec.options
     with ExitStack() as files:
         show = files.enter_context(show_rows(progress, spec, "virtual "))
         writer = None
@@ -73,26 +75,30 @@ def simulate_served(
 class _Run:
     """Everything of one simulated run."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, native: bool) -> None:
+    def __init__(self, spec: RunSpec, cluster: Cluster, native: bool, meta: bool = False) -> None:
         def see(model: nn.Module, data: Data) -> None:
-            check_simulated(model, data, spec.workers)
-            self.flops = flops_per_sample(spec.job, model, data, spec.seed)
-            self.timing = _timing(_step_s(model, spec.batch_size * self.flops, spec.workers, cluster))
+            if not meta:
+                check_simulated(model, data, spec.workers)
+            self.cost = step_cost(spec, model, data, cluster)
+            self.timing = _timing(_step_s(model, self.cost, spec, cluster))
 
-        self.spec, self.options, self.native = spec, spec.options, native
+        self.spec, self.options, self.native, self.meta = spec, spec.options, native, meta
         served_by = replace(cluster, servers=spec.topology().num_servers)
         hosts = served_by.hosts(spec.topology().num_nodes)
-        self.program = program = ServedProgram(spec, spec.topology(hosts), see=see)
+        self.program = program = ServedProgram(spec, spec.topology(hosts), see=see, meta=meta)
         self.topology = topology = program.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
-        self.contexts = [program.context(self.flops, self._stages(world_port(w, hosts))) for w in topology.workers]
+        self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
+        for context in self.contexts:
+            if context.noise is not None:
+                context.noise.sends = False
         self.scheduler = program.scheduler()
         self.tally = Tally(program, self.scheduler)
         self.coordinator = Coordinator(
             Nodes(topology.coordinator, topology.firsts, topology.chains),
             self.scheduler,
             self.timing,
-            listeners=Listeners(on_row=self.tally.take, on_event=lambda event: self.reshapes.hear(event)),
+            listeners=Listeners(on_row=self._take, on_event=lambda event: self.reshapes.hear(event)),
             reshaper=Reshaper(program.parameters, program.spans),
         )
         self.reshapes = Reshapes(
@@ -104,6 +110,12 @@ class _Run:
         self.tally.stop = self.coordinator.stop
         self.scores = self._scores()
         self.nodes = self._nodes()
+
+    def _take(self, text: bytes) -> None:
+        """A worker's row, with what it has measured."""
+        row = json.loads(text)
+        noise = self.contexts[row["worker"]].noise if row["kind"] == "train" else None
+        self.tally.take_row(row if noise is None else row | noise.row)
 
     async def act(self, port: Port) -> Attendance | None:
         """What each rank does. Where one fails, the machines end, so that the world does."""
@@ -187,7 +199,9 @@ class _Run:
             worker_bytes=sum(sent[:workers]),
             server_bytes=sum(sent[workers:]),
             threads=torch.get_num_threads(),
-            parameters_sha256=parameters_sha256(self.contexts[attendances[0].worker].whole.parameters()),
+            parameters_sha256=(
+                None if self.meta else parameters_sha256(self.contexts[attendances[0].worker].whole.parameters())
+            ),
             trace_hash=trace.hash,
             stages=[stage.report() for w in self.topology.replica_of(0) if (stage := self.contexts[w].stage)],
         )
@@ -266,8 +280,16 @@ def _timing(step_s: float) -> Timing:
     )
 
 
-def _step_s(model: nn.Module, flops: float, workers: int, cluster: Cluster) -> float:
-    """About how long a step takes: its computation, and all workers' messages to one server and back."""
+def _step_s(model: nn.Module, cost: StepCost, spec: RunSpec, cluster: Cluster) -> float:
+    """About how long a step takes: its computation, and all workers' messages to one server and back.
+
+    Where servers have a speed of their own, also what one takes for all workers' pushes.
+    """
+    numel = sum(parameter.numel() for parameter in model.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    network = cluster.network
-    return flops / cluster.flops_per_s + 4 * network.latency_s + 2 * workers * num_bytes / network.bytes_per_s
+    network, workers, samples = cluster.network, spec.workers, spec.batch_size
+    computing_s = cluster.computing_s(samples * cost.flops_per_sample, cost.gradients(samples))
+    if cluster.server_flops_per_s is not None or cluster.speeds is not None:
+        serving = (KernelUse("serve", 1, num_bytes, 4.0 * numel),)
+        computing_s += workers * cluster.computing_s(4.0 * numel, serving, server=True)
+    return computing_s + 4 * network.latency_s + 2 * workers * num_bytes / network.bytes_per_s

@@ -31,4 +31,4 @@ def first(n: int) -> Rule:
             return state, []
         return steps.receive(state, arrival, situation)
 
-    return steps._replace(receive=receive)
+    return steps._replace(receive=receive, needs_newest=True)

@@ -21,6 +21,11 @@ def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
+def without_values(numel: int, dtype: torch.dtype) -> Tensor:
+    """No memory: a shape alone."""
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
 class BufferPool:
     """Tensors of one length by number, each with a count of its holders."""
 

@@ -133,16 +133,23 @@ class Client:
     # ------------------------------------------------------------------ what the worker wants
 
     def begin(
-        self, tickets: Sequence[int], lrs: Sequence[float], samples: int, *, done: Sequence[int] | None = None
+        self,
+        tickets: Sequence[int],
+        lrs: Sequence[float],
+        samples: int,
+        *,
+        done: Sequence[int] | None = None,
+        versions: tuple[int, ...] | None = None,
     ) -> None:
         """The next gradient is of these batches and used with these learning rates; the next push carries them.
 
         A push of several gradients carries their sum and the mean of their rates: under a schedule that changes within
         it each counts alike, and all together count what they should.
 
-        `done`: the batches that are done with it, where `tickets` are numbers of slices and not of batches.
+        `done`: the batches that are done with it, where `tickets` are numbers of slices and not of batches. `versions`:
+        as `versions` was when the gradient's parameters came, where the worker has had newer ones since.
         """
-        self._next_push.add(tickets, lrs, samples, tickets if done is None else done)
+        self._next_push.add(tickets, lrs, samples, tickets if done is None else done, versions)
 
     def accrue(self, gradient: TableRows) -> None:
         """Some rows of a table's gradient, ascending, each once: the next push carries the sum of all such."""
@@ -169,13 +176,14 @@ class Client:
         if self._memory is not None and messages is None:
             flat = self._memory.lend(flat, pending)
         facts, running, rows = self._next_push.take(samples), self.running(), self._no_rows
+        bases = facts.versions or self.versions
         if self._touched is not None:
             rows, flat = self._touched.take(), flat.to(self._pulled.dtype)  # which an empty vector may lack
         builds = {
             shard: partial(
                 Push,
                 clock=clock,
-                basis=self.versions[shard],
+                basis=bases[shard],
                 samples=facts.samples,
                 lrs=facts.lrs,
                 tickets=facts.tickets,

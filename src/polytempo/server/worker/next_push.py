@@ -14,6 +14,8 @@ class PushFacts(NamedTuple):
     batches: tuple[int, ...]
     samples: int
     lrs: tuple[float, ...]
+    versions: tuple[int, ...] | None = None
+    """Of each shard the version of the parameters that the last gradient was computed with; None: the present one."""
 
 
 class NextPush:
@@ -25,8 +27,16 @@ class NextPush:
         self._samples = 0
         self._lrs: list[tuple[float, ...]] = [()]
         """The rates of each of the gradients, or those of the last push, if there is none."""
+        self._versions: tuple[int, ...] | None = None
 
-    def add(self, tickets: Sequence[int], lrs: Sequence[float], samples: int, batches: Sequence[int]) -> None:
+    def add(
+        self,
+        tickets: Sequence[int],
+        lrs: Sequence[float],
+        samples: int,
+        batches: Sequence[int],
+        versions: tuple[int, ...] | None = None,
+    ) -> None:
         """One more gradient."""
         if not self.tickets:
             self._lrs = []
@@ -34,12 +44,13 @@ class NextPush:
         self.tickets += tickets
         self._batches += batches
         self._samples += samples
+        self._versions = versions
 
     def take(self, samples: int) -> PushFacts:
         """The facts of a push of all gradients so far. `samples`: their number, 0 for that of `add`."""
         lrs = mean_rates(self._lrs)
-        facts = PushFacts(tuple(self.tickets), tuple(self._batches), samples or self._samples, lrs)
-        self.tickets, self._batches, self._samples, self._lrs = [], [], 0, [lrs]
+        facts = PushFacts(tuple(self.tickets), tuple(self._batches), samples or self._samples, lrs, self._versions)
+        self.tickets, self._batches, self._samples, self._lrs, self._versions = [], [], 0, [lrs], None
         return facts
 
 

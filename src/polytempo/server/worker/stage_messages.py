@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Op, Port, Program, TimedOut, interpreted
-from polytempo.core.op import Parcel, Recv, Send, Start, Take, Work
+from polytempo.core.op import Barrier, Parcel, Recv, Send, Start, Take, Work
 from polytempo.server.message import Message
 from polytempo.server.timing import Timing
 
@@ -26,7 +26,7 @@ _Lane = tuple[int, int, int]
 """(the other node, channel, tag)."""
 _SENT: Final = object()
 _MEETING = -1
-"""The tag of the first message between two processes; programs have tags from 0."""
+"""The tag of meetings of all processes, the first of which is number 0; programs have tags from 0."""
 _PATIENCE = 4
 """A stage may wait for one that waits for a shard, so it waits some times as long as a worker does for a shard."""
 
@@ -62,15 +62,13 @@ class StageMessages:
         self._expected: Counter[_Lane] = Counter()
         self._arrived: dict[tuple[_Lane, int], Tensor] = {}
         self._rest: deque[tuple[int, Parcel]] = deque()
+        self._meetings = 1
 
     async def meet(self) -> None:
         """Wait until all processes of the replica have a mailbox: the first hears of all, and says so."""
         port, first = self._port, self._nodes[0]
         if port.world_rank == first:
-            for node in self._nodes[1:]:
-                await self._value(node, 0, _MEETING, 0)
-            for node in self._nodes[1:]:
-                await self._post(node, 0, _MEETING, 0, torch.empty(0))
+            await self._lead(0)
             return
         heard, until_s = ((first, 0, _MEETING), 0), await port.now() + self._patience_s
         while heard not in self._arrived:
@@ -96,6 +94,9 @@ class StageMessages:
                 return await self._finished(expected)
             case Work(handle) if handle is _SENT:
                 return None
+            case Barrier():
+                await self._together()
+                return None
             case Take(wait_s):
                 return await self._taken(wait_s)
             case _:
@@ -104,6 +105,23 @@ class StageMessages:
     @property
     def _patience_s(self) -> float:
         return _PATIENCE * self._timing.deadline_s
+
+    async def _together(self) -> None:
+        """A meeting of processes that have met: of the whole replica, for a program has no other group of stages."""
+        first, number = self._nodes[0], self._meetings
+        self._meetings += 1
+        if self._port.world_rank == first:
+            await self._lead(number)
+            return
+        await self._post(first, 0, _MEETING, number, torch.empty(0))
+        await self._value(first, 0, _MEETING, number)
+
+    async def _lead(self, number: int) -> None:
+        """The first process hears of all others, and then says so."""
+        for node in self._nodes[1:]:
+            await self._value(node, 0, _MEETING, number)
+        for node in self._nodes[1:]:
+            await self._post(node, 0, _MEETING, number, torch.empty(0))
 
     async def _send(self, op: Send) -> None:
         lane = op.to, op.channel, op.tag

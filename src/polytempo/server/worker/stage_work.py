@@ -4,7 +4,8 @@
                 ◀──Ask──              ◀──done── all others           a ticket is done when it is done at every stage
 
 Every stage calls at the same points of its program, so the calls of a stage and the answers need no numbers. A call
-that is posted before a batch is computed waits for no stage: it says what they had acknowledged one call before.
+that is posted before a batch is computed waits for no stage: it says what they had acknowledged one call before, or as
+many calls more as steps after its own in which a batch's gradient comes back.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ class WorkSource(Protocol):
 
 
 class FirstStageWork:
-    """The first stage's calls. `stages`: the group of the replica's processes, in the order of stages."""
+    """The first stage's calls. `stages`: the group of the replica's processes, in the order of stages.
 
-    def __init__(self, client: Client, stages: Port) -> None:
+    `late`: so many steps after its own a batch's last gradient comes back, so the first stage may be as far ahead.
+    """
+
+    def __init__(self, client: Client, stages: Port, late: int) -> None:
         self._client, self._stages, self._work = client, stages.on_channel(_CHANNEL), WorkClient(client)
+        self._late = late
         self._acknowledged: Counter[int] = Counter()
         """Ticket -> at how many stages it is done."""
         self._calls = self._collected = 0
@@ -60,7 +65,7 @@ class FirstStageWork:
     async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
         """Call for work. Before a pause in training it waits for what the other stages have acknowledged."""
         self._calls += 1
-        while self._collected < self._calls - self._trains:
+        while self._collected < self._calls - self._trains * (1 + self._late):
             self._collected += 1
             for stage in range(1, self._stages.size):
                 await self._collect(stage)
@@ -112,11 +117,14 @@ class LaterStageWork:
         return Deal(self._client.worker, self._client.incarnation, 0, _ORDERS[order], tickets)
 
 
-def work_of(client: Client, stages: Port | None) -> WorkSource:
-    """Where a worker's tickets come from. `stages` None: it holds the whole model, and calls for itself alone."""
+def work_of(client: Client, stages: Port | None, late: int = 0) -> WorkSource:
+    """Where a worker's tickets come from. `stages` None: it holds the whole model, and calls for itself alone.
+
+    `late`: see `FirstStageWork`.
+    """
     if stages is None:
         return WorkClient(client)
-    return LaterStageWork(client, stages) if stages.rank else FirstStageWork(client, stages)
+    return LaterStageWork(client, stages) if stages.rank else FirstStageWork(client, stages, late)
 
 
 def _written(deal: Deal | None) -> torch.Tensor:

@@ -62,7 +62,7 @@ class ParameterVersions:
 
         What else autograd keeps goes through `keep`.
         """
-        self._uses[version] += 1
+        self.begun(version)
         predicted = None if self._late is None else self._late.for_forward()
         if predicted is None:
             with self.seen(version, keep):
@@ -103,6 +103,10 @@ class ParameterVersions:
                 yield
         finally:
             self._lie_in(self._memory[self.current])
+
+    def begun(self, version: int) -> None:
+        """A forward pass has `version`, which stays until as many `done` as there were passes."""
+        self._uses[version] += 1
 
     def done(self, version: int) -> None:
         """The backward pass of a forward pass with `version` is over."""

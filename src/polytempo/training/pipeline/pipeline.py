@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
+from polytempo.training.drift_watch import watch
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.pipeline.pipeline_stage import (
@@ -44,6 +45,7 @@ def pipeline(
     activations: Codec | None = None,
     gradients: Codec | None = None,
     seed: int = 0,
+    on_drift: Literal["stop", "ignore"] = "stop",
     world: ProcessWorld | None = None,
 ) -> Pipeline:
     """Cut `model` into the stages of `schedule`, and give this rank its own.
@@ -65,17 +67,25 @@ def pipeline(
     r // K, unless `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same
     batches, replicas different ones; gradients between replicas go by `inner` (default `sync_sgd()`).
 
+    With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, each stage is held by two
+    ranks, between which its layers are split (`pt.split`): a mesh of data, stages and parts of layers.
+
     `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
 
     `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
     gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 
+    `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
+    raise `Drifted` where these differ; "ignore" compares nothing.
+
     Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
     a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
     whole = _wired(strategy_of(schedule, inner), Wires(activations, gradients))
-    return Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, seed)
+    made = Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, seed)
+    made.watch(on_drift)
+    return made
 
 
 class Pipeline:
@@ -94,7 +104,8 @@ class Pipeline:
         seed: int,
     ) -> None:
         self._world, self.schedule = world, schedule_of(strategy)
-        whole, schedule = laid_out(world.port, self.schedule.stages), self.schedule
+        ranks = 1 if strategy.parted is None else strategy.parted.ranks
+        whole, schedule = laid_out(world.port, self.schedule.stages, ranks), self.schedule
         self.cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
         if not isinstance(by, str) and whole.rank == 0:
             _warn_unbalanced(self.cut)
@@ -136,8 +147,22 @@ class Pipeline:
         return [sum(column) for column in zip(*each, strict=True)]
 
     def finish(self) -> None:
-        """Take the gradients that are under way back through all stages, and update by them. All ranks call it."""
+        """Take the gradients that are under way back through all stages, and update by them. All ranks call it.
+
+        Raises `Drifted` where replicas of a stage differ that must be equal.
+        """
         self._world.drive(self._stage.finish())
+        if self._stage.replica.drift is not None:
+            self._stage.replica.drift.check(buffers=False)
+
+    def watch(self, on_drift: Literal["stop", "ignore"]) -> None:
+        """From now on compare this stage with its replicas; see `pipeline`. All ranks call it before the first step."""
+        if on_drift not in ("stop", "ignore"):
+            raise ValueError(
+                f"on_drift={on_drift!r}: what is under way in a replica of a stage that has drifted could not be "
+                'restored; give on_drift="stop" or "ignore"'
+            )
+        self._stage.replica.drift = watch(self._world, self.ports.data, self._stage.replica, on_drift)
 
     @property
     def delay(self) -> int:

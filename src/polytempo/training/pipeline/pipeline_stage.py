@@ -6,7 +6,7 @@ batch ──▶ micro-batches ──▶ StageProgram ──▶ gradients ──�
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
+from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.pipeline.delay_mail import DelayMail
 from polytempo.training.pipeline.estimators import estimators_of
@@ -26,14 +27,17 @@ from polytempo.training.pipeline.loss_mail import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
+from polytempo.training.pipeline.split_stage import split_stage
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.ports import DATA, ports_of
+from polytempo.training.ports import DATA, Ports, ports_of
 from polytempo.training.replica import Replica
+from polytempo.training.replicated_parameters import align, counted_elsewhere
+from polytempo.training.split import MODEL
 
 STAGE = "stage"
 """The axis of the mesh along which ranks hold the stages of one model."""
-_UPDATE_FLOPS = 4.0
+UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step, as in a step without stages."""
 
 Loss = Callable[[Any, Any], Tensor]
@@ -67,8 +71,14 @@ class PipelineStage:
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
     ) -> None:
-        self.schedule, self.cut, self.ports = schedule_of(strategy), parts, ports_of(port)
+        self.schedule, self.cut, self.ports = schedule_of(strategy), parts, _stage_ports(port)
         self.number = self.ports.model.rank
+        self._holders: Port | None = None
+        """Those that hold this stage together, where its layers are split."""
+        ranks = 1
+        if isinstance(strategy.parted, SplitLayers):
+            self._holders, ranks = port.along(MODEL), strategy.parted.ranks
+            parts = split_stage(model, parts, strategy.parted, self.schedule.stages, port)
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
         self.optimizer = optimizer(self.model)
@@ -86,6 +96,7 @@ class PipelineStage:
             shares_of(parts),
             estimators=self.estimators,
             late=self.late_stage,
+            suspends=self._holders is not None,
         )
         both = {"estimators": self.estimators, "late": self.late_stage}
         self._remembering = {path: part for path, part in both.items() if part is not None}
@@ -94,7 +105,7 @@ class PipelineStage:
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
         self._batches = MicroBatches(
-            parts, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample
+            self.cut, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample / ranks
         )
 
     async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
@@ -172,7 +183,7 @@ class PipelineStage:
 
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
-        found = await gathered(self.ports, self.replica, self.cut, self.schedule.stages)
+        found = await gathered(self.ports, self.replica, self.cut, self.schedule.stages, self._holders)
         return self.named(found)
 
     def named(self, found: dict[str, Tensor]) -> WholeModel:
@@ -181,6 +192,10 @@ class PipelineStage:
             {name: found.get(name, p.detach()) for name, p in self._whole.named_parameters()},
             {name: found.get(name, buffer) for name, buffer in self._whole.named_buffers()},
         )
+
+    def of_all(self, found: Mapping[int, Mapping[str, Tensor]]) -> WholeModel:
+        """The model of the tensors that each stage has, by the stages' numbers."""
+        return self.named({name: tensor for each in found.values() for name, tensor in each.items()})
 
     async def state_dict(self) -> dict[str, Tensor]:
         """`whole` as a state that the model loads; tied parameters by all of their names."""
@@ -197,13 +212,21 @@ class PipelineStage:
             replica.guard.gradients(replica.step, ports.whole.world_rank)
         for bucket in replica.buckets:
             await replica.exchange(ports.data, bucket)
+        if replica.drift is not None and replica.exchanges_gradients:
+            replica.drift.after_exchange()
         await self._shared.summed(ports.model)  # last, so that all stages have the same bits of it
         if self._max_norm is not None:
             own = list(self.model.parameters())
-            await clip_grad_norm_(ports.model, own, self._max_norm, self._shared.counted_elsewhere)
+            others = [*self._shared.counted_elsewhere, *counted_elsewhere(replica.splits)]
+            await clip_grad_norm_(ports_of(ports.whole).model, own, self._max_norm, others)
         numel = sum(parameter.numel() for parameter in replica.trainable.values())
-        await ports.whole.compute(self.optimizer.step, _UPDATE_FLOPS * numel, "update")
+        await ports.whole.compute(self.optimizer.step, UPDATE_FLOPS * numel, "update")
         await replica.finish_step(ports.data)
+        await align(replica.splits)
+        if replica.drift is not None:
+            if not replica.exchanges_gradients:
+                replica.drift.after_exchange()
+            replica.drift.after_step()
         self.optimizer.zero_grad()
 
     def _checked(self, loss: Loss) -> Loss:
@@ -249,20 +272,30 @@ def stage_report(
     }
 
 
-def laid_out(port: Port, stages: int) -> Port:
-    """The ranks as replicas of so many stages. ValueError where they cannot be."""
-    if stages == 1 and port.mesh is None:
+def laid_out(port: Port, stages: int, ranks: int = 1) -> Port:
+    """The ranks as replicas of so many stages, each of which so many hold together. ValueError where they cannot be."""
+    if stages * ranks == 1 and port.mesh is None:
         return port
     lengths = {} if port.mesh is None else port.mesh.lengths
     if STAGE in lengths:
-        if lengths[STAGE] != stages:
-            raise ValueError(f"the mesh {lengths} has {lengths[STAGE]} stages, and the schedule {stages}")
+        if (lengths[STAGE], lengths.get(MODEL, 1)) != (stages, ranks):
+            held = "" if ranks == 1 else f" of {ranks} ranks each, along {MODEL!r}"
+            raise ValueError(f"the mesh {lengths} has {lengths[STAGE]} stages, and the schedule {stages}{held}")
         return port
-    if port.size % stages:
+    if port.size % (stages * ranks):
+        held = "" if ranks == 1 else f", of {ranks} ranks each"
         raise ValueError(
-            f"{port.size} ranks cannot be replicas of {stages} stages each; start {-(-port.size // stages) * stages}"
+            f"{port.size} ranks cannot be replicas of {stages} stages each{held}; start "
+            f"{-(-port.size // (stages * ranks)) * stages * ranks}"
         )
-    return port.meshed(**{DATA: port.size // stages, STAGE: stages})
+    split = {} if ranks == 1 else {MODEL: ranks}
+    return port.meshed(**{DATA: port.size // (stages * ranks), STAGE: stages, **split})
+
+
+def _stage_ports(port: Port) -> Ports:
+    """Replicas of this stage, and stages of this replica; of `ports_of` also ranks that hold a stage together."""
+    found = ports_of(port)
+    return found if port.mesh is None else found._replace(model=port.along(*[STAGE] * (STAGE in port.mesh.lengths)))
 
 
 def of_parameters(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> MakeOptimizer:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Program
+from polytempo.core.suspension import suspendable
 from polytempo.partition.cut import Cut, Layout, Stage, described, located
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
@@ -29,7 +30,7 @@ from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.program_state import ProgramState
 from polytempo.training.pipeline.sent_ahead import SentAhead
 from polytempo.training.pipeline.stage_mail import StageMail
-from polytempo.training.pipeline.stage_work import Head, StageWork
+from polytempo.training.pipeline.stage_work import Head, MakeWork, computed
 
 _RECEIVES_AHEAD = 2
 """How many actions ahead a receive is begun."""
@@ -55,7 +56,8 @@ class MicroBatch(NamedTuple):
 class StageProgram:
     """One stage. `update` is what happens to its parameters once their gradients are there.
 
-    `shares`: of the model's operations, by part, which a virtual world charges; None: equal ones.
+    `shares`: of the model's operations, by part, which a virtual world charges; None: equal ones. `suspends`: layers
+    wait for other ranks while they compute.
     """
 
     def __init__(
@@ -68,22 +70,21 @@ class StageProgram:
         *,
         estimators: Estimators | None = None,
         late: LateStage | None = None,
+        work: MakeWork = computed,
+        suspends: bool = False,
     ) -> None:
         self._cut, self._schedule, self._stage, self._update, self._shares = cut, schedule, stage, update, shares
         self.estimators = estimators
         """Of the gradients of this stage's outputs, where the schedule has them."""
         self.late = late
         """What is done about late gradients, where the schedule has something."""
+        self._suspends = suspends
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
         parameters = self._parameters = [p for part in own for p in part.module.parameters()]
         stashes, overtaken = schedule.weights != "current", facts(schedule, stage).delay > 0
         self.versions = ParameterVersions(parameters, stashes=stashes, overtaken=overtaken, late=late)
-        splits, sums = any(action.kind == "weight" for action in schedule.actions(stage)), schedule.micro_batches > 1
-        self._work = {
-            part.index: StageWork(part.module, self.versions, recomputes=schedule.recomputes, splits=splits, sums=sums)
-            for part in own
-        }
+        self._work = {part.index: work(part, self.versions, schedule, self._layouts) for part in own}
         self._values = {value.name: value for value in cut.values}
         self._turns: Iterator[Turn] = turns(schedule, stage)
         self._next = next(self._turns)
@@ -95,7 +96,8 @@ class StageProgram:
         self._entered: dict[int, int] = {}
         """The numbers of steps that had a batch, without those that had none."""
         self._has_gradient = False
-        self._last_version = 0
+        self.last_version = 0
+        """The version of the parameters with which the last gradient was computed."""
         self.delays: Counter[int] = Counter()
         """How often an update came so many updates after the parameters that its gradient was computed with."""
         self._sent = SentAhead(cut, schedule, stage)
@@ -165,6 +167,9 @@ class StageProgram:
                 for target in self._back(name):
                     await self._mail.expect(port, self._values[name], target, "backward", like, turn.micro_batch)
 
+    def _layouts(self, micro_batch: int) -> Mapping[str, Layout]:
+        return self._batches[micro_batch].layouts
+
     def _like(self, turn: Turn, name: str) -> Tensor:
         shape, dtype = self._batches[turn.micro_batch].layouts[name]
         return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # no memory for what has none yet
@@ -222,14 +227,13 @@ class StageProgram:
                 await self._learn(port, turn, part)
             case "weight":
                 flops = self._flops(turn) / 3
-                await port.compute(
-                    partial(self._work[part].weight_gradients, turn.micro_batch), flops, "weight gradients"
-                )
+                halves = partial(self._work[part].weight_gradients, turn.micro_batch)
+                await self._compute(port, halves, flops, "weight gradients")
                 self._has_gradient = True
                 self._end(turn)
             case "update" if self._has_gradient:
                 self._has_gradient = False
-                self.delays[self.versions.current - self._last_version] += 1
+                self.delays[self.versions.current - self.last_version] += 1
                 self.versions.update_begins()
                 with nullcontext() if self.late is None else self.late.updating():
                     await self._update()
@@ -249,11 +253,14 @@ class StageProgram:
             batch.head if stage.is_last else None,
         )
         try:
-            given, loss = await port.compute(work, self._flops(turn) / 3, "forward")
+            answer: tuple[list[Tensor], Tensor | None] = await self._compute(
+                port, work, self._flops(turn) / 3, "forward"
+            )
         except Exception as error:
             what = ", ".join(described(value) for value in batch.inputs)
             error.add_note(f"in {located(part, error)}, micro-batch {turn.micro_batch} of the run; inputs {what}")
             raise
+        given, loss = answer
         if self.estimators is not None:
             outputs = {name: h for name, h in zip(stage.gives, given, strict=True) if self._back(name)}
             self.estimators.see(turn.micro_batch, outputs, batch.target)
@@ -273,7 +280,7 @@ class StageProgram:
             gradients = self.estimators.estimates(turn.micro_batch, stage.gives)
             flops += self.estimators.flops(turn.micro_batch)
         work = partial(self._work[part].backward, turn.micro_batch, gradients)
-        for name, gradient in zip(stage.takes, await port.compute(work, flops, "backward"), strict=True):
+        for name, gradient in zip(stage.takes, await self._compute(port, work, flops, "backward"), strict=True):
             if self._values[name].requires_grad:
                 like = self._like(turn, name)
                 answer = like.new_zeros(like.shape) if gradient is None else gradient
@@ -282,6 +289,13 @@ class StageProgram:
         if whole:
             self._has_gradient = True
             self._end(turn)
+
+    async def _compute(self, port: Port, work: Callable[[], Any], flops: float, what: str) -> Any:
+        """What `work` returns. Layers that exchange meanwhile are charged their operations before."""
+        if not self._suspends:
+            return await port.compute(work, flops, what)
+        await port.compute(lambda: None, flops, what)
+        return await suspendable(work)
 
     async def _learn(self, port: Port, turn: Turn, part: int) -> None:
         """Train the estimators by what the stages behind have sent."""
@@ -302,7 +316,7 @@ class StageProgram:
         return total
 
     def _end(self, turn: Turn) -> None:
-        self._last_version = self._work[part_of(self._schedule, self._stage, turn.action)].last_version
+        self.last_version = self._work[part_of(self._schedule, self._stage, turn.action)].last_version
         if turn.action.kind == "backward" and self.estimators is not None:  # which have still to learn
             return
         if turn.action.part == 0:  # the last of this stage's parts on the way back

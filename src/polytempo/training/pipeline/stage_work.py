@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from polytempo.partition.cut import Layout, Stage
+from polytempo.partition.schedules.action import Schedule
 from polytempo.training.pipeline.parameter_versions import ParameterVersions, as_it_is
 from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once, layers_of
 
 Head = Callable[[Any], Tensor]
 """From the model's own output to the loss that is descended; only the last part has one."""
+LayoutsOf = Callable[[int], Mapping[str, Layout]]
+"""Of every tensor of a micro-batch that crosses a cut."""
 
 
 @dataclass
@@ -35,6 +39,47 @@ class UnderWay:
     later: list[Gradient] = field(default_factory=list)
     saved: list[Tensor] | None = None
     """What autograd keeps of it; None: it can be computed anew, for the parameters of its forward pass are held."""
+
+
+class PartWork(Protocol):
+    """What `StageWork` has; `PricedWork` is another one."""
+
+    under_way: dict[int, UnderWay]
+    last_version: int
+
+    def forward(
+        self,
+        number: int,
+        inputs: tuple[Any, ...],
+        taken: Sequence[Tensor],
+        version: int,
+        seeded: Callable[[], None],
+        head: Head | None = None,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """See `StageWork.forward`."""
+
+    def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `StageWork.backward`."""
+
+    def weight_gradients(self, number: int) -> None:
+        """See `StageWork.weight_gradients`."""
+
+    def resume(self, number: int, kept: UnderWay) -> None:
+        """See `StageWork.resume`."""
+
+
+MakeWork = Callable[[Stage, ParameterVersions, Schedule, LayoutsOf], PartWork]
+
+
+def splits(schedule: Schedule, part: Stage) -> bool:
+    """Whether the part's backward passes leave the weights' gradients to an action of their own."""
+    return any(action.kind == "weight" for action in schedule.actions(part.index % schedule.stages))
+
+
+def computed(part: Stage, versions: ParameterVersions, schedule: Schedule, layouts: LayoutsOf) -> PartWork:
+    """The part's computations, for real."""
+    sums = schedule.micro_batches > 1
+    return StageWork(part.module, versions, recomputes=schedule.recomputes, splits=splits(schedule, part), sums=sums)
 
 
 class StageWork:

@@ -1,0 +1,102 @@
+"""What measuring the noise scale costs a training step: two ranks on this host, with and without, in turns.
+
+    python benchmarks/large_batch/noise_cost.py
+
+Each rank trains two equal models with synchronous SGD, of which one is measured every 32 steps; a turn has 64 steps of
+each. Printed is the ratio of the medians of turns, which should be at most 1.02.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.large_batch import NoiseProbe
+
+EVERY, STEPS = 32, 64
+SIZES = {
+    "64-128-10, batch 32": ((64, 128, 10), 32, 31),
+    "784-1024-1024-10, batch 32": ((784, 1024, 1024, 10), 32, 9),
+    "25 M parameters, batch 16": ((1024, 4096, 4096, 1024), 16, 3),
+}
+"""Widths, samples of a rank, and turns."""
+
+
+def step_of(widths: tuple[int, ...], batch: int, probe: NoiseProbe | None) -> Callable[[], None]:
+    """A step of an attached loop."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    pt.attach(model, optimizer, noise_scale=probe)
+    x, y = torch.randn(batch, widths[0]), torch.randint(widths[-1], (batch,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def measured(rank: Any) -> dict[str, list[list[float]]]:
+    """Milliseconds of every step: without, and with."""
+    pt.init(quiet=True)
+    found = {}
+    for name, (widths, batch, turns) in SIZES.items():
+        steps = [step_of(widths, batch, probe) for probe in (None, NoiseProbe(batch, EVERY))]
+        taken: list[list[float]] = [[], []]
+        for turn in range(turns + 1):
+            for kind, step in enumerate(steps):
+                for _ in range(STEPS):
+                    begin = time.perf_counter()
+                    step()
+                    if turn:
+                        taken[kind].append(1e3 * (time.perf_counter() - begin))
+        found[name] = taken
+    return found
+
+
+def turns_of(taken: list[float]) -> float:
+    """The median over turns of a step's mean."""
+    return statistics.median(statistics.mean(taken[i : i + STEPS]) for i in range(0, len(taken), STEPS))
+
+
+def undisturbed(without: list[float], with_noise: list[float]) -> float:
+    """The ratio in the quickest fifth of steps, which other programs of the machine disturb least.
+
+    A look is in every 32nd step, and its messages may meet the next one; the other steps are those of no look.
+    """
+
+    def quick(found: list[float]) -> float:
+        return statistics.quantiles(found, n=5)[0]
+
+    plain = quick(without)
+    looks = [sum(with_noise[i : i + 2]) for i in range(0, len(with_noise), EVERY)]
+    return 1 + (quick(looks) - 2 * plain) / (EVERY * plain)
+
+
+def main() -> None:
+    """Print a row for each model."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(f"ms a step, medians of turns of {STEPS} steps, rank 0 of 2")
+    print("| model | without | with | ratio | ratio of the quickest steps |")
+    [answer, _] = pt.launch(measured, 2, threads=1, timeout_s=600)
+    for name, (without, with_noise) in answer.items():
+        medians = turns_of(without), turns_of(with_noise)
+        ratio, quick = medians[1] / medians[0], undisturbed(without, with_noise)
+        print(f"| {name} | {medians[0]:.3f} | {medians[1]:.3f} | {ratio:.3f} | {quick:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

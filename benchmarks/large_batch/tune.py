@@ -1,0 +1,127 @@
+"""Does `polytempo tune batch` find what a grid search finds, for a twentieth of its cost?
+
+    python benchmarks/large_batch/tune.py digits --seeds 3
+    python benchmarks/large_batch/tune.py mnist --data FOLDER --seeds 1
+
+Samples to the target loss on the test set, over a grid of global batches and rates, and with the advice for 2, 8 and
+32 workers. Each run is one process on the batch of all workers, whose gradient synchronous SGD computes; with --virtual
+the advice is also followed by as many virtual workers. A run that does not arrive costs the cap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import polytempo as pt
+from polytempo.data.shard import DataShard
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of
+from polytempo.training.program import check_length
+from polytempo.training.tuning.batch_advice import advise_batch
+from polytempo.training.tuning.trial import Trial
+
+WORKERS = (2, 8, 32)
+
+
+class Task(NamedTuple):
+    """A job, where it is to arrive, and the grid."""
+
+    target: float
+    batches: tuple[int, ...]
+    rates: tuple[float, ...]
+    most_epochs: float
+    scores_per_epoch: int
+
+
+TASKS = {
+    "digits": Task(0.12, (8, 16, 32, 64, 128, 256, 512), tuple(0.005 * 2**k for k in range(8)), 30, 8),
+    "mnist": Task(0.10, (16, 32, 64, 128, 256, 512), tuple(0.005 * 2**k for k in range(7)), 3, 8),
+    "chars": Task(2.0, (8, 16, 32, 64), tuple(5e-4 * 2**k for k in range(5)), 1, 16),
+}
+
+
+class Outcome(NamedTuple):
+    """How many samples a run took; infinite `to_target`: it did not arrive."""
+
+    to_target: float
+    spent: float
+
+
+def outcome(job: Job, data: Data, task: Task, batch: int, lr: float, seed: int, length: int) -> Outcome:
+    """A run until its test loss is at the target, or its epochs are over."""
+    trial = Trial(job, data, batch=batch, lr=lr, seed=seed)
+    while trial.samples < task.most_epochs * length and not trial.diverged:
+        trial.train(max(batch, length // task.scores_per_epoch))
+        if not trial.diverged and trial.test_loss() <= task.target:
+            return Outcome(trial.samples, trial.samples)
+    return Outcome(math.inf, trial.samples)
+
+
+def averaged(found: list[Outcome]) -> Outcome:
+    """Over seeds."""
+    return Outcome(statistics.mean(o.to_target for o in found), statistics.mean(o.spent for o in found))
+
+
+def main() -> None:
+    """Print the grid, then the advice beside its best point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=sorted(TASKS))
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=0.75)
+    parser.add_argument("--virtual", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    task, job = TASKS[given.task], pt.jobs.find(given.task)
+    data = data_of(job, given.data)
+    length = check_length(DataShard(data.training(), rank=0, size=1, batch_size=1))
+    print(f"{given.task}: thousands of samples to a test loss of {task.target:g}, mean of {given.seeds} seeds")
+    print("| batch | " + " | ".join(f"{lr:.3g}" for lr in task.rates) + " |")
+    grid: dict[int, dict[float, Outcome]] = {}
+    for batch in task.batches:
+        grid[batch] = {
+            lr: averaged([outcome(job, data, task, batch, lr, seed, length) for seed in range(given.seeds)])
+            for lr in task.rates
+        }
+        cells = " | ".join(f"{o.to_target / 1e3:.1f}" for o in grid[batch].values())
+        print(f"| {batch} | {cells} |", flush=True)
+    print("\n| workers | best of the grid | advice | samples | beside the best | cost: of the grid, of its arrivals |")
+    for workers in WORKERS:
+        points = {(b, lr): o for b, row in grid.items() if b >= workers for lr, o in row.items()}
+        (best_batch, best_lr), best = min(points.items(), key=lambda item: item[1].to_target)
+        cost = sum(point.spent for point in points.values())
+        arrived = sum(point.spent for point in points.values() if math.isfinite(point.to_target))
+        advice = advise_batch(job, data, workers=workers, budget=given.budget, seed=100)
+        batch, lr = advice.global_batch_size, advice.lr
+        own = averaged([outcome(job, data, task, batch, lr, seed, length) for seed in range(given.seeds)])
+        print(
+            f"| {workers} | {best_batch}, {best_lr:.3g}: {best.to_target:,.0f} | {batch}, {lr:.3g} | "
+            f"{own.to_target:,.0f} | {own.to_target / best.to_target:.2f} | {100 * advice.samples / cost:.1f} % | "
+            f"{100 * advice.samples / arrived:.1f} % |",
+            flush=True,
+        )
+        print(f"  noise scale {advice.noise.first:.0f}, {advice.noise.second:.0f}; range test {advice.range.top:.3g}")
+        print("  rates " + ", ".join(f"{each.lr:.3g}: {each.loss:.4g}" for each in advice.tried))
+        if given.virtual:
+            found = pt.simulate(
+                *(job, pt.strategies.sync_sgd(), workers),
+                options=pt.RunOptions(
+                    data=given.data,
+                    global_batch_size=batch,
+                    lr=lr,
+                    epochs=task.most_epochs,
+                    until={"loss": task.target},
+                ),
+            )
+            said = f"reached {found.reached} after {found.samples:,} samples, scored each epoch"
+            print(f"  {workers} virtual workers: {said}")
+
+
+if __name__ == "__main__":
+    main()

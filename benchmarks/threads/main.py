@@ -1,0 +1,135 @@
+"""Branches on threads beside one thread and intra-op threads; and whether `tune threads` finds the best division.
+
+python benchmarks/threads/main.py branches [--rounds 40] [--turn-s 0.15]
+python benchmarks/threads/main.py tune [--jobs towers wide mixed] [--rounds 3] [--true-rounds 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from itertools import cycle
+
+import torch
+from jobs import mixed, towers, wide
+from torch import nn
+
+import polytempo as pt
+from polytempo.bench.tables import markdown
+from polytempo.bench.thread_grid import GridPlan, GridSetting, thread_grid
+from polytempo.bench.turns import Contender, Measurement, figure, ratio, timed, turns
+from polytempo.partition.branches import ThreadedModel
+
+JOBS = {"towers": towers, "wide": wide, "mixed": mixed}
+CORES = 2
+
+
+class Alone:
+    """One process needs no one to keep in step with."""
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+    def agree(self, number: int) -> int:
+        """The number."""
+        return number
+
+
+def contender(job: pt.Job, name: str, threads: int, inter: int) -> tuple[Contender, ThreadedModel]:
+    """A training loop with a model of its own."""
+    torch.manual_seed(0)
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    threaded = pt.threads(inter=inter).apply(model)
+    images, labels = job.data(None).train.tensors  # type: ignore[attr-defined]
+    batches = cycle(list(zip(images.split(job.batch_size), labels.split(job.batch_size), strict=True)))
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    run = timed(step)
+
+    def with_threads(calls: int) -> list[float]:
+        torch.set_num_threads(threads)
+        return run(calls)
+
+    return Contender(name, with_threads), threaded
+
+
+def limit(threaded: ThreadedModel) -> float:
+    """How many times as fast the counted operations allow on two threads, if regions were all there is."""
+    parts = threaded.parts
+    regions = () if parts is None else parts.regions
+    total = sum(region.operations for region in regions)
+    return total / sum(max(region.longest, region.operations / CORES) for region in regions)
+
+
+def branches(rounds: int, turn_s: float) -> None:
+    """Milliseconds of a step of a two-branch model and of blocks of four branches."""
+    rows = []
+    for job in (towers, mixed):
+        made = {
+            name: contender(job, name, threads, inter)
+            for name, threads, inter in (("one", 1, 1), ("intra", CORES, 1), ("inter", 1, CORES))
+        }
+        found = turns([each for each, _ in made.values()], Alone(), rounds=rounds, turn_s=turn_s)
+        seconds: dict[str, Measurement] = {name: figure([turn[0] for turn in each]) for name, each in found.items()}
+        best = limit(made["inter"][1])
+        milliseconds = (f"{1e3 * seconds[name].median:.2f} ms" for name in ("one", "intra", "inter"))
+        against = (ratio(seconds[other], seconds["inter"]).median for other in ("one", "intra"))
+        least = {name: min(each.rounds) for name, each in seconds.items()}
+        fastest = (least[other] / least["inter"] for other in ("one", "intra"))
+        rows.append((job.name, *milliseconds, *(f"{each:.2f}" for each in (*against, *fastest, best))))
+    columns = ("a step of", "one thread", "intra=2", "inter=2", "to one thread", "to intra=2")
+    columns = (*columns, "fastest turns: to one thread", "to intra=2", "regions allow")
+    print(markdown((columns, rows)))
+
+
+def tune(names: list[str], rounds: int, true_rounds: int) -> None:
+    """What `tune threads` chooses, and what that is worth in a longer measurement of the whole grid."""
+    rows = []
+    for name in names:
+        plan = GridPlan(JOBS[name], None, CORES, None, None, rounds, 0.5)
+        chosen = thread_grid(plan, say)["best"]
+        true = {setting_of(row): row for row in thread_grid(plan._replace(rounds=true_rounds), say)["rows"]}
+        best = max(true.values(), key=lambda row: row["samples_per_s"]["median"])
+        own = true[setting_of(chosen)]["samples_per_s"]["median"]
+        rates = [f"{true[each]['samples_per_s']['median']:,.0f}" for each in sorted(true)]
+        below = 100 * (1 - own / best["samples_per_s"]["median"])
+        rows.append((name, shown(chosen), shown(best), f"{below:.1f} %", ", ".join(rates)))
+    settings = ", ".join(shown(setting._asdict()) for setting in sorted(true))
+    print(markdown((("job", "chosen", "best", "below the best", f"samples/s of {settings}"), rows)))
+
+
+def setting_of(row: dict[str, int]) -> GridSetting:
+    """The division that a row is of."""
+    return GridSetting(*(row[name] for name in GridSetting._fields))
+
+
+def shown(row: dict[str, int]) -> str:
+    """Workers x threads x threads of branches."""
+    return " x ".join(str(row[name]) for name in GridSetting._fields)
+
+
+def say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("branches", "tune"))
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--turn-s", type=float, default=0.15)
+    parser.add_argument("--true-rounds", type=int, default=6)
+    given = parser.parse_args()
+    print(f"load before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
+    if given.what == "branches":
+        branches(given.rounds or 40, given.turn_s)
+    else:
+        tune(given.jobs, given.rounds or 3, given.true_rounds)

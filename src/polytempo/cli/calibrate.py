@@ -1,0 +1,72 @@
+"""`polytempo calibrate`: what training does on an engine's hosts, as a file that `simulate --cluster` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polytempo.cli.measure import check_cluster_file, link_text, speed_text
+from polytempo.cli.show import notes_on_stderr, show_json, show_table
+from polytempo.cluster import KernelSpeed
+from polytempo.cluster.measured import to_toml
+from polytempo.core import files
+from polytempo.report.summary import human_seconds
+from polytempo.runs.arguments import parse_engine
+from polytempo.runs.calibration.calibrate import Calibration
+from polytempo.runs.calibration.calibrate import calibrate as calibrated
+
+_FILE = Path("cluster.toml")
+_PERCENT = 100
+_SHOWN = ("product", "elementwise", "update SGD momentum", "encode feedback(one_bit())", "low_rank answer", "step")
+
+
+def calibrate(engine: str, workers: int | None, out: Path | None, *, as_json: bool) -> None:
+    """Measure with so many processes, write the file, and show the main figures."""
+    setup, path = parse_engine(engine), out or _FILE
+    check_cluster_file(path)
+    if workers is None:
+        workers = max(2, len(getattr(setup, "hosts", ())))
+    with notes_on_stderr():
+        found = calibrated(setup, engine, workers)
+    files.replace(path, to_toml(found.cluster, found.measured, found.spread))
+    if as_json:
+        show_json(_plain(path, found))
+        return
+    show_table(("", ""), _rows(found), header=False)
+    print(f"written to {path}; simulate it with: polytempo simulate digits --workers {workers} --cluster {path}")
+
+
+def _rows(found: Calibration) -> list[tuple[str, str]]:
+    cluster = found.cluster
+    rows = [(f"host {host.name}", f"{host.workers} processes") for host in found.measured.hosts]
+    rows.append(("network", link_text(cluster.network) + ("" if found.measured.between else " (one host: its memory)")))
+    rows.append(("memory", link_text(cluster.memory)))
+    rows += [(name, link_text(link)) for name, link in cluster.collectives]
+    rows.append(("large products", f"{speed_text(cluster.flops_per_s)} a process"))
+    speeds = dict(cluster.speeds.kernels) if cluster.speeds is not None else {}
+    rows += [(kernel, _kernel(speeds[kernel])) for kernel in _SHOWN if kernel in speeds]
+    rows.append(("kernels", f"{len(speeds)}, which the file lists"))
+    rows += [(f"spread of {name}", f"{_PERCENT * value:.0f} %") for name, value in found.spread.items()]
+    return rows
+
+
+def _kernel(speed: KernelSpeed) -> str:
+    parts = [f"{human_seconds(speed.call_s)} a call"]
+    if speed.byte_s:
+        parts.append(f"{1e-9 / speed.byte_s:,.1f} GB/s")
+    if speed.flop_s:
+        parts.append(f"{1e-9 / speed.flop_s:,.1f} Gflop/s")
+    return ", ".join(parts)
+
+
+def _plain(path: Path, found: Calibration) -> dict[str, object]:
+    cluster = found.cluster
+    return {
+        "cluster": str(path),
+        "engine": found.measured.engine,
+        "hosts": [host._asdict() for host in found.measured.hosts],
+        "network": vars(cluster.network),
+        "memory": vars(cluster.memory),
+        "collectives": {name: vars(link) for name, link in cluster.collectives},
+        "kernels": {name: speed._asdict() for name, speed in (cluster.speeds.kernels if cluster.speeds else ())},
+        "spread": found.spread,
+    }

@@ -1,0 +1,100 @@
+"""What a file of a cluster says of kernels, collectives and stragglers: the tables behind `network`, `memory`, `host`.
+
+[[kernels]]      name, call_s, byte_s, flop_s, error          `Cluster.speeds`; [[server_kernels]] likewise
+[[collectives]]  name, latency_s, bytes_per_s                 `Cluster.collectives`
+[stragglers]     quantiles, correlation                       `slow_spells.measured_steps`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from polytempo.cluster.cluster import Cluster, Link
+from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps, steps_of
+from polytempo.cluster.speeds import KernelSpeed, Speeds
+from polytempo.cluster.stragglers import Stragglers, constant
+
+Number = Callable[..., float]
+"""`number(table, name, key, where, least)`: reads a number, or raises ValueError (`measured`)."""
+
+
+def written(cluster: Cluster) -> list[str]:
+    """The lines of the tables that this cluster has something for."""
+    lines: list[str] = []
+    for name, speeds in (("kernels", cluster.speeds), ("server_kernels", cluster.server_speeds)):
+        for kernel, speed in () if speeds is None else speeds.kernels:
+            lines += ["", f"[[{name}]]", f"name = {json.dumps(kernel)}"]
+            lines += [f"{key} = {value!r}" for key, value in speed._asdict().items()]
+    for kind, link in cluster.collectives:
+        lines += ["", "[[collectives]]", f"name = {json.dumps(kind)}"]
+        lines += [f"latency_s = {link.latency_s!r}", f"bytes_per_s = {link.bytes_per_s!r}"]
+    stragglers = cluster.stragglers
+    steps = steps_of(stragglers) if isinstance(stragglers, CorrelatedStragglers) else None
+    if steps is not None:
+        lines += ["", "[stragglers]  # factors on the time of a step, from the least to the most"]
+        lines += [f"quantiles = {list(steps[0])!r}", f"correlation = {steps[1]!r}  # of a step with the next"]
+    return lines
+
+
+def speeds_of(plain: Mapping[str, Any], key: str, where: str, number: Number) -> Speeds | None:
+    """The speeds in a table of kernels; None where there is none. ValueError names what is wrong in it."""
+    rows = _rows(plain, key, where)
+    found = []
+    for row in rows:
+        name = _name(row, key, where)
+        figures = (number(row, f"{key} {name!r}", each, where, 0.0) for each in KernelSpeed._fields)
+        found.append((name, KernelSpeed(*figures)))
+    if not found:
+        return None
+    try:
+        return Speeds(tuple(found))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def collectives_of(plain: Mapping[str, Any], where: str, number: Number) -> tuple[tuple[str, Link], ...]:
+    """The links in the table of collectives."""
+    found = []
+    for row in _rows(plain, "collectives", where):
+        name = _name(row, "collectives", where)
+        latency_s = number(row, f"collectives {name!r}", "latency_s", where, 0.0)
+        found.append((name, Link(latency_s, number(row, f"collectives {name!r}", "bytes_per_s", where))))
+    return tuple(found)
+
+
+def stragglers_of(plain: Mapping[str, Any], where: str) -> Stragglers:
+    """The distribution in the table of stragglers; `constant()` where there is none."""
+    table = plain.get("stragglers")
+    if table is None:
+        return constant()
+    quantiles: Any
+    correlation: Any
+    quantiles, correlation = (
+        table.get(key) if isinstance(table, dict) else None for key in ("quantiles", "correlation")
+    )
+    if not isinstance(quantiles, list) or not all(_is_number(each) for each in [*quantiles, correlation]):
+        raise ValueError(f"{where}: [stragglers] needs quantiles, a list of numbers, and correlation, a number")
+    try:
+        return measured_steps(tuple(float(each) for each in quantiles), float(correlation))
+    except ValueError as error:
+        raise ValueError(f"{where}: [stragglers]: {error}") from error
+
+
+def _rows(plain: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    rows = plain.get(key, [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{where}: {key} must be tables, each headed by [[{key}]]")
+    return rows
+
+
+def _name(row: Mapping[str, Any], key: str, where: str) -> str:
+    name = row.get("name")
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: {key}: name = {name!r} must be a text")
+    return name
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

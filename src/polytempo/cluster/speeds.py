@@ -1,0 +1,77 @@
+"""`Speeds`: how long each kernel takes on a processor, as it was measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # this is read before torch is loaded
+    from polytempo.core.kernel_use import KernelUse
+
+GENERAL = "elementwise"
+"""The kernel that stands for those that were not measured: it reads and writes memory, element by element."""
+_ARGUMENTS = re.compile(r"\([^()]*\)")
+
+
+class KernelSpeed(NamedTuple):
+    """Seconds for each call, byte and operation of one kernel."""
+
+    call_s: float = 0.0
+    byte_s: float = 0.0
+    flop_s: float = 0.0
+    error: float = 0.0
+    """The median distance of what was measured from this, as a part of what was measured."""
+
+    def seconds(self, use: KernelUse) -> float:
+        """calls · call_s + num_bytes · byte_s + flops · flop_s."""
+        return use.calls * self.call_s + use.num_bytes * self.byte_s + use.flops * self.flop_s
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The kernels that were measured, by name; `elementwise` is one of them."""
+
+    kernels: tuple[tuple[str, KernelSpeed], ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError without the kernel that stands for all others."""
+        if GENERAL not in self._by_name:
+            raise ValueError(f"the speeds of kernels must name {GENERAL!r}, which stands for those that are missing")
+
+    def of(self, kernel: str) -> KernelSpeed:
+        """That of `kernel`; where it was not measured, that of one with other arguments; else of `elementwise`.
+
+        `encode top_k(ratio=0.1)` takes the speed of `encode top_k(ratio=0.01)` where only that was measured.
+        """
+        found = self._by_name.get(kernel)
+        if found is None:
+            found = self._by_name[kernel] = self._families.get(_family(kernel), self._by_name[GENERAL])
+        return found
+
+    def measured(self, kernel: str) -> bool:
+        """Whether it, or one with other arguments, was measured."""
+        return _family(kernel) in self._families
+
+    def seconds(self, uses: Iterable[KernelUse]) -> float:
+        """One use after the other."""
+        return sum(self.of(use.kernel).seconds(use) for use in uses)
+
+    @cached_property
+    def _by_name(self) -> dict[str, KernelSpeed]:
+        return dict(self.kernels)
+
+    @cached_property
+    def _families(self) -> dict[str, KernelSpeed]:
+        return {_family(name): speed for name, speed in reversed(self.kernels)}
+
+
+def _family(kernel: str) -> str:
+    """The name without its innermost arguments.
+
+    >>> _family("encode feedback(top_k(ratio=0.01))")
+    'encode feedback(top_k)'
+    """
+    return _ARGUMENTS.sub("", kernel)

@@ -1,0 +1,151 @@
+"""Threads that run tasks, each as soon as those that it needs are done; the caller's thread is one of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from polytempo.partition.branches.settings import ThreadSettings
+
+_IDLE_S = 10.0
+"""How long a thread waits for work before it ends."""
+
+
+class PoolWork(NamedTuple):
+    """Something that a thread does."""
+
+    call: Callable[[], None]
+    needs: Sequence[int]
+    """What is done before, as numbers among all work."""
+    remaining: float
+    """How long the longest way is that begins with it; of what can begin the longest goes first."""
+
+
+class Pool:
+    """`size` threads, the caller's among them. They start when they are needed, and end when they are idle."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._busy = threading.Lock()
+        self._run: _Run | None = None
+        self._number = 0
+        """Of the run, so that no thread helps one twice."""
+        self._threads = 0
+
+    def perform(self, work: Sequence[PoolWork]) -> None:
+        """Do all of it. Where something fails the rest is not begun; raises the error of what comes first.
+
+        Where the threads have other work already, as that of another thread's call, this thread does it alone.
+        """
+        if self._process != os.getpid():  # threads are left behind by a fork
+            self._begin_anew()
+        shared = self._busy.acquire(blocking=False)
+        run = _Run(work, self._changed if shared else threading.Condition(), ThreadSettings.here())
+        try:
+            if shared:
+                self._offer(run)
+            run.help()
+        except BaseException:  # an interrupt, while others compute
+            run.abandon()
+            raise
+        finally:
+            if shared:
+                self._run = None
+                self._busy.release()
+        run.check()
+
+    def _offer(self, run: _Run) -> None:
+        with self._changed:
+            self._run, self._number = run, self._number + 1
+            missing = self.size - 1 - self._threads
+            self._threads += missing
+            self._changed.notify_all()
+        for _ in range(missing):
+            threading.Thread(target=self._serve, name="polytempo-branch", daemon=True).start()
+
+    def _is_new(self, done: int) -> bool:
+        return self._run is not None and self._number != done
+
+    def _serve(self) -> None:
+        done = 0
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(partial(self._is_new, done), _IDLE_S):
+                    self._threads -= 1
+                    return
+                run, done = self._run, self._number
+            assert run is not None
+            with run.settings.set():
+                run.help()
+            del run  # with all tensors of its work
+
+
+class _Run:
+    """Work that is being done."""
+
+    def __init__(self, work: Sequence[PoolWork], changed: threading.Condition, settings: ThreadSettings) -> None:
+        self._work, self._changed, self.settings = work, changed, settings
+        self._missing = [len(each.needs) for each in work]
+        self._users: list[list[int]] = [[] for _ in work]
+        for number, each in enumerate(work):
+            for need in each.needs:
+                self._users[need].append(number)
+        self._ready = [(-each.remaining, number) for number, each in enumerate(work) if not each.needs]
+        heapify(self._ready)
+        self._left, self._running = len(work), 0
+        self._failed: list[tuple[int, BaseException]] = []
+
+    def help(self) -> None:
+        """Do what can be done, until there is nothing left."""
+        while (number := self._next()) is not None:
+            error: BaseException | None = None
+            try:
+                self._work[number].call()
+            except BaseException as raised:  # it is raised in the caller's thread
+                error = raised
+            self._finish(number, error)
+
+    def _next(self) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._over())
+            if self._over() or not self._ready:
+                return None
+            self._running += 1
+            return heappop(self._ready)[1]
+
+    def _over(self) -> bool:
+        return not self._left or (bool(self._failed) and not self._running)
+
+    def _finish(self, number: int, error: BaseException | None) -> None:
+        with self._changed:
+            self._running -= 1
+            self._left -= 1
+            if error is not None:
+                self._failed.append((number, error))
+                self._ready.clear()
+            for user in self._users[number]:
+                self._missing[user] -= 1
+                if not self._missing[user] and not self._failed:
+                    heappush(self._ready, (-self._work[user].remaining, user))
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Begin nothing more of it."""
+        with self._changed:
+            self._ready.clear()
+            self._left = 0
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what was raised; of several the one whose work comes first."""
+        if self._failed:
+            raise min(self._failed, key=lambda each: each[0])[1]

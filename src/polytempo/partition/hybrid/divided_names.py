@@ -1,0 +1,33 @@
+"""`DividedNames`: what a strategy says of the layers that it divides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange
+
+
+@dataclass(frozen=True)
+class DividedNames:
+    """Layers by name or pattern, divided over all ranks, each of which gets samples of its own.
+
+    `names`: None leaves them to a plan of the model's layers, by the bytes that are sent, or by times on a `link`.
+    """
+
+    names: tuple[str, ...] | None
+    exchange: Exchange = "joined"
+    link: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an exchange that is none, for no names, and for a link that nothing is planned for."""
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange={self.exchange!r}: must be one of {', '.join(EXCHANGES)}")
+        if self.names is not None and not self.names:
+            raise ValueError("no layer is named; give names such as 'classifier.*', or 'auto' for a plan's")
+        if self.names is not None and self.link is not None:
+            raise ValueError(f"link={self.link!r} is what layers are planned for, and they are named; leave out one")
+
+    @property
+    def ranks(self) -> int:
+        """Every worker gets samples of its own."""
+        return 1

@@ -1,0 +1,163 @@
+"""`SplitPlan`: each layer of a model split over N ranks by the way that sends the fewest bytes.
+
+    column ──▶ functions of single features ──▶ row        2·P·O forward, 2·P·I backward, nothing between
+    column(gather=True)                                    P·O forward, 2·P·I backward
+    row, which is given all inputs                         2·P·O forward, P·I backward
+
+In units of (N-1) numbers, all ranks together, for P positions. Which layers follow each other, with functions of single
+features between them, the model's graph says (`partition.trace`). The best pairs in a run of such layers are found by
+dynamic programming. Attention goes by heads, an embedding by its features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from polytempo.partition.plan.follower import Follower, followers
+from polytempo.partition.plan.volume import LayerVolume, volumes
+from polytempo.partition.tensor.way import Way, column, row, way_of
+from polytempo.partition.trace import Untraceable, inputs_of, trace
+
+
+class SplitLayerPlan(NamedTuple):
+    """One layer, and what it sends in units of (N-1) numbers of a sample. Without a way it stays whole."""
+
+    volume: LayerVolume
+    way: Way | None
+    forward: float
+    backward: float
+    rounds: int
+    """Of all-to-alls in a step: two make a sum, one a gather."""
+
+    @property
+    def numbers(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The layers of a model, in the order in which it calls them, each with its way on so many ranks."""
+
+    layers: tuple[SplitLayerPlan, ...]
+    also: Mapping[str, Way]
+    """Dropouts between a column and a row layer."""
+    ranks: int
+
+    @property
+    def rules(self) -> dict[str, Way]:
+        """By names; `pt.split` takes them."""
+        return {each.volume.name: each.way for each in self.layers if each.way is not None} | dict(self.also)
+
+    def bytes_of(self, layer: SplitLayerPlan, batch_size: int) -> float:
+        """What all ranks together send for a layer in a step, forward and backward."""
+        return (self.ranks - 1) * layer.numbers * batch_size * layer.volume.itemsize
+
+    def seconds_of(self, layer: SplitLayerPlan, batch_size: int, latency_s: float, bytes_per_s: float) -> float:
+        """Of a layer's exchanges in a step, each rank on a link of its own."""
+        return layer.rounds * latency_s + self.bytes_of(layer, batch_size) / self.ranks / bytes_per_s
+
+    def saved_s(self, layer: SplitLayerPlan, batch_size: int, flops_per_s: float) -> float:
+        """Of computing that a rank leaves to the others in a step."""
+        part = 0.0 if layer.way is None else 1 - 1 / self.ranks
+        return part * layer.volume.flops * batch_size / flops_per_s
+
+
+def split_plan(model: nn.Module, sample: Any, ranks: int) -> SplitPlan:
+    """The plan of every layer of `model` that can be split over `ranks`. Nothing is computed.
+
+    `sample`: what the model is called with. Layers with fewer features, channels or heads than ranks stay whole, and so
+    do layers that share weights, or that the model does not call.
+
+    Errors: ValueError for a model that cannot be traced, which names the line, and those of `volumes`.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: must be at least 1")
+    try:
+        graph = trace(model, inputs_of(model, sample)).graph
+    except Untraceable as error:
+        raise ValueError(
+            f"ways cannot be chosen where it is not known which layer follows which: {error}; or give rules by name, "
+            'such as {"*.up": "column", "*.down": "row"}'
+        ) from error
+    found = {each.name: each for each in volumes(model, sample)}
+    modules = {name: model.get_submodule(name) for name in found}
+    able = {name for name, volume in found.items() if _able(modules[name], volume, ranks)}
+    links = {
+        first: link
+        for first, link in followers(model, graph).items()
+        if {first, link.name} <= able and found[first].features >= ranks
+    }
+    chosen: dict[str, SplitLayerPlan] = {name: SplitLayerPlan(volume, None, 0, 0, 0) for name, volume in found.items()}
+    also: dict[str, Way] = {}
+    for run in _runs(able, links):
+        for plan in _best(run, links, found, modules, ranks):
+            chosen[plan.volume.name] = plan
+            if plan.way == column() and plan.volume.name in links:
+                also |= dict.fromkeys(links[plan.volume.name].dropouts, way_of("column"))
+    return SplitPlan(tuple(chosen.values()), also, ranks)
+
+
+def _able(module: nn.Module, volume: LayerVolume, ranks: int) -> bool:
+    """Whether the layer has a way by itself."""
+    if volume.tied or not (volume.inputs or volume.outputs) or ranks == 1:
+        return False
+    if type(module) is nn.MultiheadAttention:
+        return module.num_heads >= ranks and module.bias_k is None and not module.add_zero_attn
+    return bool(volume.features) and max(volume.features, _num_inputs(module)) >= ranks
+
+
+def _num_inputs(module: nn.Module) -> int:
+    """Features or channels that a row layer divides; an embedding has none."""
+    return int(getattr(module, "in_features", getattr(module, "in_channels", 0)))
+
+
+def _runs(able: set[str], links: Mapping[str, Follower]) -> Iterator[list[str]]:
+    """Layers in rows, each of which its successor follows; together all that are able."""
+    behind = {link.name for link in links.values()}
+    for first in sorted(able - behind):
+        run = [first]
+        while run[-1] in links:
+            run.append(links[run[-1]].name)
+        yield run
+
+
+def _best(
+    run: Sequence[str],
+    links: Mapping[str, Follower],
+    found: Mapping[str, LayerVolume],
+    modules: Mapping[str, nn.Module],
+    ranks: int,
+) -> list[SplitLayerPlan]:
+    """Of a run: which layers are pairs, and which go alone, so that the numbers sent are the fewest."""
+    best: list[list[SplitLayerPlan]] = [[]]
+    for number, name in enumerate(run):
+        options = [[*best[number], _alone(found[name], modules[name], ranks)]]
+        if number:
+            options.append([*best[number - 1], *_pair(found[run[number - 1]], found[name], links[run[number - 1]])])
+        best.append(min(options, key=lambda plans: sum(plan.numbers for plan in plans)))
+    return best[-1]
+
+
+def _alone(volume: LayerVolume, module: nn.Module, ranks: int) -> SplitLayerPlan:
+    """The best way of a layer that is given the whole, and gives the whole."""
+    given, made = volume.inputs * volume.gradient, volume.outputs
+    if type(module) is nn.MultiheadAttention:
+        return SplitLayerPlan(volume, way_of("heads"), 2 * made, 2 * made * volume.gradient, 2 + 2 * volume.gradient)
+    if type(module) is nn.Embedding:
+        return SplitLayerPlan(volume, way_of("column"), made, 0, 1)
+    by_column = SplitLayerPlan(volume, column(gather=True), made, 2 * given, 1 + 2 * volume.gradient)
+    by_row = SplitLayerPlan(volume, row(), 2 * made, given, 2 + volume.gradient)
+    possible = [by_column] * (volume.features >= ranks) + [by_row] * (_num_inputs(module) >= ranks)
+    return min(possible, key=lambda plan: plan.numbers)
+
+
+def _pair(first: LayerVolume, second: LayerVolume, link: Follower) -> list[SplitLayerPlan]:
+    return [
+        SplitLayerPlan(first, column(), 0, 2 * first.inputs * first.gradient, 2 * first.gradient),
+        SplitLayerPlan(second, row(heads=link.heads), 2 * second.outputs, 0, 2),
+    ]

@@ -1,0 +1,18 @@
+"""Scheduled model parallelism: a program decides in each round which parameters are updated together."""
+
+from polytempo.partition.scheduled.factorization import factorization
+from polytempo.partition.scheduled.lasso import lasso
+from polytempo.partition.scheduled.lda import lda
+from polytempo.partition.scheduled.logistic import logistic
+from polytempo.partition.scheduled.program import ScheduledJob, ScheduledProgram, SweepReport, performed
+
+__all__ = [
+    "ScheduledJob",
+    "ScheduledProgram",
+    "SweepReport",
+    "factorization",
+    "lasso",
+    "lda",
+    "logistic",
+    "performed",
+]

@@ -1,0 +1,120 @@
+"""`Validation`: two traces of one training run step by step, the predicted beside the measured, and by component.
+
+step k of a rank   from the end of its last operation of step k-1 to that of step k
+components         each kind of communication, as long as a rank is in it; computing is the rest of the step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from polytempo.worlds.trace import COMMUNICATION, Event
+
+COMPUTING = "computing"
+_OFF_STEPS = 2
+"""Steps at the beginning that do not count: processes warm up."""
+
+
+class PredictedTime(NamedTuple):
+    """Seconds of a step, or of a component of a mean step: the ranks' mean."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """Predicted - measured."""
+        return self.predicted_s - self.measured_s
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1; infinite for something that was predicted and did not happen."""
+        if not self.measured_s:
+            return float("inf") if self.predicted_s else 0.0
+        return self.predicted_s / self.measured_s - 1
+
+
+class Validation(NamedTuple):
+    """A prediction beside what happened."""
+
+    steps: list[PredictedTime]
+    """Those that both traces hold, in order."""
+    whole: PredictedTime
+    """The median step."""
+    components: list[PredictedTime]
+    """Of the mean step, the one with the largest difference first."""
+
+    @property
+    def median_error(self) -> float:
+        """Of the single steps, without its sign."""
+        return median(abs(step.error) for step in self.steps)
+
+
+def validation(predicted: Sequence[Event], measured: Sequence[Event]) -> Validation:
+    """Compare two traces. ValueError where they have no step in common."""
+    traces = [_steps(events) for events in (predicted, measured)]
+    common = sorted(set(traces[0]) & set(traces[1]))[:-1]  # in the last one ranks also wait for the run's end
+    if not common:
+        raise ValueError("the trace of the run and that of its simulation have no step in common; measure a longer run")
+    steps = [
+        PredictedTime(str(step), *(fmean(sum(parts.values()) for parts in trace[step]) for trace in traces))
+        for step in common
+    ]
+    names = dict.fromkeys(name for trace in traces for step in common for parts in trace[step] for name in parts)
+    components = [
+        PredictedTime(
+            name,
+            *(fmean(parts.get(name, 0.0) for step in common for parts in trace[step]) for trace in traces),
+        )
+        for name in names
+    ]
+    components.sort(key=lambda each: -abs(each.difference_s))
+    whole = PredictedTime(
+        "step", *(median(getattr(step, key) for step in steps) for key in ("predicted_s", "measured_s"))
+    )
+    return Validation(steps, whole, components)
+
+
+def typical_step_s(events: Iterable[Event], period: int = 8) -> float:
+    """Seconds of a step: of steps k, k + `period`, … the median, and the mean of these over k.
+
+    So what happens in one of `period` steps counts, and a step that something else on the host has disturbed does not.
+    Raises ValueError for a trace of fewer than two whole steps.
+    """
+    classes: dict[int, list[float]] = defaultdict(list)
+    for step, ranks in _steps(events).items():
+        classes[step % period].append(fmean(sum(parts.values()) for parts in ranks))
+    if not classes:
+        raise ValueError("the trace holds no whole step; measure a longer run")
+    return fmean(median(each) for each in classes.values())
+
+
+def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
+    """Of each step that the trace holds whole, what every rank's part of it was made of, in seconds."""
+    of_rank: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        of_rank[event.rank][event.step].append(event)
+    found: dict[int, list[Mapping[str, float]]] = defaultdict(list)
+    for steps in of_rank.values():
+        first = min(steps)
+        for step in sorted(steps):
+            if step >= max(first + 1, _OFF_STEPS) and step - 1 in steps:
+                begin_s = max(event.end_s for event in steps[step - 1])
+                found[step].append(_parts(steps[step], begin_s, max(event.end_s for event in steps[step])))
+    return {step: parts for step, parts in found.items() if len(parts) == len(of_rank)}
+
+
+def _parts(events: Sequence[Event], begin_s: float, end_s: float) -> dict[str, float]:
+    """Seconds of each kind of communication; where several are under way, of the one that began first."""
+    parts: dict[str, float] = defaultdict(float)
+    free_s = begin_s
+    for event in sorted(events, key=lambda event: event.start_s):
+        if event.op in COMMUNICATION and event.end_s > free_s:
+            parts[event.op] += event.end_s - max(event.start_s, free_s)
+            free_s = max(free_s, event.end_s)
+    parts[COMPUTING] = max(0.0, end_s - begin_s - sum(parts.values()))
+    return dict(parts)

@@ -1,0 +1,152 @@
+"""`calibrate`: the cluster that an engine's hosts are, as training uses them.
+
+1  processes on all hosts time kernels, messages, collectives and steps      speeds, links, stragglers
+2  they train a small job without an exchange and with one; it is simulated  what a step and an exchange cost besides
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
+from polytempo.cluster.fit import Sample, fitted
+from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
+from polytempo.cluster.slow_spells import measured_steps
+from polytempo.cluster.stragglers import constant
+from polytempo.engines.engine import EngineSetup
+from polytempo.jobs import find
+from polytempo.runs.calibration.measurement import (
+    CALIBRATION,
+    SMALL_RUNS,
+    calibration,
+    correlation_of,
+    quantiles_of,
+    samples_of,
+    small_job,
+    spread_of,
+)
+from polytempo.runs.probe import answers, hosts_of
+from polytempo.runs.simulate import simulate
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.strategies import sync_sgd
+
+_SIMULATED = 20
+"""Steps of the small job."""
+_OPERATORS = ("product", "convolution", "attention", "elementwise", "view")
+
+
+class Calibration(NamedTuple):
+    """What was measured, the cluster that a simulation takes for it, and by how much measurements vary."""
+
+    cluster: Cluster
+    measured: Measured
+    spread: dict[str, float]
+    """(90th percentile - 10th percentile) / median: of steps, of large messages, of workers' speeds."""
+
+
+def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
+    """Measure with so many processes, placed as a run's are. `name`: the engine's, for the file.
+
+    Cost: some 20 s, and 1 s for each ordered pair of hosts. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
+    """
+    spec = RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions(threads=1))
+    told = answers(setup, spec, name, CALIBRATION, calibration)
+    return _with_steps(assembled(name, told), told)
+
+
+def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
+    """What the answers of all processes, by rank, add up to."""
+    of_rank, names = hosts_of(told)
+    hosts = tuple(
+        MeasuredHost(names[host], of_rank.count(host), _median(told, of_rank, host)) for host in dict.fromkeys(of_rank)
+    )
+    each = [(int(a), int(b), Link(*figures), spread) for one in told for a, b, *figures, spread in one["links"]]
+    between = tuple(_named(link, a, b, of_rank, names) for a, b, link, _ in each if of_rank[a] != of_rank[b])
+    within = tuple(_named(link, a, b, of_rank, names) for a, b, link, _ in each if of_rank[a] == of_rank[b])
+    measured = Measured(name, hosts, between, within)
+    kernels = _speeds([sample for one in told for sample in samples_of(one["samples"])])
+    factors = [one["steps"] for one in told]
+    steps = measured_steps(
+        quantiles_of([factor for one in factors for factor in one]), median(correlation_of(one) for one in factors)
+    )
+    base = cluster_of(measured)
+    cluster = replace(
+        base,
+        network=replace(base.network, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] != of_rank[b]])),
+        memory=replace(base.memory, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] == of_rank[b]])),
+        speeds=Speeds(tuple(sorted(kernels.items()))),
+        collectives=_collectives(told, "network" if between else "memory"),
+        stragglers=steps,
+    )
+    if not between:
+        cluster = replace(cluster, network=cluster.memory)
+    spread = {"steps": median(spread_of(one["steps"]) for one in told)}
+    spread["workers"] = spread_of([one["flops_per_s"] for one in told])
+    if each:
+        spread["messages"] = median(spread for *_, spread in each)
+    return Calibration(cluster, measured, spread)
+
+
+def _median(told: Sequence[dict[str, Any]], of_rank: Sequence[int], host: int) -> float:
+    return median(float(one["flops_per_s"]) for one, other in zip(told, of_rank, strict=True) if other == host)
+
+
+def _named(link: Link, a: int, b: int, of_rank: Sequence[int], names: dict[int, str]) -> MeasuredLink:
+    return MeasuredLink(names[of_rank[a]], names[of_rank[b]], link.latency_s, link.bytes_per_s)
+
+
+def _duplex(links: Sequence[Link]) -> float:
+    return median(link.duplex for link in links) if links else 1.0
+
+
+def _speeds(samples: Sequence[Sample]) -> dict[str, KernelSpeed]:
+    """Fitted; what torch takes besides an operator itself is a part of each of its calls."""
+    found = fitted(samples)
+    besides = found.pop("operator", KernelSpeed())
+    for kernel in _OPERATORS:
+        if kernel in found:
+            found[kernel] = found[kernel]._replace(call_s=found[kernel].call_s + besides.call_s)
+    return found
+
+
+def _collectives(told: Sequence[dict[str, Any]], place: str) -> tuple[tuple[str, Link], ...]:
+    """As links for which the closed forms of `worlds.collective` give what was measured."""
+    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in told:
+        for kind, call_s, byte_s in one["collectives"]:
+            taken[kind].append((call_s, byte_s))
+    others, links = len(told) - 1, []
+    for kind, figures in taken.items():
+        call_s, byte_s = median(call for call, _ in figures), max(median(byte for _, byte in figures), 1e-13)
+        rounds, share = (2 * others, 2 * others / (others + 1)) if kind == "all_reduce" else (others, others)
+        links.append((f"{place} {kind}", Link(call_s / rounds, share / byte_s)))
+    return tuple(links)
+
+
+# ---------------------------------------------------------------------- a small job
+
+
+def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibration:
+    """With the kernels `step`, `sample`, `exchange`: what a small job takes beyond what is known of its parts."""
+    cluster, workers = found.cluster, len(told)
+    for kernel in SMALL_RUNS:
+        cluster = _with_kernel(cluster, kernel, KernelSpeed())
+    for kernel, run in SMALL_RUNS.items():
+        if kernel == "exchange" and workers == 1:
+            continue
+        undisturbed = replace(cluster, stragglers=constant())
+        result = simulate(small_job(), run.strategy, workers, undisturbed, run.options(_SIMULATED))
+        besides_s = median(one["small"][kernel] for one in told) - result.seconds / result.steps
+        calls = run.batch_size if kernel == "sample" else 1
+        cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
+    return found._replace(cluster=cluster)
+
+
+def _with_kernel(cluster: Cluster, kernel: str, speed: KernelSpeed) -> Cluster:
+    assert cluster.speeds is not None
+    return replace(cluster, speeds=Speeds(tuple(sorted((dict(cluster.speeds.kernels) | {kernel: speed}).items()))))

@@ -1,0 +1,209 @@
+"""What a processor takes for the kernels of training, as samples: what was asked for, and seconds.
+
+operators     of models' forward and backward passes, one by one            product, convolution, elementwise, view
+transforms    their computations in a virtual world of two ranks            encode …, decode …, low_rank …
+around them   an update, packing and scaling, copying, looking for NaN      update …, scale, copy, check
+
+Operators, and what is around them, are timed within steps of training: what they read was written long before, and
+what is new has no memory yet, so they take up to five times as long as when they are called again and again.
+All processes of a host measure the same at the same time, so they share its memory as they do in training. Times are
+those of the thread on its processor, so other programs take nothing but caches and memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from polytempo.aggregation import low_rank
+from polytempo.cluster import Cluster, Link
+from polytempo.cluster.fit import Sample
+from polytempo.compression import feedback, through
+from polytempo.core import Bundle, Op, Port, Program, Transform, interpreted
+from polytempo.core.kernel_use import KernelUse, Uses
+from polytempo.core.op import Compute
+from polytempo.spec.catalogue import NAMES
+from polytempo.training.guard import first_bad
+from polytempo.training.job_profile import Operators
+from polytempo.training.step_cost import update_use
+from polytempo.worlds import VirtualWorld
+
+_PERCEPTRONS = (
+    ((64, 128, 10), 32),
+    ((256, 256, 10), 8),
+    ((256, 256, 256, 10), 128),
+    ((512, 1536, 10), 16),
+    ((512, 1536, 10), 64),
+    ((1024, 1024, 512, 10), 32),
+    ((2048, 1024, 10), 8),
+)
+"""Layers, and the size of a batch."""
+_CONVOLUTIONS = (((1, 8, 16), 28, 16), ((3, 16, 32), 32, 8), ((16, 32), 16, 64))
+"""Channels, the length of a picture's side, and the size of a batch."""
+_REPEATS = 7
+_SHAPES = ((48, 48), (256, 384), (768, 768))
+"""Matrices to encode, two of each, so that both ranks own as much."""
+_STEPS = 4
+_BETWEEN = torch.zeros(4 << 20)
+"""Written before each computation of a transform, as a step of training writes gradients, weights and moments."""
+_OPTIMIZERS: tuple[Callable[[Any], Optimizer], ...] = (
+    partial(torch.optim.SGD, lr=1e-3),
+    partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    partial(torch.optim.SGD, lr=1e-3, momentum=0.9, weight_decay=1e-4),
+    partial(torch.optim.SGD, lr=1e-3, weight_decay=1e-4),
+    partial(torch.optim.Adam, lr=1e-3),
+    partial(torch.optim.AdamW, lr=1e-3, weight_decay=1e-2),
+)
+
+
+def operators() -> list[Sample]:
+    """Of each operator call of some models' forward and backward passes; `operator` is what torch takes besides."""
+    found = [sample for sizes, batch in _PERCEPTRONS for sample in _passes(_perceptron(sizes), (batch, sizes[0]))]
+    for channels, side, batch in _CONVOLUTIONS:
+        found += _passes(_convolutions(channels), (batch, channels[0], side, side))
+    return found
+
+
+def transforms() -> list[Sample]:
+    """Of the computations of each codec's exchange, with feedback and without, and of `low_rank`."""
+    made: list[Transform] = [low_rank(1), low_rank(2), low_rank(4)]
+    for name in NAMES.codecs:
+        if name == "feedback":
+            continue
+        for wrap in (lambda codec: codec, feedback):
+            try:
+                made.append(through(wrap(NAMES.codec(name)), exact_below=0))  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                continue  # it needs an argument, or keeps a memory of its own
+    return [sample for transform in made for shape in _SHAPES for sample in _exchanges(transform, shape)]
+
+
+def around() -> list[Sample]:
+    """Of an optimizer's step, of packing and scaling, of copying, and of a look for NaN, within steps of training."""
+    return [
+        sample
+        for sizes, batch in _PERCEPTRONS
+        for make in _OPTIMIZERS
+        for sample in _around(_perceptron(sizes), make, (batch, sizes[0]))
+    ]
+
+
+# ---------------------------------------------------------------------- operators
+
+
+def _perceptron(sizes: Sequence[int]) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _convolutions(channels: Sequence[int]) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(channels):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels[-1], 10))
+
+
+def _passes(model: nn.Module, shape: tuple[int, ...]) -> Iterator[Sample]:
+    """Each operator call, its median of some steps; then the rest of a pass without a profiler."""
+    inputs, target = torch.randn(shape), torch.randint(10, shape[:1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    runs, whole = [], []
+    for step in range(2 * _REPEATS + 1):
+        optimizer.zero_grad()
+        begin_s = time.thread_time()
+        with Operators(time.thread_time) if step % 2 else nullcontext() as run:
+            functional.cross_entropy(model(inputs), target).backward()
+        if run is not None:
+            runs.append(run.calls)
+        elif step:
+            whole.append(time.thread_time() - begin_s)
+        optimizer.step()
+    whole_s = median(whole)
+    medians = [median(run[i][2] for run in runs) for i in range(len(runs[0]))]
+    for (_, use, _), seconds in zip(runs[0], medians, strict=True):
+        yield Sample((use,), seconds)
+    rest_s = whole_s - sum(medians)
+    yield Sample((KernelUse("operator", len(medians)),), max(rest_s, 0.0))
+
+
+# ---------------------------------------------------------------------- transforms
+
+
+def _exchanges(transform: Transform, shape: tuple[int, int]) -> list[Sample]:
+    """Both ranks' computations in the steps after the first."""
+    found: list[tuple[int, Sample]] = []
+
+    async def program(port: Port) -> None:
+        torch.manual_seed(port.rank)
+        given = {name: 0.01 * torch.randn(shape) for name in ("a", "b")}
+        state = transform.init(Bundle(given))
+        for step in range(_STEPS):
+            bundle = Bundle({name: tensor.clone() for name, tensor in given.items()})
+            _, state = await _timed(transform.apply(port, bundle, state), lambda sample: found.append((step, sample)))  # noqa: B023
+            await port.barrier()
+
+    VirtualWorld(Cluster(network=Link(0.0, 1e12)), 2).run(program)
+    return [sample for step, sample in found if step and sample.uses]
+
+
+async def _timed(program: Program[Any], take: Callable[[Sample], None]) -> Any:
+    """The program, with the seconds of each of its computations."""
+
+    async def perform(op: Op[Any]) -> Any:
+        return await (replace(op, work=partial(_run, op.work, op.uses, take)) if isinstance(op, Compute) else op)
+
+    return await interpreted(program, perform)
+
+
+def _run(work: Callable[[], Any], uses: Uses, take: Callable[[Sample], None]) -> Any:
+    _BETWEEN.add_(1.0)
+    begin_s = time.thread_time()
+    value = work()
+    take(Sample(uses, time.thread_time() - begin_s))
+    return value
+
+
+# ---------------------------------------------------------------------- around them
+
+
+def _around(model: nn.Module, make: Callable[[Any], Optimizer], shape: tuple[int, ...]) -> Iterator[Sample]:
+    """Medians over some steps."""
+    inputs, target = torch.randn(shape), torch.randint(10, shape[:1])
+    named, optimizer = dict(model.named_parameters()), make(model.parameters())
+    num_bytes = sum(p.numel() * p.element_size() for p in named.values())
+    memory = Bundle(
+        {name: p.detach() for name, p in named.items()}, flat=torch.empty(sum(p.numel() for p in named.values()))
+    )
+    copies = [torch.empty_like(p) for p in named.values()]
+    taken: dict[str, list[float]] = defaultdict(list)
+    for _ in range(_REPEATS + 1):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), target).backward()
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        work: dict[str, Callable[[], Any]] = {
+            "check": lambda: first_bad(gradients.items()),  # noqa: B023
+            "scale": lambda: Bundle(gradients, into=memory).scaled(0.5),  # noqa: B023
+            "update": optimizer.step,
+            "copy": lambda: torch._foreach_copy_(copies, [p.detach() for p in named.values()]),
+        }
+        for kernel, do in work.items():
+            begin_s = time.thread_time()
+            do()
+            taken[kernel].append(time.thread_time() - begin_s)
+    for kernel, seconds in taken.items():
+        use = update_use(optimizer) if kernel == "update" else KernelUse(kernel, len(named), num_bytes)
+        yield Sample((use,), median(seconds[1:]))

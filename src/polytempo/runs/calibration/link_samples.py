@@ -1,0 +1,151 @@
+"""What messages and collectives take between the processes of a run, as a run's own routes use them.
+
+one way      send n bytes; receive, copy to where they belong, answer a byte     latency and rate
+both ways    send and receive n bytes at once, and copy                          whether the directions share the rate
+collectives  all_reduce, all_gather, all_to_all of all ranks, one after another  what the world's own reach
+
+Of many times the tenth percentile counts: those that other programs of a host have disturbed least.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.cluster import Link
+from polytempo.cluster.fit import Sample, fitted
+from polytempo.core import Port
+from polytempo.core.kernel_use import KernelUse
+from polytempo.runs.probe import pairs_of
+
+_SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 5 << 20)
+_LARGE = 2 << 20
+_MESSAGES, _TRANSFERS = 60, 15
+_MOST_S = 1.0
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+
+
+class LinkSample(NamedTuple):
+    """From one rank to another: the link, and by how much its slow messages are slower than its median ones."""
+
+    source: int
+    target: int
+    link: Link
+    spread: float
+    """(90th percentile - 10th percentile) / median of the largest messages."""
+
+    def figures(self) -> tuple[int, int, float, float, float, float]:
+        """As plain numbers."""
+        return (self.source, self.target, self.link.latency_s, self.link.bytes_per_s, self.link.duplex, self.spread)
+
+
+async def links(port: Port) -> list[LinkSample]:
+    """Every ordered pair of first ranks of hosts, and the first two ranks of each host, one pair at a time."""
+    found = []
+    for source, target in pairs_of(port.hosts):
+        if port.rank in (source, target):
+            found += [await _pair(port, source, target)] if port.rank == source else await _other(port, source, target)
+        await port.barrier()
+    return found
+
+
+async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[tuple[str, float, float]]:
+    """Of each kind its seconds a call and a byte of a rank's buffer. `empty(numel)` makes memory for sums."""
+    found = []
+    for kind in _COLLECTIVES:
+        samples = []
+        for num_bytes in _SIZES:
+            seconds = await _repeated(port, lambda: _collective(port, kind, num_bytes // 4, empty))  # noqa: B023
+            samples.append(Sample((KernelUse(kind, 1, num_bytes),), seconds))
+        speed = fitted(samples)[kind]
+        found.append((kind, speed.call_s, speed.byte_s))
+    return found
+
+
+def _collective(port: Port, kind: str, numel: int, empty: Callable[[int], Tensor]) -> Callable[[], Awaitable[Any]]:
+    if kind == "all_reduce":
+        buffer = empty(numel)
+        return lambda: port.all_reduce(buffer)
+    if kind == "all_gather":
+        mine = torch.zeros(numel)
+        return lambda: port.all_gather(mine)
+    pieces = [torch.zeros(numel if to != port.rank else 0) for to in range(port.size)]
+    return lambda: port.all_to_all(pieces, pieces)
+
+
+async def _repeated(port: Port, make: Callable[[], Callable[[], Awaitable[Any]]]) -> float:
+    """Of as many calls as all ranks agree on."""
+    call = make()
+    await call()
+    begin_s = time.perf_counter()
+    await call()
+    once_s = float((await port.all_reduce(torch.tensor([time.perf_counter() - begin_s])))[0]) / port.size
+    taken = []
+    for _ in range(max(3, min(_MESSAGES, int(_MOST_S / max(once_s, 1e-6) / 4)))):
+        begin_s = time.perf_counter()
+        await call()
+        taken.append(time.perf_counter() - begin_s)
+    return _least(taken)
+
+
+def _least(taken: Sequence[float]) -> float:
+    """The tenth percentile."""
+    return sorted(taken)[len(taken) // 10]
+
+
+async def _pair(port: Port, source: int, target: int) -> LinkSample:
+    """The side that measures."""
+    samples, large = [], list[float]()
+    for num_bytes in _SIZES:
+        large = await _exchanged(port, target, num_bytes, _count(num_bytes))
+        samples.append(Sample((KernelUse("message", 2, num_bytes + _SIZES[0]),), _least(large)))
+    speed = fitted(samples)["message"]
+    both_s = _least(await _both_ways(port, target))
+    alone_s = _LARGE * speed.byte_s
+    duplex = min(1.0, max(0.5, alone_s / max(both_s - speed.call_s, 1e-9)))
+    ordered = sorted(large)
+    spread = (ordered[int(0.9 * len(ordered))] - ordered[int(0.1 * len(ordered))]) / median(ordered)
+    return LinkSample(source, target, Link(speed.call_s, 1 / max(speed.byte_s, 1e-13), duplex), spread)
+
+
+async def _other(port: Port, source: int, target: int) -> list[LinkSample]:
+    """The side that answers."""
+    for num_bytes in _SIZES:
+        await _answered(port, source, num_bytes, _count(num_bytes))
+    await _both_ways(port, source)
+    return []
+
+
+def _count(num_bytes: int) -> int:
+    return _MESSAGES if num_bytes < _LARGE // 4 else _TRANSFERS
+
+
+async def _exchanged(port: Port, to: int, num_bytes: int, count: int) -> list[float]:
+    message, answer, taken = torch.zeros(num_bytes // 4), torch.zeros(2), []
+    for _ in range(count):
+        begin_s = time.perf_counter()
+        await port.send(message, to)
+        answer.copy_(await port.recv(answer, to))
+        taken.append(time.perf_counter() - begin_s)
+    return taken
+
+
+async def _answered(port: Port, source: int, num_bytes: int, count: int) -> None:
+    message, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
+    for _ in range(count):
+        message.copy_(await port.recv(message, source))
+        await port.send(answer, source)
+
+
+async def _both_ways(port: Port, other: int) -> list[float]:
+    mine, theirs, taken = torch.zeros(_LARGE // 4), torch.zeros(_LARGE // 4), []
+    for _ in range(_TRANSFERS):
+        begin_s = time.perf_counter()
+        theirs.copy_(await port.send_receive(mine, other, like=theirs, source=other))
+        taken.append(time.perf_counter() - begin_s)
+    return taken

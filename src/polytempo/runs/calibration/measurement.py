@@ -1,0 +1,162 @@
+"""What one process measures together with the others of its world, as plain data."""
+
+from __future__ import annotations
+
+import socket
+import time
+from itertools import pairwise
+from statistics import NormalDist, fmean, median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from polytempo.cluster.fit import Sample
+from polytempo.core import Port, Strategy
+from polytempo.core.kernel_use import KernelUse
+from polytempo.engines.init import init
+from polytempo.native.arena import shared_empty
+from polytempo.runs.calibration.kernel_samples import around, operators, transforms
+from polytempo.runs.calibration.link_samples import collectives, links
+from polytempo.runs.probe import flops_per_s
+from polytempo.spec.job import Data, Job
+from polytempo.spec.options import RunOptions
+from polytempo.strategies import local_sgd, sync_sgd
+from polytempo.training.trainer import Trainer
+
+CALIBRATION = "calibration"
+"""The kind of such a process's role."""
+_TIMEOUT_S = 300.0
+_STEPS, _BATCH = 300, 32
+_QUANTILES = 20
+_FEW, _MANY = 30, 300
+
+
+class SmallRun(NamedTuple):
+    """How the small job is trained."""
+
+    strategy: Strategy
+    batch_size: int
+
+    def options(self, steps: int) -> RunOptions:
+        """Of so many steps."""
+        return RunOptions(steps=steps, epochs=1000, threads=1, batch_size=self.batch_size)
+
+
+_NONE = local_sgd(period=1 << 20)
+"""It exchanges nothing in a run."""
+SMALL_RUNS = {"step": SmallRun(_NONE, 4), "sample": SmallRun(_NONE, 64), "exchange": SmallRun(sync_sgd(), 4)}
+"""By the kernel that follows from it, once those before are known."""
+
+
+def calibration() -> dict[str, Any]:
+    """Measure together with the other processes of the world."""
+    world = init(timeout_s=_TIMEOUT_S, quiet=True)
+    port = world.port
+    torch.manual_seed(port.rank)
+    empty = shared_empty if world.reads_arenas else torch.zeros
+    talk = world.drive(links(port)) if port.size > 1 else []
+    meetings = world.drive(collectives(port, empty)) if port.size > 1 else []
+    samples: list[Sample] = []
+    for measure in (operators, transforms, around):
+        world.drive(_met(port))
+        samples += measure()
+    world.drive(_met(port))
+    speed = flops_per_s()
+    world.drive(_met(port))
+    steps, on_processor = step_seconds()
+    world.drive(_met(port))
+    small = {kernel: small_step_s(run) for kernel, run in SMALL_RUNS.items()}
+    world.drive(_met(port))
+    return {
+        "name": socket.gethostname(),
+        "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
+        "links": [each.figures() for each in talk],
+        "collectives": meetings,
+        "samples": [([list(use) for use in sample.uses], sample.seconds) for sample in samples],
+        "flops_per_s": speed,
+        "steps": [step / median(on_processor) for step in steps],
+        "small": small,
+    }
+
+
+def samples_of(plain: list[Any]) -> list[Sample]:
+    """The samples that a process has told."""
+    return [Sample(tuple(KernelUse(*use) for use in uses), float(seconds)) for uses, seconds in plain]
+
+
+def small_job() -> Job:
+    """64 - 64 - 10 on noise, without a test set: what its steps take beyond their kernels is what any step does."""
+    draw = torch.Generator().manual_seed(0)
+    inputs, target = torch.randn(4096, 64, generator=draw), torch.randint(10, (4096,), generator=draw)
+    return Job(
+        name="small",
+        model=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
+        data=lambda path: Data(TensorDataset(inputs, target), None),
+        loss=functional.cross_entropy,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        lr=0.01,
+    )
+
+
+def small_step_s(run: SmallRun) -> float:
+    """Seconds on its processor that this rank takes for a step of the small job, together with the others: median."""
+    trainer = Trainer(small_job(), run.strategy, run.options(_FEW + _MANY))
+    begun_s, take_step = list[float](), trainer.context.take_step
+
+    async def timed(port: Port, batch: Any, samples: int) -> Any:
+        begun_s.append(time.thread_time())
+        return await take_step(port, batch, samples)
+
+    trainer.context.take_step = timed
+    trainer.fit()
+    return median(end_s - begin_s for begin_s, end_s in pairwise(begun_s[_FEW:]))
+
+
+def step_seconds() -> tuple[list[float], list[float]]:
+    """One step of training after another, forward, backward and update of a perceptron: its seconds, and the seconds
+    on its processor."""
+    model = nn.Sequential(nn.Linear(512, 768), nn.ReLU(), nn.Linear(768, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    inputs, target = torch.randn(_BATCH, 512), torch.randint(10, (_BATCH,))
+    taken, on_processor = [], []
+    for _ in range(_STEPS):
+        begin_s, processor_s = time.perf_counter(), time.thread_time()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+        taken.append(time.perf_counter() - begin_s)
+        on_processor.append(time.thread_time() - processor_s)
+    return taken[_STEPS // 10 :], on_processor[_STEPS // 10 :]
+
+
+def quantiles_of(factors: list[float]) -> tuple[float, ...]:
+    """The least, the most, and those at equal distances between them."""
+    ordered, last = sorted(factors), len(factors) - 1
+    return tuple(ordered[round(i * last / _QUANTILES)] for i in range(_QUANTILES + 1))
+
+
+def correlation_of(factors: list[float]) -> float:
+    """Of a step's factor with that of the next one: of their normal scores, from 0 to 0.99."""
+    order = sorted(range(len(factors)), key=lambda i: factors[i])
+    normal, scores = NormalDist(), [0.0] * len(factors)
+    for place, i in enumerate(order):
+        scores[i] = normal.inv_cdf((place + 0.5) / len(factors))
+    power = fmean(score**2 for score in scores)
+    if not power:
+        return 0.0
+    return min(0.99, max(0.0, fmean(a * b for a, b in pairwise(scores)) / power))
+
+
+def spread_of(values: list[float]) -> float:
+    """(90th percentile - 10th percentile) / median."""
+    ordered = sorted(values)
+    return (ordered[int(0.9 * (len(ordered) - 1))] - ordered[int(0.1 * (len(ordered) - 1))]) / ordered[
+        len(ordered) // 2
+    ]
+
+
+async def _met(port: Port) -> None:
+    await port.barrier()

@@ -1,0 +1,166 @@
+"""What a worker needs memory for, reckoned from shapes and one batch, and what a process has been seen to take.
+
+parameters + gradients + optimizer state + activations, or what the optimizer's step needs while it runs
++ what the strategy remembers + the buffers that it exchanges
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polytempo.core import Bundle, is_idle
+from polytempo.core.transform import cost_of
+from polytempo.data.shard import DataShard
+from polytempo.engines.launch import launch
+from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.run_spec import RunSpec
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_PEAK = "5"
+"""What is written to `clear_refs` to begin a new peak."""
+_STEPS, _PATIENCE_S = 3, 120.0
+
+
+class WorkerMemory(NamedTuple):
+    """Bytes of one worker."""
+
+    parameters: int
+    """And buffers, such as running statistics."""
+    gradients: int
+    optimizer: int
+    """Its state after a step."""
+    temporary: int
+    """What its step needs while it runs."""
+    activations: int
+    """What autograd keeps of one batch between forward and backward."""
+    strategy: int
+    """What its transforms remember from step to step."""
+    exchanged: int
+    """The flat buffers in which gradients or parameters travel."""
+
+    @property
+    def alone(self) -> int:
+        """Of a worker that exchanges nothing."""
+        return self.parameters + self.gradients + self.optimizer + max(self.temporary, self.activations)
+
+    @property
+    def total(self) -> int:
+        """All of it: activations are gone when the optimizer's step begins."""
+        return self.alone + self.strategy + self.exchanged
+
+
+def estimated(spec: RunSpec, saved_bytes: int) -> WorkerMemory:
+    """Of a worker of the run; `saved_bytes` are the activations of one batch (`JobProfile.saved_bytes`).
+
+    Nothing is computed: the model and a step of the optimizer are on the meta device.
+    """
+    with torch.device("meta"):
+        model = model_of(spec.job)
+        optimizer = optimizer_of(spec.job, model, spec.lr)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        with _Live() as live:
+            optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    strategy, workers, bundle = spec.strategy, spec.workers, Bundle({n: p.detach() for n, p in trained.items()})
+    transforms = (strategy.gradients, strategy.parameters)
+    exchanges = [transform for transform in transforms if workers > 1 and not is_idle(transform, workers)]
+    return WorkerMemory(
+        parameters=_bytes([*model.parameters(), *model.buffers()]),
+        gradients=_bytes(trained.values()),
+        optimizer=_bytes(states),
+        temporary=live.most,
+        activations=saved_bytes,
+        strategy=sum(cost_of(transform, bundle, workers).memory_bytes for transform in exchanges),
+        exchanged=len(exchanges) * _bytes(trained.values()),
+    )
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the tensors that operators have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.now = self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Perform it, and count what is new."""
+        out = func(*args, **(kwargs or {}))
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for leaf in () if getattr(func, "is_view", False) else tree_leaves(out):
+            if isinstance(leaf, Tensor) and id(leaf) not in given:
+                self._add(leaf.nbytes)
+                weakref.finalize(leaf, self._add, -leaf.nbytes)
+        return out
+
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+def measured_bytes(spec: RunSpec) -> int | None:
+    """The most that a process takes for some steps alone, beyond what it had before it made the model.
+
+    It counts pages, so it also has what the allocator and torch's kernels keep. None where the kernel does not say.
+    """
+
+    def work(rank_info: Any) -> int | None:
+        torch.manual_seed(spec.seed)
+        data = data_of(spec.job, spec.options.data)
+        shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
+        batch = next_batch(spec.job, iter(shard))
+        _warm()
+        before = _resident("VmRSS")
+        if before is None or not _begin_peak():
+            return None
+        model = model_of(spec.job)
+        optimizer = optimizer_of(spec.job, model, spec.lr)
+        for _ in range(_STEPS):
+            optimizer.zero_grad()
+            loss_of(spec.job, model, batch).backward()
+            optimizer.step()
+        peak = _resident("VmHWM")
+        return None if peak is None else peak - before
+
+    [found] = launch(work, 1, threads=1, timeout_s=_PATIENCE_S)
+    return None if found is None else int(found)
+
+
+def _warm() -> None:
+    """Let torch load what any training loads."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def _resident(key: str) -> int | None:
+    try:
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), None)
+
+
+def _begin_peak() -> bool:
+    try:
+        _CLEAR.write_text(_PEAK, encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,35 @@
+"""Tensor parallelism: layers of one model on several workers, and a strategy between the models."""
+
+from __future__ import annotations
+
+from polytempo.core import Strategy, call_name
+from polytempo.partition.over_parts import over_parts
+from polytempo.partition.tensor.rule_text import rule_text, rules_of
+from polytempo.partition.tensor.rules import Rules
+from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
+from polytempo.strategies.sync_sgd import sync_sgd
+
+
+def split(
+    rules: Rules | str = "auto", parts: int = 2, sequence: bool = False, inner: Strategy | None = None
+) -> Strategy:
+    """Split the layers that `rules` name over `parts` workers, which compute one batch together.
+
+    `rules` go from layers' names, or patterns with `*`, to ways: {"*.up": "column", "*.down": "row"}, or as text:
+    '*.up: column, *.down: row'. Which ways there are, and what `sequence` does, `pt.split` says, which is this for a
+    loop of one's own. "auto" splits every layer that can be, by the ways that send the fewest bytes
+    (`partition.plan.split_choice`). The loss gets the model's whole answer: that of a layer that is split by
+    "vocabulary" is gathered, but for `torch.nn.functional.cross_entropy` of class indices, which needs less.
+
+    `workers` is a multiple of `parts`: worker r has part r mod N of model r // N, whose N workers get the same batches.
+    `inner` (default: `sync_sgd()`) is what happens between workers that hold the same parts.
+
+    Cost: activations, of which `partition.tensor.traffic` counts the bytes. Gradients, optimizer state and activations
+    of split layers exist once over the N workers.
+
+    Source: M. Shoeybi et al., "Megatron-LM", 2019.
+    """
+    written = AUTO if rules == AUTO else rules_of(rules)
+    text = AUTO if isinstance(written, str) else rule_text(written)
+    name = call_name(split, {"rules": text, "parts": parts, "sequence": sequence, "inner": inner}, brief=("inner",))
+    return over_parts(name, SplitLayers(written, parts, sequence), inner or sync_sgd())

@@ -1,0 +1,95 @@
+"""Batches that grow while a run goes on, each worker's part computed in pieces that are no larger than at first.
+
+epochs     0 … 4      5 … 9        10 …          {5: 4, 10: 2}
+batch      B          4 B          8 B           over all workers
+pieces     1          4            8             of a worker's part, one backward pass after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from polytempo.data.shard import DataShard
+from polytempo.one_host.hogwild import is_hogwild
+from polytempo.spec.job import Job
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.sliced_step import BatchSlice, next_slices
+
+Backward = Callable[[Any, float], Tensor]
+"""`loss = backward(batch, weight)`: adds the weighted gradient of a batch to `.grad`, and answers the batch's loss."""
+
+
+class Pieces(NamedTuple):
+    """A worker's batch in pieces."""
+
+    pieces: list[BatchSlice]
+
+    @property
+    def samples(self) -> int:
+        """Those that count."""
+        return sum(piece.samples for piece in self.pieces if piece.share)
+
+    @property
+    def share(self) -> float:
+        """The worker's part of the global batch."""
+        return sum(piece.share for piece in self.pieces)
+
+    def computed(self, backward: Backward, silent: Callable[[], AbstractContextManager[None]] = nullcontext) -> Tensor:
+        """The mean loss of the worker's samples; `.grad` is its gradient. `silent`: around all passes but the last."""
+        total, own = torch.zeros(()), self.share
+        for number, piece in enumerate(self.pieces, start=1):
+            weight = piece.share / own if own else 1 / len(self.pieces)
+            with nullcontext() if number == len(self.pieces) else silent():
+                total = total + weight * backward(piece.batch, weight).detach()
+        return total
+
+
+def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, step: int) -> Pieces | None:
+    """The next batch of a rank whose batches come in pieces; None at the end of the epoch."""
+    found = next_slices(job, shard, batches, seed, step)
+    return None if found is None else Pieces(found)
+
+
+def grown(spec: RunSpec, size: int, num_samples: int, epoch: int) -> tuple[int, int]:
+    """The global batch in `epoch`, of at most `num_samples`, and in how many pieces each rank computes its part."""
+    first = spec.options.global_batch_size or size * spec.batch_size
+    times = 1.0
+    for after, factor in spec.options.batch_growth.items():
+        times *= factor if epoch >= after else 1.0
+    batch = min(round(first * times), max(first, num_samples))
+    return batch, -(-batch // first)
+
+
+def grow(spec: RunSpec, shard: DataShard) -> None:
+    """Let the shard's coming epoch, or the rest of it, have the batch that the options give it."""
+    if spec.options.batch_growth and shard.num_samples is not None:
+        shard.grow(*grown(spec, shard.size, shard.num_samples, shard.epoch))
+
+
+def follow(scheduler: LRScheduler, epochs: float, steps_per_epoch: int) -> None:
+    """Step a schedule to where it would be after so many epochs of steps with the first batch."""
+    for _ in range(int(epochs * steps_per_epoch + 1e-6) - scheduler.last_epoch):
+        scheduler.step()
+
+
+def check_growth(spec: RunSpec) -> None:
+    """Raise ValueError where the options let a batch grow that cannot."""
+    strategy, why = spec.strategy, None
+    if not spec.options.batch_growth:
+        return
+    if strategy.server is not None:
+        why = f"{strategy} hands batches to workers one by one"
+    elif strategy.slices is not None or strategy.schedule is not None:
+        why = f"{strategy} cuts a batch into parts of its own"
+    elif is_hogwild(strategy):
+        why = f"{strategy} lets workers step one by one"
+    elif spec.options.elastic:
+        why = "the workers of an elastic run come and go"
+    if why is not None:
+        raise ValueError(f"batches cannot grow here: {why}; leave batch_growth out, or begin with a larger batch")

@@ -1,0 +1,112 @@
+"""`StepCost`: what a virtual world charges for a training step: one number, or what each kernel takes.
+
+step · forward │ backward of bucket 0, its check and scaling │ … of bucket 1 │ update · check
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.cluster import Cluster
+from polytempo.core.kernel_use import KernelUse, Uses, together
+from polytempo.spec.job import Data
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.flops import flops_per_sample
+from polytempo.training.job_profile import JobProfile, profiled
+from polytempo.training.replica import Replica
+
+
+class StepUses(NamedTuple):
+    """What the parts of a step take; nothing, where the cluster's kernels were not measured."""
+
+    forward: Uses = ()
+    backward: tuple[Uses, ...] = ()
+    """Of each bucket; one part, where there are none."""
+    update: Uses = ()
+
+    @property
+    def whole(self) -> Uses:
+        """Forward and backward of all buckets."""
+        return together([*self.forward, *(use for each in self.backward for use in each)])
+
+
+class StepCost(NamedTuple):
+    """Of a job's step. `profile` None: `flops_per_sample` is all that counts."""
+
+    flops_per_sample: float
+    profile: JobProfile | None = None
+    checks: bool = True
+    """Whether gradients are looked at before they are exchanged (a run without `allow_nan`)."""
+
+    def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
+        """What a step of `replica` on so many samples takes, `factor` times."""
+        if self.profile is None:
+            return StepUses()
+        back = self.profile.uses("backward", samples)
+        size = sum(p.numel() for p in replica.trainable.values())
+        parts = [
+            together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket.parameters.values())])
+            for bucket in replica.buckets
+        ]
+        if not parts:
+            parts = [together([*back, *self._checked(replica)])]
+        forward = [*_batch(samples), *self.profile.uses("forward", samples)]
+        return StepUses(
+            tuple(use.times(factor) for use in forward),
+            tuple(tuple(use.times(factor) for use in part) for part in parts),
+            (update_use(replica.optimizer),),
+        )
+
+    def gradients(self, samples: float) -> Uses:
+        """Forward and backward on so many samples, where a parameter server takes the gradients."""
+        if self.profile is None:
+            return ()
+        passes = [*self.profile.uses("forward", samples), *self.profile.uses("backward", samples)]
+        return together([*_batch(samples), *passes])
+
+    def _exchanged(self, parameters: Iterable[nn.Parameter]) -> Uses:
+        """Of a bucket: to look for NaN, to pack and to scale, and what an exchange costs besides."""
+        tensors = list(parameters)
+        num_bytes = _num_bytes(tensors)
+        check = [KernelUse("check", len(tensors), num_bytes)] if self.checks else []
+        return (*check, KernelUse("scale", len(tensors), num_bytes), KernelUse("exchange"))
+
+    def _checked(self, replica: Replica) -> Uses:
+        """Without an exchange of gradients: to look for NaN in them, or in the parameters that are exchanged."""
+        tensors = list(replica.trainable.values())
+        return (KernelUse("check", len(tensors), _num_bytes(tensors)),) if self.checks else ()
+
+
+def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:
+    """Counted from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
+    flops = flops_per_sample(spec.job, model, data, spec.seed)
+    if cluster.speeds is None:
+        return StepCost(flops)
+    profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
+    return StepCost(flops, profile, checks=not spec.options.allow_nan)
+
+
+def update_use(optimizer: Optimizer) -> KernelUse:
+    """An optimizer's step: `update SGD momentum`, with the bytes of its parameters and a call for each."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    return KernelUse(f"update {optimizer_kind(optimizer)}", len(tensors), _num_bytes(tensors))
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Its class, and which of momentum and weight decay it has."""
+    group = optimizer.param_groups[0]
+    extras = [key for key in ("momentum", "weight_decay") if group.get(key)]
+    return " ".join([type(optimizer).__name__, *extras])
+
+
+def _batch(samples: float) -> Uses:
+    """What a step takes besides, and the making of its batch."""
+    return (KernelUse("step"), KernelUse("sample", samples))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,251 @@
+"""`advise_batch`: a batch size, a number of workers and a learning rate for a job, with what speaks for them.
+
+a run with the job's own rate ──▶ noise scale 𝓑 ──▶ batch B = extra · 𝓑 ──▶ range test at B ──▶ six rates
+short runs with each, of which the better half goes on, again and again ──▶ the rate
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from polytempo.data.shard import DataShard
+from polytempo.large_batch.noise_scale import Squares
+from polytempo.spec.job import Data, Job
+from polytempo.training.program import check_length
+from polytempo.training.tuning.range_test import RangeTest, range_test
+from polytempo.training.tuning.trial import Trial
+
+_RATES = 6
+_STEP_BETWEEN_RATES = 2.0
+_PARTS = 8
+_FEWEST_STEPS = 10
+"""An epoch has at least so many, or its batches would be too few to tell runs apart."""
+_EFFICIENT = 0.8
+_WORSE = 1.5
+"""Times the first loss: the run does not learn."""
+_PROBED = (1, 2, 4, 8, 16, 32, 64)
+_PROBES = 3
+
+
+class NoiseEvidence(NamedTuple):
+    """The noise scale along a run with the job's own rate and batch."""
+
+    first: float
+    """Over the first half of the run, in samples; infinite where noise hides the gradient."""
+    second: float
+    deviation: float
+    """The standard error of `second`, as a part of it, as far as its steps are independent."""
+    batch: int
+    lr: float
+    samples: int
+
+
+class TriedRate(NamedTuple):
+    """A learning rate, and the training loss at the end of its short run."""
+
+    lr: float
+    loss: float
+    samples: int
+
+
+class BatchAdvice(NamedTuple):
+    """What is recommended, and why."""
+
+    workers: int
+    batch_size: int
+    """Samples of each worker in a step."""
+    global_batch_size: int
+    lr: float
+    most_workers: int
+    """As many pay at the noise scale itself, where a run takes twice the fewest steps and twice the fewest samples."""
+    extra_samples: float
+    """How much more samples than very small batches need, as a part of these: B over the noise scale."""
+    noise: NoiseEvidence
+    range: RangeTest
+    tried: list[TriedRate]
+    """Each rate at the end of its run, the longest run last."""
+    samples_per_s: dict[int, float]
+    """Of one process here, by the samples of its batch."""
+    samples: int
+    """What the advice cost."""
+    unsure: list[str]
+
+
+def advise_batch(
+    job: Job,
+    data: Data,
+    *,
+    workers: int | None = None,
+    extra: float = 0.1,
+    budget: float = 0.75,
+    seed: int = 0,
+) -> BatchAdvice:
+    """Recommend a global batch for `workers`, or also their number (None), and a learning rate for it.
+
+    Up to the noise scale 𝓑 a step on B samples does the work of B small ones, at the price of B / 𝓑 more samples;
+    `extra` is that price. The rate is the best of six, halved from each to the next, in short runs.
+
+    `budget`: the cost, in runs of the job's own epochs; a half of it goes into the runs that tell rates apart. Errors:
+    ValueError where the data have no length or the budget is too small for a step of each run.
+    Source of the price: S. McCandlish et al., "An empirical model of large-batch training", 2018, section 2.3; of the
+    halving: K. Jamieson and A. Talwalkar, 2016.
+    """
+    length = check_length(DataShard(data.training(), rank=0, size=1, batch_size=1))
+    total = int(budget * job.epochs * length)
+    speeds, spent = _speeds(job, data, seed, length)
+    noise = _noise(job, data, min(length, total // 4), seed, length)
+    known = noise.second if math.isfinite(noise.second) else float(length)
+    chosen_workers, each = _shape(workers, extra * known, speeds, length)
+    batch = chosen_workers * each
+    spent += noise.samples
+    steps = max(20, min(60, total // 6 // batch))
+    ranged = range_test(job, data, batch=batch, steps=steps, seed=seed)
+    spent += ranged.samples
+    rates = [ranged.top / _STEP_BETWEEN_RATES**k for k in range(_RATES)]
+    tried = _halved(job, data, batch, rates, max(_RATES * 3 * batch, total - spent), seed)
+    best = tried[-1]
+    return BatchAdvice(
+        workers=chosen_workers,
+        batch_size=each,
+        global_batch_size=batch,
+        lr=best.lr,
+        most_workers=max(1, round(known / _efficient(speeds))),
+        extra_samples=batch / known,
+        noise=noise,
+        range=ranged,
+        tried=tried,
+        samples_per_s=speeds,
+        samples=spent + sum(each.samples for each in tried),
+        unsure=_unsure(job, workers, batch, extra, noise, rates, tried, job.epochs * length),
+    )
+
+
+def _shape(workers: int | None, most: float, speeds: dict[int, float], length: int) -> tuple[int, int]:
+    """Workers and samples of each: a power of two, at most `most` in all, at least one."""
+    most = min(most, length / _FEWEST_STEPS)
+    if workers is None:
+        workers = max(1, int(most / _efficient(speeds)))
+    return workers, max(1, 2 ** int(math.log2(max(1.0, most / workers))))
+
+
+def _efficient(speeds: dict[int, float]) -> int:
+    """The smallest batch of one process whose samples a second are near the highest."""
+    return min(batch for batch, rate in speeds.items() if rate >= _EFFICIENT * max(speeds.values()))
+
+
+def _speeds(job: Job, data: Data, seed: int, length: int) -> tuple[dict[int, float], int]:
+    """Samples a second of one process by batch, and how many samples it took to find out."""
+    found, spent = dict[int, float](), 0
+    for batch in _PROBED:
+        if batch > length:
+            break
+        trial = Trial(job, data, batch=batch, seed=seed)
+        trial.step()
+        found[batch] = batch / min(_step_s(trial) for _ in range(_PROBES))
+        spent += trial.samples
+    return found, spent
+
+
+def _step_s(trial: Trial) -> float:
+    begin = time.perf_counter()
+    trial.step()
+    return time.perf_counter() - begin
+
+
+def _noise(job: Job, data: Data, samples: int, seed: int, length: int) -> NoiseEvidence:
+    """The noise scale along a run with the job's rate, or a tenth of it where that diverges."""
+    batch = min(job.batch_size, length)
+    cost = 0
+    for lr in (job.lr, job.lr / 10, job.lr / 100):
+        trial = Trial(job, data, batch=batch, lr=lr, seed=seed, parts=_PARTS)
+        trial.train(max(samples, 4 * batch))
+        cost += trial.samples
+        if _loss(trial) < _WORSE * trial.losses[0].loss and len(trial.noise) >= 2:
+            break
+    else:
+        raise ValueError(
+            f"job {job.name}: training diverges with lr={job.lr:g}, and with a hundredth of it; give the job a "
+            "rate that learns"
+        )
+    half = len(trial.noise) // 2
+    second = trial.noise[half:]
+    return NoiseEvidence(_scale(trial.noise[:half]), _scale(second), _deviation(second), batch, lr, cost)
+
+
+def _scale(found: Sequence[Squares]) -> float:
+    """tr Σ / |G|² of the sums."""
+    of_gradient = sum(each.of_gradient for each in found)
+    of_noise = sum(each.of_noise for each in found)
+    return of_noise / of_gradient if of_gradient > 0 and of_noise > 0 else math.inf
+
+
+def _deviation(found: Sequence[Squares]) -> float:
+    """The relative standard error of the quotient of sums, by its linear part."""
+    count = len(found)
+    mean = Squares(sum(e.of_gradient for e in found) / count, sum(e.of_noise for e in found) / count)
+    if count < 2 or mean.of_gradient <= 0 or mean.of_noise <= 0:
+        return math.inf
+    parts = [e.of_noise / mean.of_noise - e.of_gradient / mean.of_gradient for e in found]
+    return math.sqrt(sum(part * part for part in parts) / (count * (count - 1)))
+
+
+def _halved(job: Job, data: Data, batch: int, rates: Sequence[float], samples: int, seed: int) -> list[TriedRate]:
+    """Runs with all rates, of which the better half goes on twice as long, until one is left; that is the last."""
+    counts = [len(rates)]
+    while counts[-1] > 1:
+        counts.append((counts[-1] + 1) // 2)
+    unit = max(1, samples // sum(count * 2**number for number, count in enumerate(counts[:-1])))
+    trials, ended = [Trial(job, data, batch=batch, lr=rate, seed=seed) for rate in rates], list[Trial]()
+    for number, kept in enumerate(counts[1:]):
+        for trial in trials:
+            trial.train(unit * 2**number)
+        trials.sort(key=_loss)
+        ended += reversed(trials[kept:])
+        trials = trials[:kept]
+    return [TriedRate(trial.lr, _loss(trial), trial.samples) for trial in [*ended, *trials]]
+
+
+def _loss(trial: Trial) -> float:
+    """By which runs are compared: the training loss over the last third of their samples."""
+    return trial.recent_loss(max(trial.batch, trial.samples // 3))
+
+
+def _unsure(
+    job: Job,
+    workers: int | None,
+    batch: int,
+    extra: float,
+    noise: NoiseEvidence,
+    rates: Sequence[float],
+    tried: Sequence[TriedRate],
+    run: int,
+) -> list[str]:
+    """What the evidence leaves open, in sentences."""
+    best, said = tried[-1], list[str]()
+    if not math.isfinite(noise.second):
+        said.append("noise hid the gradient, so the noise scale is a guess; give a larger --budget")
+    elif noise.deviation > 0.3:
+        said.append(f"the noise scale is known to +-{100 * noise.deviation:.0f} % only; give a larger --budget")
+    if math.isfinite(noise.second) and noise.second > 2 * noise.first:
+        said.append(
+            f"the noise scale rises while the job learns ({noise.first:.0f}, then {noise.second:.0f} samples), and it "
+            f"was seen for {noise.samples:,} samples: later a larger batch would do"
+        )
+    if math.isfinite(noise.second) and batch > 1.5 * extra * noise.second:
+        said.append(
+            f"{workers} workers need at least {batch} samples a step, which take about "
+            f"{100 * batch / noise.second:.0f} % more samples than small batches do"
+        )
+    if best.lr in (max(rates), min(rates)):
+        said.append(f"the best rate {best.lr:.3g} is the {'largest' if best.lr == max(rates) else 'smallest'} tried")
+    if len(tried) > 1 and math.isfinite(tried[-2].loss) and tried[-2].loss < 1.03 * best.loss:
+        said.append(f"the rate {tried[-2].lr:.3g} did as well within 3 %: {tried[-2].loss:.4g}, {best.loss:.4g}")
+    said.append(
+        f"rates were compared after {best.samples:,} samples, {100 * best.samples / run:.0f} % of a run: a "
+        "smaller one may win a longer race"
+    )
+    said.append("synchronous SGD was tried, with one seed; stale or encoded gradients may need a smaller rate")
+    return said

@@ -1,0 +1,135 @@
+"""`Trial`: a job trained in this process for as many samples as one likes, on the batch that all workers would share.
+
+Synchronous SGD on N workers with b samples each computes the gradient of N·b samples, so one process can try it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core.bundle import pack
+from polytempo.data.shard import DataShard
+from polytempo.large_batch.noise_scale import Squares, of_workers
+from polytempo.large_batch.sketch import sketch
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import replica_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.strategies import sync_sgd
+from polytempo.training.evaluate import Evaluation, tensors_of
+from polytempo.training.randomness import seed_step
+from polytempo.training.sliced_step import BatchSlice, next_slices
+
+
+class TrialLoss(NamedTuple):
+    """The mean loss of one step's samples, before the step."""
+
+    samples: int
+    """Trained on when the step was over."""
+    loss: float
+
+
+class Trial:
+    """A run of `job` on batches of `batch` samples. `lr` None: the job's own.
+
+    `parts`: in how many parts a batch is computed, one after the other, of which the noise scale is estimated; 1: at
+    once, and nothing is estimated. `follows`: whether the job's schedule moves the rate.
+
+    Memory: a model, its optimizer and, with parts, another gradient.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        *,
+        batch: int,
+        lr: float | None = None,
+        seed: int = 0,
+        parts: int = 1,
+        follows: bool = True,
+    ) -> None:
+        spec = RunSpec.of(job, sync_sgd(), 1, RunOptions(global_batch_size=batch, lr=lr, seed=seed))
+        self.job, self.batch, self.lr, self._seed = job, batch, spec.lr, seed
+        self.model, self.optimizer = replica_of(spec)
+        self._shard = DataShard(
+            data.training(), rank=0, size=1, seed=seed, global_batch_size=batch, slices=min(parts, batch)
+        )
+        self._scheduler = schedule_of(job, self.optimizer, len(self._shard)) if follows else None
+        self._batches: Iterator[Any] = iter(self._shard)
+        self._evaluation = None if data.test is None else Evaluation(job, self.model, data)
+        self.steps = self.samples = 0
+        self.losses: list[TrialLoss] = []
+        self.noise: list[Squares] = []
+        """The estimates of each step that had parts."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss was not finite."""
+        return bool(self.losses) and not math.isfinite(self.losses[-1].loss)
+
+    def train(self, samples: int) -> None:
+        """Go on for so many samples, or until the loss is not finite."""
+        end = self.samples + samples
+        while self.samples < end and not self.diverged:
+            self.step()
+
+    def step(self) -> float:
+        """One step; the mean loss of its samples."""
+        pieces = next_slices(self.job, self._shard, self._batches, self._seed, self.steps)
+        if pieces is None:
+            self._batches = iter(self._shard)
+            pieces = next_slices(self.job, self._shard, self._batches, self._seed, self.steps)
+            assert pieces is not None, "an epoch has samples"
+        seed_step(self._seed, 0, self.steps, "model")
+        loss = self._whole(pieces[0]) if len(pieces) == 1 else self._in_parts(pieces)
+        self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.steps += 1
+        self.samples += sum(piece.samples for piece in pieces)
+        self.losses.append(TrialLoss(self.samples, loss))
+        return loss
+
+    def test_loss(self) -> float:
+        """On the test set. Errors: ValueError where the job has none."""
+        if self._evaluation is None:
+            raise ValueError(f"job {self.job.name} has no test set to score on")
+        return self._evaluation.score(tensors_of(self.model)).loss
+
+    def recent_loss(self, samples: int) -> float:
+        """The mean over the last so many samples; infinite where the run diverged."""
+        if self.diverged or not self.losses:
+            return math.inf
+        last = [each.loss for each in self.losses if each.samples > self.samples - samples]
+        return sum(last) / len(last)
+
+    def _whole(self, piece: BatchSlice) -> float:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.job, self.model, piece.batch)
+        loss.backward()
+        return float(loss.detach())
+
+    def _in_parts(self, pieces: list[BatchSlice]) -> float:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        total, mean_loss = [torch.zeros_like(p) for p in parameters], 0.0
+        norms: list[float] = []
+        sketches: list[Tensor] = []
+        for piece in pieces:
+            mean_loss += piece.share * self._whole(piece)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
+            flat = pack([each.reshape(-1) for each in gradients])
+            norms.append(float(torch.linalg.vector_norm(flat)) ** 2)
+            sketches.append(sketch(flat, seed=self.steps))
+            torch._foreach_add_(total, gradients, alpha=piece.share)
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient
+        if math.isfinite(sum(norms)):
+            self.noise.append(of_workers([piece.samples for piece in pieces], norms, torch.stack(sketches)))
+        return mean_loss

@@ -1,0 +1,147 @@
+"""`polytempo profile`, `validate`, and the commands that take a measured cluster; what `calibrate` samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+import polytempo as pt
+from polytempo.aggregation import low_rank
+from polytempo.cli.main import app
+from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, one_host
+from polytempo.cluster.measured import to_toml
+from polytempo.compression import feedback, one_bit, through
+from polytempo.core import Port
+from polytempo.jobs import find
+from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _passes, _perceptron
+from polytempo.runs.calibration.link_samples import collectives, links
+from polytempo.runs.job_memory import estimated, measured_bytes
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.worlds import VirtualWorld
+
+PARAMETERS = 4 * (64 * 128 + 128 + 128 * 10 + 10)
+SPEEDS = Speeds((("elementwise", KernelSpeed(1e-6, 1e-10, 0.0)), ("product", KernelSpeed(1e-5, 0.0, 1e-10))))
+CLUSTER = Cluster(Link(1e-4, 1e8), Link(1e-5, 1e9), workers_per_host=2, speeds=SPEEDS, name="mine")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(CLUSTER), encoding="utf-8")
+    return path
+
+
+def test_the_command_names_the_component(tmp_path: Path, file: Path) -> None:
+    """The trace of a slower cluster, as if it were that of a real run."""
+    slow = replace(CLUSTER, memory=Link(5e-3, 1e9))
+    run = tmp_path / "run"
+    pt.simulate(find("digits"), pt.strategies.sync_sgd(), 2, slow, steps=12, out=run)
+    result = json.loads((run / "result.json").read_text())
+    asked = ["validate", str(run), "--cluster", str(file)]
+    refused = CliRunner().invoke(app, asked)
+    assert (refused.exit_code, "is a simulation" in refused.stderr) == (2, True)
+    (run / "result.json").write_text(json.dumps(result | {"world": "process"}))
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 0, shown.output
+    assert "most of the error: all_reduce, predicted 9.98 ms less (100% of it)" in shown.stdout
+    plain = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert plain["most_of_the_error"] == "all_reduce"
+    assert plain["step"]["error"] < -0.9
+
+
+def test_other_commands_take_the_file(file: Path, tmp_path: Path) -> None:
+    explained = CliRunner().invoke(app, ["explain", "sync_sgd", "--workers", "2", "--cluster", str(file)])
+    assert "a step on mine\n  0." in explained.stdout, explained.output
+    planned = CliRunner().invoke(app, ["plan", "layers", "digits", "--cluster", str(file)])
+    assert "0.8 Gbit/s, 100 us" in planned.stdout, planned.output
+    refused = CliRunner().invoke(app, ["plan", "layers", "digits", "--cluster", str(file), "--link", "1gbit"])
+    assert "leave out --link and --latency-us" in refused.stderr
+    bench = ["bench", "compression", "--quick", "--model", "64-64-10", "--codecs", "one_bit", "--json"]
+    done = CliRunner().invoke(app, [*bench, "--cluster", str(file), "--out", str(tmp_path / "bench")])
+    [row] = json.loads(done.stdout)["rows"]
+    num_bytes = 4 * (64 * 64 + 64 * 10 + 74)
+    assert json.loads(done.stdout)["settings"]["uncompressed"]["computing_s"] == pytest.approx(
+        4e-6 + 1e-10 * num_bytes
+    ), "four tensors are scaled"
+    assert row["computing_s"] > 4e-6 + 1e-10 * num_bytes
+
+
+def wide_adam() -> pt.Job:
+    """Large enough that what an allocator keeps besides hardly counts: 16 MB of parameters, and Adam's two moments."""
+
+    def optimizer(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=lr)
+
+    data = TensorDataset(torch.randn(64, 1024), torch.randint(10, (64,)))
+    return pt.Job(
+        name="wide",
+        model=lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10)),
+        data=lambda path: pt.Data(data, None),
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        lr=0.01,
+        batch_size=16,
+    )
+
+
+def test_a_process_takes_about_what_is_reckoned() -> None:
+    spec = RunSpec.of(wide_adam(), pt.strategies.sync_sgd(), 2, RunOptions())
+    reckoned, measured = estimated(spec, 1 << 20).alone, measured_bytes(spec)
+    state = 4 * 4 * (1024 * 4096 + 4096 + 40960 + 10) + 4 * 4  # with four counts of steps
+    assert reckoned == state + 2 * 4 * 1024 * 4096, "the square root of the larger matrix, and what it is divided by"
+    if measured is None:
+        pytest.skip("this kernel does not tell peaks")
+    assert 0.8 < measured / reckoned < 1.25
+
+
+def test_the_command(tmp_path: Path) -> None:
+    speeds = Speeds((("elementwise", KernelSpeed(1e-3)), ("product", KernelSpeed(2e-3))))
+    file = tmp_path / "cluster.toml"
+    file.write_text(to_toml(Cluster(Link(1e-4, 1e8), speeds=speeds)), encoding="utf-8")
+    asked = ["profile", "digits", "--batch-size", "8", "--cluster", str(file)]
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    products = [each for each in found["operators"] if each["kernel"] == "product"]
+    assert {each["operator"]: each["calls"] for each in products} == {"aten.addmm": 2, "aten.mm": 3}
+    assert found["predicted_s"] >= 5 * 2e-3
+    assert found["memory"]["parameters"] == PARAMETERS
+    shown = CliRunner().invoke(app, asked)
+    assert "forward and backward of 8 samples" in shown.stdout, shown.output
+    file.write_text(to_toml(Cluster(Link(1e-4, 1e8))), encoding="utf-8")
+    assert "it has one speed for everything" in CliRunner().invoke(app, asked).stderr
+
+
+def test_links_and_collectives_are_measured_between_all_that_talk() -> None:
+    """In a virtual world, whose messages take the time that this program takes for them."""
+
+    async def program(port: Port) -> tuple[Any, Any]:
+        return await links(port), await collectives(port, torch.zeros)
+
+    first, second = VirtualWorld(one_host(workers=2), 2).run(program).results
+    assert first is not None
+    assert second is not None
+    [found] = first[0]
+    assert (found.source, found.target, second[0]) == (0, 1, [])
+    assert found.link.latency_s > 0 < found.link.bytes_per_s
+    assert [kind for kind, _, _ in first[1]] == ["all_reduce", "all_gather", "all_to_all"]
+
+
+def test_samples_name_the_kernels_that_are_charged() -> None:
+    passes = {use.kernel for sample in _passes(_perceptron((8, 4, 10)), (2, 8)) for use in sample.uses}
+    assert passes == {"product", "elementwise", "view", "operator"}
+    kernels = [sample.uses[0].kernel for sample in _around(_perceptron((8, 4, 10)), torch.optim.Adam, (2, 8))]
+    assert sorted(kernels) == ["check", "copy", "scale", "update Adam"]
+    coded = {use.kernel for s in _exchanges(through(feedback(one_bit()), exact_below=0), (8, 8)) for use in s.uses}
+    assert coded == {"encode feedback(one_bit())", "decode feedback(one_bit())"}
+    parts = {use.kernel for sample in _exchanges(low_rank(1, exact_below=0), (8, 8)) for use in sample.uses}
+    assert parts == {"low_rank project", "low_rank answer", "low_rank settle"}
+    assert Cluster(Link(0, 1)).speeds is None, "a declared cluster has none of these"

@@ -1,0 +1,77 @@
+"""Large batches on real processes: averages of weights, and the optimizers, are resumed to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polytempo as pt
+from polytempo.jobs.digits import job
+from polytempo.large_batch import LAMB, LARS, cosine, schedule, warm_up
+from polytempo.training.checkpoint import read_part
+from polytempo.training.saved_model import checkpoint_in
+from polytempo.training.scored_average import AVERAGE
+
+pytestmark = pytest.mark.process
+
+STRATEGIES = [pt.strategies.sync_sgd(), pt.strategies.local_sgd(period=4), pt.strategies.shared_memory()]
+
+
+def run(strategy: pt.Strategy, out: Path, steps: int, **options: Any) -> pt.Result:
+    return pt.run(job, strategy, 2, steps=steps, out=out, threads=1, **options)
+
+
+def saved(out: Path) -> list[dict[str, Tensor]]:
+    """What both ranks have saved."""
+    return [read_part(checkpoint_in(out), rank).tensors for rank in range(2)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_resumed_run_goes_on_with_its_average_to_the_bit(strategy: pt.Strategy, tmp_path: Path) -> None:
+    """And its weights are those of a run that averages nothing."""
+    whole = run(strategy, tmp_path / "whole", 14, ema=0.9)
+    run(strategy, tmp_path / "cut", 6, ema=0.9)
+    with pytest.raises(pt.WorkerDied, match=r"was saved with ema=0\.9, and this run goes on without a moving average"):
+        run(strategy, tmp_path / "cut", 14, resume=True)
+    resumed = run(strategy, tmp_path / "cut", 14, ema=0.9, resume=True)
+    assert (resumed.loss, resumed.accuracy) == (whole.loss, whole.accuracy)
+    for first, second in zip(saved(tmp_path / "whole"), saved(tmp_path / "cut"), strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert any(name.startswith(AVERAGE) for name in saved(tmp_path / "cut")[0])
+    plain = run(strategy, tmp_path / "plain", 14)
+    assert plain.parameters_sha256 == whole.parameters_sha256
+    assert plain.loss != whole.loss
+
+
+def test_both_worlds_score_the_same_average(tmp_path: Path) -> None:
+    strategy = STRATEGIES[1]
+    real = run(strategy, tmp_path / "real", 14, ema=0.9)
+    virtual = pt.simulate(job, strategy, workers=2, steps=14, threads=1, ema=0.9)
+    assert real.loss == pytest.approx(virtual.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        (pt.strategies.sync_sgd(), lambda p, lr: LARS(p, lr, weight_decay=1e-4, trust=0.02, corrects_momentum=True)),
+        (pt.strategies.sync_sgd(), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
+        (pt.strategies.shared_memory(), lambda p, lr: LARS(p, lr, weight_decay=1e-4, trust=0.02)),
+    ],
+    ids=["LARS", "LAMB", "LARS on one copy"],
+)
+def test_lars_and_lamb_are_resumed_to_the_bit(strategy: pt.Strategy, optimizer: Any, tmp_path: Path) -> None:
+    """Under a schedule that moves the rate in each step."""
+    of = replace(job, optimizer=optimizer, schedule=schedule(warm_up(0.2, start=0.1), cosine(1)), lr=0.05)
+    for name, steps in (("whole", (14,)), ("cut", (6, 14))):
+        for number, each in enumerate(steps):
+            pt.run(of, strategy, 2, steps=each, out=tmp_path / name, resume=number > 0, threads=1)
+    for first, second in zip(saved(tmp_path / "whole"), saved(tmp_path / "cut"), strict=True):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert any(name.startswith("optimizer/") for name in saved(tmp_path / "cut")[0])

@@ -1,0 +1,57 @@
+"""What processes measure for a cluster's description, and what their answers add up to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polytempo.cluster import Link, constant
+from polytempo.core import Port
+from polytempo.runs.calibration.calibrate import assembled
+from polytempo.worlds import VirtualWorld
+
+
+def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """The answer of one of two ranks: an all-reduce takes 40 µs + 1 ns a byte, an all-gather 10 µs + 2 ns a byte."""
+    pairs = [(0, 1, 1e-4, 1e8, 0.75, 0.2)]
+    if hosts == (0, 1):
+        pairs = [(0, 1, 1e-4, 1e8, 0.9, 0.2), (1, 0, 3e-4, 3e8, 1.0, 0.4)]
+    return {
+        "name": "n",
+        "host": hosts[rank],
+        "links": [pair for pair in pairs if pair[0] == rank],
+        "collectives": [("all_reduce", 4e-5, 1e-9), ("all_gather", 1e-5, 2e-9)],
+        "samples": [
+            ([["elementwise", 1, 1000.0, 0.0]], 3e-6),
+            ([["elementwise", 1, 2000.0, 0.0]], 4e-6),
+            ([["operator", 10, 0.0, 0.0]], 1e-5),
+        ],
+        "flops_per_s": 2e9,
+        "steps": [1.0, 1.1] * 50,
+        "small": {},
+    }
+
+
+@pytest.mark.parametrize(("hosts", "place"), [((0, 0), "memory"), ((0, 1), "network")])
+def test_answers_add_up_to_a_cluster(hosts: tuple[int, int], place: str) -> None:
+    cluster = assembled("here", [told(rank, hosts) for rank in (0, 1)]).cluster
+    assert cluster.speeds is not None
+    [(name, speed)] = cluster.speeds.kernels
+    assert name == "elementwise"
+    assert speed[:3] == pytest.approx((3e-6, 1e-9, 0.0)), "1 µs is that of any operator"
+    expected = Link(1e-4, 1e8, 0.75) if place == "memory" else Link(2e-4, 2e8, 0.95)
+    found = cluster.memory if place == "memory" else cluster.network
+    assert tuple(vars(found).values()) == pytest.approx(tuple(vars(expected).values()))
+    assert (cluster.network == cluster.memory) == (place == "memory"), "one host's network is its memory"
+
+    async def program(port: Port) -> tuple[float, float]:
+        await port.all_reduce(torch.empty(1000))
+        reduced_s = await port.now()
+        await port.all_gather(torch.empty(1000))
+        return reduced_s, await port.now() - reduced_s
+
+    world = VirtualWorld(replace(cluster, stragglers=constant()), 2)
+    assert world.run(program).results[0] == pytest.approx((4e-5 + 4e-6, 1e-5 + 8e-6)), "as they were measured"

@@ -1,0 +1,133 @@
+"""The gradient noise scale: its estimators against Gaussians whose noise is known, and what refuses to measure it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from polytempo.large_batch import NoiseScale, of_workers, sketch, squares
+from polytempo.report.noise import last_noise, noise_curves, noise_of
+from polytempo.report.runs import RunRecord
+
+s = pt.strategies
+DIMS = 3000
+
+
+def test_equal_batches_give_the_paper_s_two_estimates() -> None:
+    """Of one worker's batch and of all workers' together."""
+    gradients = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    norms = gradients.square().sum(1).tolist()
+    found = of_workers([8] * 4, norms, gradients)
+    known = squares(sum(norms) / 4, 8, float(gradients.mean(0).square().sum()), 32)
+    assert found.of_gradient == pytest.approx(known.of_gradient, rel=1e-12)
+    assert found.of_noise == pytest.approx(known.of_noise, rel=1e-12)
+
+
+@pytest.mark.parametrize("samples", [[4, 4, 4, 4], [2, 4, 8, 16]], ids=["even", "uneven"])
+def test_sketches_of_synthetic_gaussians_give_the_noise_scale_within_3_percent(samples: list[int]) -> None:
+    """|G|² = 1 and tr Σ = 40, so the noise scale is 40 samples; seed 0."""
+    drawn = torch.Generator().manual_seed(0)
+    truth = torch.randn(DIMS, generator=drawn)
+    truth /= truth.norm()
+    spread = math.sqrt(40 / DIMS)
+    noise = NoiseScale(keeps=0.9995)
+    for step in range(400):
+        rows = [truth + spread / math.sqrt(b) * torch.randn(DIMS, generator=drawn) for b in samples]
+        norms = [float(row.square().sum()) for row in rows]
+        noise.add(of_workers(samples, norms, torch.stack([sketch(row, seed=step) for row in rows])))
+    assert noise.mean.of_noise == pytest.approx(40, rel=0.03)
+    assert noise.simple == pytest.approx(40, rel=0.03)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1024,), (3, 700), (300, 1100)], ids=str)
+def test_a_sketch_keeps_inner_products_on_average(shape: tuple[int, ...]) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    x, y = torch.randn(shape, generator=drawn), torch.randn(shape, generator=drawn) + 0.5
+    alike = torch.ones(shape)  # rows that are all the same: signs of places tell them apart
+    for a, b in ((x, y), (alike, alike)):
+        found = [float(sketch(a, seed) @ sketch(b, seed)) for seed in range(60)]
+        deviation = math.sqrt(2 / 1024 / 60) * float(a.norm() * b.norm())
+        assert abs(sum(found) / 60 - float((a * b).sum())) < 4 * deviation
+
+
+def test_a_sketch_is_linear_and_one_map_for_each_seed() -> None:
+    a, b = torch.randn(2, 5000, dtype=torch.float64)
+    assert torch.allclose(sketch(a + 2 * b, 5), sketch(a, 5) + 2 * sketch(b, 5))
+    assert not torch.equal(sketch(a, 5), sketch(a, 6))
+
+
+def test_too_few_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two workers with samples, got batches of \[8, 0\]"):
+        of_workers([8, 0], [1.0, 1.0], torch.ones(2, 3))
+
+
+def job(**more: Any) -> pt.Job:
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    return pt.Job(
+        **{
+            "model": lambda: nn.Linear(3, 1),
+            "data": lambda folder: pt.Data(TensorDataset(x, x.sum(1, keepdim=True))),
+            "loss": nn.functional.mse_loss,
+            "optimizer": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+            "batch_size": 4,
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "more", "said"),
+    [
+        (s.sync_sgd(), 1, {}, "there is one; `polytempo tune batch` needs none"),
+        (s.gpipe(stages=2, micro_batches=2), 2, {}, "cuts the model into stages"),
+        (s.sync_sgd(route=pt.collectives.invariant(4)), 2, {}, "computes a batch in slices"),
+        (s.hogwild(), 2, {}, "while others compute"),
+        (s.flexrr(), 3, {}, "slices of each other's batches"),
+        (s.downpour(), 2, {"batch_size": 2}, "batch_size is 2; give 3 or more"),
+        (s.sync_sgd(), 2, {"meta": True, "steps": 2}, "with meta there are no gradients"),
+        (s.gossip(), 4, {}, r"of gossip\(graph=ring_graph, period=1\) differ after every step"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(
+    strategy: pt.Strategy, workers: int, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        pt.simulate(job(), strategy, workers, noise_scale=1, epochs=None if "meta" in more else 1, **more)
+
+
+def test_an_elastic_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="elastic run, whose workers come and go"):
+        pt.run(job(), s.sync_sgd(), 2, noise_scale=4, min_workers=1)
+
+
+def test_a_batch_without_a_row_for_each_sample_is_refused() -> None:
+    bare = job(
+        data=lambda folder: pt.Data(TensorDataset(torch.ones(24, 3)), collate=lambda samples: torch.ones(3)),
+        loss=pt.of_batch(lambda model, batch: model(batch).sum()),
+    )
+    with pytest.raises(ValueError, match=r"holds float32 \(3,\), which has no row for each"):
+        pt.simulate(bare, s.downpour(), 2, noise_scale=1, epochs=1)
+
+
+def row(samples: int, square: float, trace: float, **more: Any) -> dict[str, Any]:
+    return {"kind": "train", "samples": samples, "gradient_square": square, "noise_trace": trace, **more}
+
+
+def test_workers_are_added_up_before_they_are_divided() -> None:
+    rows = [row(1, 1.0, 8.0, worker=0), row(2, 3.0, 8.0, worker=1), row(3, 1.0, 12.0, worker=0), {"kind": "train"}]
+    assert last_noise(rows) == pytest.approx(20 / 4)
+    assert noise_of([row(1, -1.0, 8.0)]) is None
+
+
+def test_the_page_draws_the_noise_scale_and_the_samples_of_a_step() -> None:
+    result = {"world": "virtual", "strategy": "sync_sgd()", "steps": 10, "samples": 640, "workers": 4}
+    drawn = noise_curves([RunRecord(result, [row(64, 1.0, 32.0), row(640, 1.0, 64.0)], [])])
+    assert drawn is not None
+    assert [(line["x"], line["y"]) for line in drawn.data] == [([64.0, 640.0], [32.0, 64.0]), ([64.0, 640.0], [64, 64])]
+    assert noise_curves([RunRecord(result, [{"kind": "train", "samples": 64}], [])]) is None

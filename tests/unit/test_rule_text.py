@@ -1,0 +1,78 @@
+"""Rules of layers as text: a strategy's name makes the strategy again, and mistakes are named."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import polytempo as pt
+from polytempo.partition.hybrid.divided_names import DividedNames
+from polytempo.partition.tensor import column, row
+from polytempo.partition.tensor.rule_text import rule_text, rules_of
+from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.spec.catalogue import parse_strategy
+
+s = pt.strategies
+
+RULES = {"*.up": "column", "qkv": column(heads=8, packed=3), "out": row(heads=8), "last": column(gather=True)}
+
+
+def test_a_strategy_s_name_makes_it_again() -> None:
+    strategy = s.split(RULES, parts=3, inner=s.local_sgd(period=4))
+    again = parse_strategy(str(strategy))
+    assert isinstance(again.parted, SplitLayers)
+    assert (again.name, again.parted, again.holders) == (strategy.name, strategy.parted, 3)
+    assert dict(again.parted.rules) == rules_of(RULES)  # type: ignore[arg-type]
+    hybrid = parse_strategy("hybrid('a.*, b', exchange='turns', inner=top_k_sgd)")
+    assert isinstance(hybrid.parted, DividedNames)
+    assert (hybrid.parted.names, hybrid.holders) == (("a.*", "b"), 1)
+    assert parse_strategy(str(hybrid)).parted == hybrid.parted
+
+
+def test_text_is_read_with_spaces_and_without() -> None:
+    text = "*.up: column, qkv: column(heads=8, packed=3), out: row(heads=8), last: column(gather=True)"
+    assert rule_text(rules_of(RULES)) == text
+    assert rules_of(text) == rules_of(
+        " *.up :column,qkv:column( heads=8,packed = 3 ) ,out:row(heads=8),last:column(gather=true)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: s.split("up column"), "'up column' is no rule; rules are written '*.up: column"),
+        (lambda: s.split("up: colunm"), "there is no way 'colunm' to split a layer (did you mean 'column'?)"),
+        (lambda: s.split("up: column(head=8)"), "'head=8' is no option of a way; there are heads=8"),
+        (lambda: s.split("up: row(gather=True)"), "row has the option heads alone"),
+        (lambda: s.split("up: heads(heads=2)"), "the way 'heads' has no options"),
+        (lambda: s.split("up: row, up: column"), "the rules have 'up' twice"),
+        (lambda: s.split(""), "no rule says which layers are split"),
+        (lambda: s.split(3), "rules are a dictionary such as"),
+        (lambda: s.split({"a b": "row"}), "pattern 'a b' of a rule has a space"),
+        (lambda: s.split("up: row", parts=0), "parts=0: a layer has parts on 1 worker or more"),
+        (lambda: s.split(sequence=True), "sequence=True needs rules"),
+        (lambda: s.split("up: row", inner=s.downpour()), "works by another way (a parameter server"),
+        (lambda: s.split("up: row", inner=s.gpipe()), "works by another way (a parameter server"),
+        (lambda: s.split("up: row", inner=s.split("up: row")), "works by another way (a parameter server"),
+        (lambda: s.gpipe(inner=s.hybrid("up")), "works by another way (one copy of the weights"),
+        (lambda: s.hybrid(""), "no layer is named; give names such as 'classifier.*'"),
+        (lambda: s.hybrid("up", exchange="turn"), "exchange='turn': must be one of joined, turns, slices"),
+        (lambda: s.hybrid("up", link="1gbit"), "link='1gbit' is what layers are planned for, and they are named"),
+        (lambda: s.hybrid("up", inner=s.local_sgd()), "all workers make each step of a divided layer together"),
+        (lambda: pt.run(JOB, s.split("0: row", parts=2), 3), "has each model's layers on 2 workers, so workers=3 are"),
+        (lambda: pt.run(JOB, s.split("up: row"), 2), "the model has no layer 'up'; it has 0, 1, 2"),
+        (lambda: pt.run(JOB, s.split("0: heads"), 2), "0 is a Linear, which cannot be split by heads"),
+        (lambda: pt.run(JOB, s.hybrid("1"), 2), "layer 1 cannot be divided over 2 ranks: ReLU is none of Linear"),
+        (lambda: pt.run(JOB, s.split("0: column(heads=3)"), 2), "128 features are no 3 equal heads"),
+        (lambda: pt.simulate(JOB, s.split(), 2, meta=True), "has layers in parts, which exchange what they compute"),
+        (lambda: pt.run(JOB, s.split(), 2, min_workers=2), "has parts of layers on each rank, and without one of them"),
+    ],
+)
+def test_mistakes(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+JOB = pt.jobs.find("digits")

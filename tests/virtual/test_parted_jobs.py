@@ -1,0 +1,92 @@
+"""Jobs whose layers lie in parts, in the virtual world: what one worker trains, its scores and its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polytempo as pt
+from parted_job import classifier, far, job, split, split_text, text_job
+from polytempo.core import Strategy
+from polytempo.partition.plan import split_plan, volumes
+from polytempo.partition.plan.choice import exchange_bytes
+
+s = pt.strategies
+STEPS = 7
+
+
+def trained(
+    strategy: Strategy, workers: int, out: Path, the_job: pt.Job, **more: Any
+) -> tuple[pt.Result, dict[str, Tensor]]:
+    """The result, and the model that the run has saved behind its last step."""
+    result = pt.simulate(the_job, strategy, workers, steps=STEPS, threads=1, out=out, checkpoint_every=STEPS, **more)
+    return result, pt.checkpoint_model(out)
+
+
+def check(strategy: Strategy, workers: int, plain: Strategy, plain_workers: int, the_job: pt.Job, folder: Path) -> None:
+    expected, whole = trained(plain, plain_workers, folder / "plain", the_job)
+    found, joined = trained(strategy, workers, folder / "parts", the_job)
+    assert far(joined, whole) < 1e-12
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert (found.accuracy, found.steps, found.samples) == (expected.accuracy, expected.steps, expected.samples)
+    assert found.ledger == expected.ledger
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_split_model_becomes_that_of_one_worker(parts: int, tmp_path: Path) -> None:
+    """With dropout, momentum, a schedule, and classes whose logits are never gathered for the loss."""
+    check(split(parts), parts, s.sync_sgd(), 1, job(), tmp_path)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_transformer_with_all_splits_on_a_mesh_becomes_that_of_its_replicas(sequence: bool, tmp_path: Path) -> None:
+    inner = s.sync_sgd(pt.collectives.ring)
+    check(split_text(sequence=sequence, inner=inner), 4, inner, 2, text_job(), tmp_path)
+
+
+def test_replicas_of_split_models_may_differ_between_meetings(tmp_path: Path) -> None:
+    inner = s.local_sgd(period=3)
+    check(split(inner=inner), 4, inner, 2, job(), tmp_path)
+
+
+@pytest.mark.parametrize("exchange", ["joined", "turns"])
+def test_a_hybrid_becomes_what_data_parallelism_makes(exchange: Any, tmp_path: Path) -> None:
+    check(s.hybrid("0, 3", exchange=exchange), 3, s.sync_sgd(), 3, job(), tmp_path)
+
+
+def test_a_planned_hybrid_divides_what_the_plan_says(tmp_path: Path) -> None:
+    """The last layer has 6 inputs of each of 36 samples, and 35 weights; with one sample each, it is the other way."""
+    few = job(batch_size=1)
+    check(s.hybrid(), 3, s.sync_sgd(), 3, few, tmp_path)
+    names = pt.plan_layers(classifier(), torch.zeros(2, 4, dtype=torch.float64), workers=3, batch_size=3).model_parallel
+    assert names
+    found = pt.simulate(few, s.hybrid(), 3, steps=3)
+    assert found.bytes_sent_per_rank == pt.simulate(few, s.hybrid(list(names)), 3, steps=3).bytes_sent_per_rank
+    assert found.bytes_sent_per_rank != pt.simulate(few, s.sync_sgd(), 3, steps=3).bytes_sent_per_rank
+
+
+def test_a_part_of_the_ranks_counts_its_share_of_the_operations(tmp_path: Path) -> None:
+    slow = pt.cluster.ethernet(gbit_per_s=1e9, latency_us=0.0)
+    one = pt.simulate(job(), s.sync_sgd(), 1, cluster=slow, steps=3).seconds
+    assert pt.simulate(job(), split(2), 2, cluster=slow, steps=3).seconds == pytest.approx(one / 2, rel=0.2)
+
+
+def test_the_bytes_of_each_layer_are_those_that_its_shapes_say() -> None:
+    """Of a step of twelve samples, or of twelve of each of three workers."""
+    sample, the_job = torch.zeros(2, 4, dtype=torch.float64), job()
+    plan = split_plan(classifier(), sample, 3)
+    found = pt.simulate(the_job, s.split(parts=3), 3, steps=3).layers
+    assert found is not None
+    assert {each["layer"]: each["forward_bytes"] + each["backward_bytes"] for each in found} == {
+        each.volume.name: plan.bytes_of(each, 12) for each in plan.layers
+    }
+    assert {each["layer"]: sum(each["sizes"]) for each in found} == {"0": 7, "3": 7, "5": 6}
+    divided = pt.simulate(the_job, s.hybrid("3"), 3, steps=1).layers
+    assert divided is not None
+    [volume] = [each for each in volumes(classifier(), sample) if each.name == "3"]
+    sent = {each["layer"]: (each["sizes"], each["forward_bytes"] + each["backward_bytes"]) for each in divided}
+    assert sent == {"0": ([], 0), "3": ([2, 2, 2], exchange_bytes(volume, [12] * 3, [2] * 3)), "5": ([], 0)}

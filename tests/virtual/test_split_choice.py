@@ -1,0 +1,167 @@
+"""Ways that are chosen by themselves: the fewest bytes that there are, as many as are sent, and the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import polytempo as pt
+from paper_models import alexnet
+from polytempo.core import Port
+from polytempo.partition.plan import split_plan
+from split_models import assert_equal, made, on_ranks, outcome_of, split_pass, whole_pass
+
+
+class Perceptron(nn.Module):
+    """Linear layers of these widths, with a function and a dropout between them."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in pairwise(widths)])
+        self.drops = nn.ModuleList([nn.Dropout(0.2) for _ in self.layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, drop in zip(self.layers, self.drops, strict=True):
+            x = drop(functional.gelu(layer(x)))
+        return x
+
+
+def images() -> nn.Module:
+    """Channels of which each is four of the linear layer's inputs."""
+    first, second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 3)
+    return nn.Sequential(
+        *(first, nn.ReLU(), nn.MaxPool2d(2), second, nn.Tanh(), nn.Flatten(), nn.Dropout(0.1)),
+        *(nn.Linear(5 * 4, 8), nn.ReLU(), nn.Linear(8, 3)),
+    )
+
+
+def blocks() -> nn.Module:
+    """Of torch's own transformer, which a graph has as one node."""
+    layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Embedding(9, 12), nn.TransformerEncoder(layer, 2), nn.Linear(12, 9))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "perceptron": (lambda: Perceptron(5, 9, 4, 6, 7), drawn(3, 5)),
+    "images": (images, drawn(2, 3, 8, 8)),
+    "blocks": (blocks, torch.randint(0, 9, (2, 5), generator=torch.Generator().manual_seed(1))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_are_those_of_one_process(case: str, num_ranks: int) -> None:
+    model, inputs = CASES[case]
+    expected = whole_pass(model, inputs)
+    rules = split_plan(made(model), inputs, num_ranks).rules
+    for found in on_ranks(num_ranks, lambda port: split_pass(model, rules, inputs, port=port)):
+        assert_equal(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_sent_is_what_the_plan_says(case: str) -> None:
+    """The bytes of three steps over those of two, so without what is checked once."""
+    model, inputs = CASES[case]
+
+    def sent(steps: int) -> int:
+        def work(port: Port) -> None:
+            net = pt.split(made(model), "auto", sample=inputs, port=port)
+            for _ in range(steps):
+                torch.manual_seed(1)
+                net(inputs).sum().backward()
+
+        return sum(outcome_of(3, work).trace.bytes_sent.values())
+
+    plan = split_plan(made(model), inputs, 3)
+    assert sent(3) - sent(2) == sum(plan.bytes_of(each, len(inputs)) for each in plan.layers) > 0
+
+
+def cheapest(widths: tuple[int, ...]) -> int:
+    """The fewest numbers of a sample, over all ways to make pairs, and to let other layers go alone."""
+
+    def best(begin: int) -> int:
+        if begin == len(widths) - 1:
+            return 0
+        given = widths[begin] * (begin > 0)
+        made = widths[begin + 1]
+        alone = min(made + 2 * given, 2 * made + given) + best(begin + 1)
+        if begin + 2 < len(widths):
+            return min(alone, 2 * given + 2 * widths[begin + 2] + best(begin + 2))
+        return alone
+
+    return best(0)
+
+
+@pytest.mark.parametrize("widths", [(5, 9, 4, 6, 7), (8, 2, 30, 2, 9), (3, 20, 20, 20), (4, 4), (9, 30, 2, 30, 2, 3)])
+def test_no_other_choice_sends_less(widths: tuple[int, ...]) -> None:
+    plan = split_plan(Perceptron(*widths), torch.ones(2, widths[0]), 2)
+    assert sum(each.numbers for each in plan.layers) == cheapest(widths)
+
+
+def test_the_ways_of_alexnet() -> None:
+    """Its first linear layer takes whole channels, of 36 inputs each."""
+    with torch.device("meta"):
+        net = alexnet()
+    found = {
+        name: str(way) for name, way in split_plan(net, torch.empty(2, 3, 224, 224, device="meta"), 2).rules.items()
+    }
+    assert len(found) == 8 + 1  # and one dropout
+    assert sum(way == "row(heads=256)" for way in found.values()) <= 1
+    assert set(found.values()) <= {"column", "row", "row(heads=256)", "column(gather=True)"}
+
+
+def test_layers_that_cannot_be_split_stay_whole() -> None:
+    """Fewer features than ranks both ways, other classes, tied weights, and what the model does not call."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thin, self.norm, self.idle = nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Linear(9, 9)
+            self.table, self.out = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+            self.out.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            answer: Tensor = self.out(self.table((self.norm(self.thin(x))[:, 0] > 0).long()))
+            return answer
+
+    plan = split_plan(Odd(), torch.ones(4, 1), 2)
+    assert not plan.rules
+    assert {each.volume.name for each in plan.layers} >= {"thin", "norm", "idle", "table", "out"}
+
+
+def refused(model: nn.Module, rules: Any, **more: Any) -> str:
+    def work(port: Port) -> str:
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the tests compare its text
+            pt.split(model, rules, port=port, **more)
+        return str(error.value)
+
+    return str(on_ranks(2, work)[0])
+
+
+def test_mistakes() -> None:
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y if y.sum() > 0 else -y
+
+    assert "ways cannot be chosen where it is not known which layer follows" in refused(
+        Decides(), "auto", sample=torch.ones(2, 4)
+    )
+    assert 'or give rules by name, such as {"*.up": "column"' in refused(Decides(), "auto", sample=torch.ones(2, 4))
+    assert '"auto" with sample=x, which the model is called with' in refused(Decides(), "auto")
+    assert "rules='best'" in refused(Decides(), "best", sample=torch.ones(2, 4))
+    assert "sequence=True needs rules" in refused(Decides(), "auto", sample=torch.ones(2, 4), sequence=True)
