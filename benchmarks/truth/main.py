@@ -39,6 +39,8 @@ from polytempo.jobs import find
 from polytempo.report.runs import load_run
 from polytempo.report.validation import typical_step_s
 from polytempo.runs.calibration.calibrate import calibrate
+from polytempo.runs.calibration.job_pace import with_pace
+from polytempo.spec.options import RunOptions
 
 JOBS = {name: f"{Path(__file__).with_name('job.py')}:{name}" for name in ("job", "small")}
 s, c = pt.strategies, pt.collectives
@@ -63,7 +65,8 @@ def main() -> None:
     if asked.calibrate:
         name = "local" if asked.hosts is None else "hosts"
         found = calibrate(engine, name, asked.workers)
-        Path(asked.cluster).write_text(to_toml(found.cluster, found.measured, found.spread), encoding="utf-8")
+        paced = with_pace(found.cluster, engine, find(JOBS[asked.job]), asked.workers, RunOptions())
+        Path(asked.cluster).write_text(to_toml(paced, found.measured, found.spread), encoding="utf-8")
     cluster, job = read_cluster(Path(asked.cluster)), find(JOBS[asked.job])
     chosen = {name: STRATEGIES[name] for name in asked.only or STRATEGIES}
     options: dict[str, Any] = {"steps": asked.steps, "epochs": 1000, "threads": 1}

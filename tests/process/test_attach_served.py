@@ -62,6 +62,11 @@ class Loop:
             if self.see(self):
                 break
 
+    def epochs(self, number: int) -> None:
+        """So many."""
+        for _ in range(number):
+            self.epoch()
+
     @property
     def server(self) -> int:
         """The server's process, on rank 0."""
@@ -124,8 +129,7 @@ def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
         home = Path(tempfile.gettempdir())  # of this run: what ranks make lies in it
         if world.rank == 1:
             with pytest.raises(pt.PolytempoError, match=r"rank 0 has ended.*ValueError: the loop's own mistake"):
-                for _ in range(10_000):  # an epoch of its own may be over before rank 0 has ended
-                    loop.epoch()
+                loop.epochs(10_000)  # one of its own may be over before rank 0 has ended
             return None
         loop.epoch()
         (folder,) = home.glob("polytempo-*")

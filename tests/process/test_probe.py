@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import polytempo as pt
+from polytempo.cluster import Cluster, JobPace, KernelSpeed, Link, Speeds
 from polytempo.cluster.measured import cluster_of, from_toml, to_toml
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
-from polytempo.runs.calibration import kernel_samples, measurement
+from polytempo.runs.calibration import job_pace, kernel_samples, measurement
 from polytempo.runs.calibration.calibrate import calibrate
+from polytempo.runs.calibration.measurement import small_job
 from polytempo.runs.probe import measure
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -59,3 +62,26 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     assert (again.speeds, again.memory) == (found.cluster.speeds, found.cluster.memory)
     result = pt.simulate(find("digits"), pt.strategies.one_bit_sgd(), 2, again, steps=8, meta=True)
     assert 1e-5 < result.seconds / result.steps < 10
+
+
+def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run whose steps take three times what its kernels say, as far as this test is concerned."""
+    speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("step", KernelSpeed(call_s=1e-4))))
+    cluster = Cluster(Link(1e-5, 1e9), workers_per_host=2, speeds=speeds)
+    step_s = {pace: _without_exchange(cluster, pace) for pace in (1.0, 2.0, 3.0)}
+    assert step_s[3.0] - step_s[2.0] == pytest.approx(step_s[2.0] - step_s[1.0])
+    monkeypatch.setattr(job_pace, "typical_step_s", lambda events: step_s[3.0] if events else 0.0)
+    found = job_pace.with_pace(cluster, pt.engines.local(), small_job(), 2, RunOptions(batch_size=4))
+    assert found.speeds is not None
+    [(name, parameters, pace)] = found.speeds.jobs
+    assert (name, parameters) == ("small", 64 * 64 + 64 + 640 + 10)
+    assert pace == pytest.approx(3.0)
+    with pytest.raises(ValueError, match="has one speed for everything"):
+        job_pace.with_pace(replace(cluster, speeds=None), pt.engines.local(), small_job(), 2, RunOptions())
+
+
+def _without_exchange(cluster: Cluster, pace: float) -> float:
+    assert cluster.speeds is not None
+    paced = replace(cluster, speeds=replace(cluster.speeds, jobs=(JobPace("small", 4810, pace),)))
+    options = RunOptions(batch_size=4, steps=4, epochs=1000)
+    return pt.simulate(small_job(), measurement.NO_EXCHANGE, 2, paced, options).seconds / 4

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 import torch
 
-from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, correlated, ethernet, slow_host, slow_spells
+from polytempo.cluster import Cluster, JobPace, KernelSpeed, Link, Speeds, correlated, ethernet, slow_host, slow_spells
 from polytempo.cluster.fit import Sample, fitted, nonnegative
 from polytempo.cluster.measured import from_toml, to_toml
 from polytempo.cluster.slow_spells import measured_steps, steps_of
@@ -36,6 +36,16 @@ def test_a_kernel_that_was_not_measured_is_another_one() -> None:
     assert [SPEEDS.measured(name) for name in ("encode top_k(ratio=0.5)", "encode int8()")] == [True, False]
     with pytest.raises(ValueError, match="must name 'elementwise'"):
         Speeds((("product", KernelSpeed()),))
+
+
+def test_a_job_that_was_measured_has_a_pace() -> None:
+    speeds = replace(SPEEDS, jobs=(JobPace("digits", 650, 1.5), JobPace("digits", 651, 2.0)))
+    assert [speeds.pace("digits", 651), speeds.pace("digits", 652), speeds.pace("chars", 650)] == [2.0, 1.0, 1.0]
+    text = to_toml(Cluster(Link(0, 1), speeds=speeds))
+    assert from_toml(text).speeds == speeds
+    for wrong, said in (("parameters = 650", "parameters = 0"), ("pace = 1.5", "pace = -1.0")):
+        with pytest.raises(ValueError, match=r"jobs 'digits'.*must be a"):
+            from_toml(text.replace(wrong, said))
 
 
 def test_a_declared_cluster_has_one_speed_and_servers_theirs() -> None:

@@ -38,10 +38,13 @@ def test_operations_that_overlap_count_once() -> None:
     events = [
         Event(0, step, op, 0, step + begin_s, step + end_s)
         for step in range(5)
-        for op, begin_s, end_s in (("compute", 0.0, 1.0), ("recv", 0.2, 0.8), ("send", 0.2, 0.5), ("send", 0.7, 0.9))
+        for op, begin_s, end_s in (
+            *(("compute", 0.0, 0.4), ("compute", 0.1, 0.2), ("compute", 0.6, 0.7)),  # the second within the first
+            *(("recv", 0.2, 0.8), ("send", 0.2, 0.5), ("send", 0.7, 0.9)),
+        )
     ]
     parts = {each.name: each.predicted_s for each in validation(events, events).components}
-    assert parts == pytest.approx({"recv": 0.6, "send": 0.1, "computing": 0.3})
+    assert parts == pytest.approx({"recv": 0.3, "send": 0.1, "computing": 0.6}), "from 0.1 before each step on"
 
 
 def test_a_typical_step_counts_what_happens_in_one_of_eight() -> None:

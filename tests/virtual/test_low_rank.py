@@ -91,7 +91,9 @@ def test_it_is_the_published_algorithm(rank: int) -> None:
     begin = transform.init(Bundle(steps[0][0]))
     answers, states, _ = stepped(transform, steps)
     for name in begin.matrices:
-        expected, memories = as_published([[g[name] for g in row] for row in steps], begin.matrices[name].right)
+        query = begin.matrices[name].right
+        assert query is not None
+        expected, memories = as_published([[g[name] for g in row] for row in steps], query.t())
         for row, reference in zip(answers, expected, strict=True):
             torch.testing.assert_close(row[0][name], reference, rtol=1e-10, atol=1e-12)
         for state, memory in zip(states, memories, strict=True):

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from polytempo.cli.measure import check_cluster_file, link_text, speed_text
+from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
-from polytempo.cluster import KernelSpeed
+from polytempo.cluster import JobPace, KernelSpeed
 from polytempo.cluster.measured import to_toml
 from polytempo.core import files
 from polytempo.report.summary import human_seconds
 from polytempo.runs.arguments import parse_engine
 from polytempo.runs.calibration.calibrate import Calibration
 from polytempo.runs.calibration.calibrate import calibrate as calibrated
+from polytempo.runs.calibration.job_pace import with_pace
+from polytempo.spec.options import RunOptions
 
 _FILE = Path("cluster.toml")
 _PERCENT = 100
 _SHOWN = ("product", "elementwise", "update SGD momentum", "encode feedback(one_bit())", "low_rank answer", "step")
 
 
-def calibrate(engine: str, workers: int | None, out: Path | None, *, as_json: bool) -> None:
+class Paced(NamedTuple):
+    """A job whose own passes are measured, too."""
+
+    job: str
+    batch_size: int | None
+    data: Path | None
+
+
+def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced | None, *, as_json: bool) -> None:
     """Measure with so many processes, write the file, and show the main figures."""
     setup, path = parse_engine(engine), out or _FILE
     check_cluster_file(path)
+    job = None if paced is None else found_job(paced.job)
     if workers is None:
         workers = max(2, len(getattr(setup, "hosts", ())))
     with notes_on_stderr():
         found = calibrated(setup, engine, workers)
+        if job is not None and paced is not None:
+            options = RunOptions(batch_size=paced.batch_size, data=paced.data)
+            found = found._replace(cluster=with_pace(found.cluster, setup, job, workers, options))
     files.replace(path, to_toml(found.cluster, found.measured, found.spread))
     if as_json:
         show_json(_plain(path, found))
@@ -45,8 +61,13 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
     speeds = dict(cluster.speeds.kernels) if cluster.speeds is not None else {}
     rows += [(kernel, _kernel(speeds[kernel])) for kernel in _SHOWN if kernel in speeds]
     rows.append(("kernels", f"{len(speeds)}, which the file lists"))
+    rows += [(f"passes of {each.job}", f"{each.pace:.2f} of what the kernels say") for each in _jobs(found)]
     rows += [(f"spread of {name}", f"{_PERCENT * value:.0f} %") for name, value in found.spread.items()]
     return rows
+
+
+def _jobs(found: Calibration) -> tuple[JobPace, ...]:
+    return () if found.cluster.speeds is None else found.cluster.speeds.jobs
 
 
 def _kernel(speed: KernelSpeed) -> str:
@@ -68,5 +89,6 @@ def _plain(path: Path, found: Calibration) -> dict[str, object]:
         "memory": vars(cluster.memory),
         "collectives": {name: vars(link) for name, link in cluster.collectives},
         "kernels": {name: speed._asdict() for name, speed in (cluster.speeds.kernels if cluster.speeds else ())},
+        "jobs": [each._asdict() for each in _jobs(found)],
         "spread": found.spread,
     }

@@ -255,6 +255,15 @@ CalibratingWorkers = Annotated[
         help="Processes that measure together, as many a host as it will have workers. Default: one a host, or 2.",
     ),
 ]
+CalibratedJob = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        metavar="JOB",
+        help="Measure this job's own passes, too: one that ships, my_module:job or path/to/file.py:job.",
+        autocompletion=job_names,
+    ),
+]
 CalibratedFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Where the cluster is written. Default: cluster.toml.")
 ]

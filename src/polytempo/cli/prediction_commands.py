@@ -10,16 +10,22 @@ def calibrate(
     engine: p.Calibrating = None,
     workers: p.CalibratingWorkers = None,
     out: p.CalibratedFile = None,
+    job: p.CalibratedJob = None,
+    batch_size: p.BatchSize = None,
+    data: p.Data = None,
     json: p.Json = None,
 ) -> None:
     """Measure what training does on these hosts, for `simulate --cluster`.
 
     Kernels, codecs, optimizers, memory, messages and collectives, and how much steps vary; under a minute a host.
+    With --job also 80 steps of that job, so that its own passes are predicted as they are here.
     """
     with exit_code():
-        from polytempo.cli.calibrate import calibrate as command  # imports torch, which takes seconds
+        from polytempo.cli.calibrate import Paced  # imports torch, which takes seconds
+        from polytempo.cli.calibrate import calibrate as command
 
-        command(engine or "local", workers, out, as_json=bool(json))
+        paced = Paced(job, batch_size, data) if job is not None else None
+        command(engine or "local", workers, out, paced, as_json=bool(json))
 
 
 def profile(

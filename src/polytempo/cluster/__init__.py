@@ -4,7 +4,7 @@ from polytempo.cluster.cluster import Cluster, Link
 from polytempo.cluster.faults import Crash, Fault, Pause
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host
 from polytempo.cluster.slow_spells import CorrelatedStragglers, correlated, slow_spells
-from polytempo.cluster.speeds import KernelSpeed, Speeds
+from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant, exponential, lognormal, occasional, slow_host, uniform
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "CorrelatedStragglers",
     "Crash",
     "Fault",
+    "JobPace",
     "KernelSpeed",
     "Link",
     "Pause",

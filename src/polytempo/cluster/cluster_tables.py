@@ -1,6 +1,7 @@
 """What a file of a cluster says of kernels, collectives and stragglers: the tables behind `network`, `memory`, `host`.
 
 [[kernels]]      name, call_s, byte_s, flop_s, error          `Cluster.speeds`; [[server_kernels]] likewise
+[[jobs]]         name, parameters, pace                       `Cluster.speeds.jobs`
 [[collectives]]  name, latency_s, bytes_per_s                 `Cluster.collectives`
 [stragglers]     quantiles, correlation                       `slow_spells.measured_steps`
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from polytempo.cluster.cluster import Cluster, Link
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps, steps_of
-from polytempo.cluster.speeds import KernelSpeed, Speeds
+from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
 Number = Callable[..., float]
@@ -27,6 +28,9 @@ def written(cluster: Cluster) -> list[str]:
         for kernel, speed in () if speeds is None else speeds.kernels:
             lines += ["", f"[[{name}]]", f"name = {json.dumps(kernel)}"]
             lines += [f"{key} = {value!r}" for key, value in speed._asdict().items()]
+    for pace in () if cluster.speeds is None else cluster.speeds.jobs:
+        lines += ["", "[[jobs]]  # passes take so many times what the kernels say", f"name = {json.dumps(pace.job)}"]
+        lines += [f"parameters = {pace.parameters}", f"pace = {pace.pace!r}"]
     for kind, link in cluster.collectives:
         lines += ["", "[[collectives]]", f"name = {json.dumps(kind)}"]
         lines += [f"latency_s = {link.latency_s!r}", f"bytes_per_s = {link.bytes_per_s!r}"]
@@ -49,9 +53,19 @@ def speeds_of(plain: Mapping[str, Any], key: str, where: str, number: Number) ->
     if not found:
         return None
     try:
-        return Speeds(tuple(found))
+        return Speeds(tuple(found), _jobs(plain, where, number) if key == "kernels" else ())
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _jobs(plain: Mapping[str, Any], where: str, number: Number) -> tuple[JobPace, ...]:
+    found = []
+    for row in _rows(plain, "jobs", where):
+        name, parameters = _name(row, "jobs", where), row.get("parameters")
+        if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 1:
+            raise ValueError(f"{where}: jobs {name!r}.parameters = {parameters!r} must be a whole number above 0")
+        found.append(JobPace(name, parameters, number(row, f"jobs {name!r}", "pace", where)))
+    return tuple(found)
 
 
 def collectives_of(plain: Mapping[str, Any], where: str, number: Number) -> tuple[tuple[str, Link], ...]:

@@ -30,11 +30,22 @@ class KernelSpeed(NamedTuple):
         return use.calls * self.call_s + use.num_bytes * self.byte_s + use.flops * self.flop_s
 
 
+class JobPace(NamedTuple):
+    """A job's forward and backward passes take so many times what the kernels of their operators say."""
+
+    job: str
+    """Its name."""
+    parameters: int
+    """Numbers in its model: another model under the same name has none."""
+    pace: float
+
+
 @dataclass(frozen=True)
 class Speeds:
-    """The kernels that were measured, by name; `elementwise` is one of them."""
+    """The kernels that were measured, by name, `elementwise` one of them; and the jobs that were."""
 
     kernels: tuple[tuple[str, KernelSpeed], ...]
+    jobs: tuple[JobPace, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError without the kernel that stands for all others."""
@@ -54,6 +65,10 @@ class Speeds:
     def measured(self, kernel: str) -> bool:
         """Whether it, or one with other arguments, was measured."""
         return _family(kernel) in self._families
+
+    def pace(self, job: str, parameters: int) -> float:
+        """That of a job whose model has so many parameters; 1 where it was not measured."""
+        return next((each.pace for each in self.jobs if each[:2] == (job, parameters)), 1.0)
 
     def seconds(self, uses: Iterable[KernelUse]) -> float:
         """One use after the other."""

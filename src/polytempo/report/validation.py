@@ -1,11 +1,12 @@
 """`Validation`: two traces of one training run step by step, the predicted beside the measured, and by component.
 
 step k of a rank   from the end of its last operation of step k-1 to that of step k
-components         each kind of communication, as long as a rank is in it; computing is the rest of the step
+components         each kind of communication, as long as a rank is in it and computes nothing; computing is the rest
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
@@ -109,12 +110,35 @@ def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
 
 
 def _parts(events: Sequence[Event], begin_s: float, end_s: float) -> dict[str, float]:
-    """Seconds of each kind of communication; where several are under way, of the one that began first."""
+    """Seconds of each kind of communication while its rank does not compute; where several are under way, of the one
+    that began first."""
     parts: dict[str, float] = defaultdict(float)
+    computing = _joined(event for event in events if event.op == "compute")
     free_s = begin_s
     for event in sorted(events, key=lambda event: event.start_s):
         if event.op in COMMUNICATION and event.end_s > free_s:
-            parts[event.op] += event.end_s - max(event.start_s, free_s)
-            free_s = max(free_s, event.end_s)
+            parts[event.op] += _outside(computing, max(event.start_s, free_s), event.end_s)
+            free_s = event.end_s
     parts[COMPUTING] = max(0.0, end_s - begin_s - sum(parts.values()))
     return dict(parts)
+
+
+def _joined(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """The times in which one of them is under way, in order."""
+    found: list[tuple[float, float]] = []
+    for event in sorted(events, key=lambda event: event.start_s):
+        if found and event.start_s <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], event.end_s))
+        else:
+            found.append((event.start_s, event.end_s))
+    return found
+
+
+def _outside(spans: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> float:
+    """Seconds from `begin_s` to `end_s` that lie in none of the spans, which are in order and apart."""
+    left_s = end_s - begin_s
+    for i in range(max(0, bisect_right(spans, (begin_s, begin_s)) - 1), len(spans)):
+        if spans[i][0] >= end_s:
+            break
+        left_s -= max(0.0, min(spans[i][1], end_s) - max(spans[i][0], begin_s))
+    return left_s

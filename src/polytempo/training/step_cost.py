@@ -6,7 +6,7 @@ step · forward │ backward of bucket 0, its check and scaling │ … of bucke
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from polytempo.core.kernel_use import KernelUse, Uses, together
 from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.flops import flops_per_sample
-from polytempo.training.job_profile import JobProfile, profiled
+from polytempo.training.job_profile import JobProfile, Pass, profiled
 from polytempo.training.replica import Replica
 
 
@@ -41,12 +41,14 @@ class StepCost(NamedTuple):
     profile: JobProfile | None = None
     checks: bool = True
     """Whether gradients are looked at before they are exchanged (a run without `allow_nan`)."""
+    pace: float = 1.0
+    """Both passes take so many times what their operators' kernels say."""
 
     def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
         """What a step of `replica` on so many samples takes, `factor` times."""
         if self.profile is None:
             return StepUses()
-        back = self.profile.uses("backward", samples)
+        back = self._pass(self.profile, "backward", samples)
         size = sum(p.numel() for p in replica.trainable.values())
         parts = [
             together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket.parameters.values())])
@@ -54,7 +56,7 @@ class StepCost(NamedTuple):
         ]
         if not parts:
             parts = [together([*back, *self._checked(replica)])]
-        forward = [*_batch(samples), *self.profile.uses("forward", samples)]
+        forward = [*_batch(samples), *self._pass(self.profile, "forward", samples)]
         return StepUses(
             tuple(use.times(factor) for use in forward),
             tuple(tuple(use.times(factor) for use in part) for part in parts),
@@ -65,8 +67,11 @@ class StepCost(NamedTuple):
         """Forward and backward on so many samples, where a parameter server takes the gradients."""
         if self.profile is None:
             return ()
-        passes = [*self.profile.uses("forward", samples), *self.profile.uses("backward", samples)]
+        passes = [use for which in get_args(Pass) for use in self._pass(self.profile, which, samples)]
         return together([*_batch(samples), *passes])
+
+    def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
+        return tuple(use.times(self.pace) for use in profile.uses(which, samples))
 
     def _exchanged(self, parameters: Iterable[nn.Parameter]) -> Uses:
         """Of a bucket: to look for NaN, to pack and to scale, and what an exchange costs besides."""
@@ -87,7 +92,8 @@ def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> 
     if cluster.speeds is None:
         return StepCost(flops)
     profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
-    return StepCost(flops, profile, checks=not spec.options.allow_nan)
+    pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()))
+    return StepCost(flops, profile, checks=not spec.options.allow_nan, pace=pace)
 
 
 def update_use(optimizer: Optimizer) -> KernelUse:

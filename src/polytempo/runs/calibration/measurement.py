@@ -45,9 +45,13 @@ class SmallRun(NamedTuple):
         return RunOptions(steps=steps, epochs=1000, threads=1, batch_size=self.batch_size)
 
 
-_NONE = local_sgd(period=1 << 20)
+NO_EXCHANGE = local_sgd(period=1 << 20)
 """It exchanges nothing in a run."""
-SMALL_RUNS = {"step": SmallRun(_NONE, 4), "sample": SmallRun(_NONE, 64), "exchange": SmallRun(sync_sgd(), 4)}
+SMALL_RUNS = {
+    "step": SmallRun(NO_EXCHANGE, 4),
+    "sample": SmallRun(NO_EXCHANGE, 64),
+    "exchange": SmallRun(sync_sgd(), 4),
+}
 """By the kernel that follows from it, once those before are known."""
 
 
