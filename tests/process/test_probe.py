@@ -10,6 +10,7 @@ import pytest
 import polytempo as pt
 from polytempo.cluster import Cluster, JobPace, KernelSpeed, Link, Speeds
 from polytempo.cluster.measured import cluster_of, from_toml, to_toml
+from polytempo.cluster.slow_spells import steps_of
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
 from polytempo.runs.calibration import job_pace, kernel_samples, measurement
@@ -70,12 +71,18 @@ def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Link(1e-5, 1e9), workers_per_host=2, speeds=speeds)
     step_s = {pace: _without_exchange(cluster, pace) for pace in (1.0, 2.0, 3.0)}
     assert step_s[3.0] - step_s[2.0] == pytest.approx(step_s[2.0] - step_s[1.0])
-    monkeypatch.setattr(job_pace, "typical_step_s", lambda events: step_s[3.0] if events else 0.0)
+    factors = [0.9, 1.0, 1.1, 1.0, 1.0]
+    monkeypatch.setattr(
+        job_pace, "steps_of_ranks", lambda events: [[f * step_s[3.0] for f in factors] for _ in range(2) if events]
+    )
     found = job_pace.with_pace(cluster, pt.engines.local(), small_job(), 2, RunOptions(batch_size=4))
     assert found.speeds is not None
     [(name, parameters, pace)] = found.speeds.jobs
     assert (name, parameters) == ("small", 64 * 64 + 64 + 640 + 10)
     assert pace == pytest.approx(3.0)
+    varied = steps_of(found.stragglers)  # type: ignore[arg-type]  # of measured steps
+    assert varied is not None
+    assert (varied[0][0], varied[0][10], varied[0][20]) == pytest.approx((0.9, 1.0, 1.1))
     with pytest.raises(ValueError, match="has one speed for everything"):
         job_pace.with_pace(replace(cluster, speeds=None), pt.engines.local(), small_job(), 2, RunOptions())
 

@@ -94,6 +94,12 @@ def typical_step_s(events: Iterable[Event], period: int = 8) -> float:
     return fmean(median(each) for each in classes.values())
 
 
+def steps_of_ranks(events: Iterable[Event]) -> list[list[float]]:
+    """Seconds of each step that the trace holds whole, a list for each rank."""
+    steps = [[sum(parts.values()) for parts in ranks] for ranks in _steps(events).values()]
+    return [list(taken) for taken in zip(*steps, strict=True)]
+
+
 def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
     """Of each step that the trace holds whole, what every rank's part of it was made of, in seconds."""
     of_rank: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))

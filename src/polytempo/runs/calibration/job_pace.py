@@ -1,9 +1,10 @@
 """What a job's own forward and backward passes take on an engine's hosts, beside what kernels say of them.
 
-    seconds of a step  =  rest + pace · passes        rest, passes: by two simulations; seconds: of a real run
+    seconds of a step  =  rest + pace · passes       the median of a real run; rest and passes by two simulations
 
 Kernels are fitted to many models, and one model's operators may be slower or faster than that. So the job itself is
-trained for some steps, by all workers at once and without an exchange.
+trained for some steps, by all workers at once and without an exchange. How its steps vary is what stragglers are then:
+a disturbance of a millisecond is half of a short step, and nothing beside a long one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from polytempo.cluster import Cluster, JobPace
-from polytempo.cluster.slow_spells import CorrelatedStragglers, steps_of
+from polytempo.cluster.slow_spells import measured_steps
 from polytempo.cluster.stragglers import constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.report.runs import load_run
-from polytempo.report.validation import typical_step_s
-from polytempo.runs.calibration.measurement import NO_EXCHANGE
+from polytempo.report.validation import steps_of_ranks
+from polytempo.runs.calibration.measurement import NO_EXCHANGE, correlation_of, quantiles_of
 from polytempo.runs.run import run
 from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Job
@@ -30,7 +32,7 @@ _LEAST = 0.01
 
 
 def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, options: RunOptions) -> Cluster:
-    """The cluster, knowing the job's pace. Of `options` count the batch size, the data and the seed.
+    """The cluster, knowing the job's pace and its stragglers. Of `options` count the batch size, the data and the seed.
 
     Cost: 80 steps of the job. Raises ValueError for a cluster whose kernels were not measured; errors of `run`.
     """
@@ -38,12 +40,15 @@ def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, opti
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
     asked = replace(options, epochs=1_000_000, threads=1)
     parameters = sum(p.numel() for p in job.model().parameters())
-    step_s = _measured_s(setup, job, workers, asked) / _median_factor(cluster)
+    ranks = _measured_s(setup, job, workers, asked)
+    step_s = median(taken for rank in ranks for taken in rank)
+    factors = [taken / step_s for rank in ranks for taken in rank]
+    varied = measured_steps(quantiles_of(factors), median(correlation_of(rank) for rank in ranks))
     at_1, at_2 = (
         _simulated_s(_paced(cluster, JobPace(job.name, parameters, pace)), job, workers, asked) for pace in (1.0, 2.0)
     )
     pace = 1.0 + (step_s - at_1) / (at_2 - at_1)
-    return _paced(cluster, JobPace(job.name, parameters, max(pace, _LEAST)))
+    return replace(_paced(cluster, JobPace(job.name, parameters, max(pace, _LEAST))), stragglers=varied)
 
 
 def _paced(cluster: Cluster, pace: JobPace) -> Cluster:
@@ -52,21 +57,15 @@ def _paced(cluster: Cluster, pace: JobPace) -> Cluster:
     return replace(cluster, speeds=replace(cluster.speeds, jobs=(*others, pace)))
 
 
-def _measured_s(setup: EngineSetup, job: Job, workers: int, asked: RunOptions) -> float:
-    """A typical step on the hosts."""
+def _measured_s(setup: EngineSetup, job: Job, workers: int, asked: RunOptions) -> list[list[float]]:
+    """Each rank's steps on the hosts."""
     with tempfile.TemporaryDirectory(prefix="polytempo-calibrate-") as folder:
         out = Path(folder) / "run"
         run(job, NO_EXCHANGE, workers, replace(asked, steps=_STEPS, out=out), engine=setup)
-        return typical_step_s(load_run(out).events)
+        return steps_of_ranks(load_run(out).events)
 
 
 def _simulated_s(cluster: Cluster, job: Job, workers: int, asked: RunOptions) -> float:
     undisturbed = replace(cluster, stragglers=constant())
     result = simulate(job, NO_EXCHANGE, workers, undisturbed, replace(asked, steps=_SIMULATED))
     return result.seconds / result.steps
-
-
-def _median_factor(cluster: Cluster) -> float:
-    """By what stragglers multiply a typical step."""
-    found = steps_of(cluster.stragglers) if isinstance(cluster.stragglers, CorrelatedStragglers) else None
-    return 1.0 if found is None else found[0][len(found[0]) // 2]
