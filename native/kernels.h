@@ -93,7 +93,8 @@ void squares(const double* a, const double* b, double* sums, int64_t count);
 //   m += (1 − β1)(g − m);  v = β2 v + (1 − β2) g²;  u = m / (1 − β1^step) / (√v / √(1 − β2^step) + eps) + decay · w
 //   sums = {Σ w², Σ u²}, of u as it is rounded
 //
-// Nothing may overlap. All but the sums is computed in the tensors' type, each operation rounded. Cost: reads g, w, m and v once and writes m, v and u once.
+// Nothing may overlap. All is computed in the tensors' type, each operation rounded; sums of 512 elements are then
+// added up in f64. Cost: reads g, w, m and v once and writes m, v and u once.
 void lamb_direction(
     const Hyper& hyper, const float* gradient, const float* weights, float* m, float* v, float* direction, double* sums,
     int64_t count);

@@ -2,21 +2,25 @@
 
     python benchmarks/large_batch/tune.py digits --seeds 3
     python benchmarks/large_batch/tune.py mnist --data FOLDER --seeds 1
+    python benchmarks/large_batch/tune.py chars --data FOLDER --seeds 1 --budget 0.4 --grid points.json
 
 Samples to the target loss on the test set, over a grid of global batches and rates, and with the advice for 2, 8 and
 32 workers. Each run is one process on the batch of all workers, whose gradient synchronous SGD computes; with --virtual
-the advice is also followed by as many virtual workers. A run that does not arrive costs the cap.
+the advice is also followed by as many virtual workers. A run that does not arrive costs the cap. Points that the file
+of `--grid` has are not run again; those that are run are added to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils.data import Dataset, Subset
 
 import polytempo as pt
 from polytempo.data.shard import DataShard
@@ -37,12 +41,14 @@ class Task(NamedTuple):
     rates: tuple[float, ...]
     most_epochs: float
     scores_per_epoch: int
+    scored: int | None = None
+    """So many test samples, evenly chosen; None: all."""
 
 
 TASKS = {
     "digits": Task(0.12, (8, 16, 32, 64, 128, 256, 512), tuple(0.005 * 2**k for k in range(8)), 30, 8),
     "mnist": Task(0.10, (16, 32, 64, 128, 256, 512), tuple(0.005 * 2**k for k in range(7)), 3, 8),
-    "chars": Task(2.0, (8, 16, 32, 64), tuple(5e-4 * 2**k for k in range(5)), 1, 16),
+    "chars": Task(2.2, (8, 16, 32, 64, 128), tuple(1e-3 * 2**k for k in range(6)), 1, 16, scored=218),
 }
 
 
@@ -63,6 +69,23 @@ def outcome(job: Job, data: Data, task: Task, batch: int, lr: float, seed: int, 
     return Outcome(math.inf, trial.samples)
 
 
+def scored_on(data: Data, count: int | None) -> Data:
+    """The data with so many of the test samples."""
+    if count is None or data.test is None:
+        return data
+    test = cast("Dataset[Any]", data.test)
+    length = len(data.test)  # type: ignore[arg-type]
+    return data._replace(test=Subset(test, range(0, length, length // count)))
+
+
+def known_points(file: Path | None) -> dict[tuple[int, float, int], Outcome]:
+    """What earlier runs of the grid have left there: by batch, rate and seed."""
+    if file is None or not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {(batch, lr, seed): Outcome(to_target, spent) for batch, lr, seed, to_target, spent in rows}
+
+
 def averaged(found: list[Outcome]) -> Outcome:
     """Over seeds."""
     return Outcome(statistics.mean(o.to_target for o in found), statistics.mean(o.spent for o in found))
@@ -76,19 +99,28 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--budget", type=float, default=0.75)
     parser.add_argument("--virtual", action="store_true")
+    parser.add_argument("--grid", type=Path, help="a file for the grid's points, one a line")
     given = parser.parse_args()
     torch.set_num_threads(1)
     task, job = TASKS[given.task], pt.jobs.find(given.task)
-    data = data_of(job, given.data)
+    data = scored_on(data_of(job, given.data), task.scored)
     length = check_length(DataShard(data.training(), rank=0, size=1, batch_size=1))
     print(f"{given.task}: thousands of samples to a test loss of {task.target:g}, mean of {given.seeds} seeds")
     print("| batch | " + " | ".join(f"{lr:.3g}" for lr in task.rates) + " |")
     grid: dict[int, dict[float, Outcome]] = {}
+    known = known_points(given.grid)
+
+    def point(batch: int, lr: float, seed: int) -> Outcome:
+        found = known.get((batch, lr, seed))
+        if found is None:
+            found = outcome(job, data, task, batch, lr, seed, length)
+            if given.grid is not None:
+                with given.grid.open("a") as file:
+                    print(json.dumps([batch, lr, seed, *found]), file=file)
+        return found
+
     for batch in task.batches:
-        grid[batch] = {
-            lr: averaged([outcome(job, data, task, batch, lr, seed, length) for seed in range(given.seeds)])
-            for lr in task.rates
-        }
+        grid[batch] = {lr: averaged([point(batch, lr, seed) for seed in range(given.seeds)]) for lr in task.rates}
         cells = " | ".join(f"{o.to_target / 1e3:.1f}" for o in grid[batch].values())
         print(f"| {batch} | {cells} |", flush=True)
     print("\n| workers | best of the grid | advice | samples | beside the best | cost: of the grid, of its arrivals |")

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from polytempo.runs.scheduled.run_schedule import schedule
     from polytempo.runs.simulate import simulate
     from polytempo.server.coordinator.lost_shard import ShardLost
+    from polytempo.spec.batch_growth import norm_test
     from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.explanation import explain
     from polytempo.spec.job import Data, Job, of_batch
@@ -119,6 +120,7 @@ _HOMES = {
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.partition.branches": ("threads",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
+    "polytempo.spec.batch_growth": ("norm_test",),
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
     "polytempo.training.attached": ("no_sync",),
@@ -188,6 +190,7 @@ __all__ = [
     "launch",
     "lbfgs",
     "no_sync",
+    "norm_test",
     "of_batch",
     "parse_strategy",
     "partition",

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from polytempo.cli import bounded_yaml
+from polytempo.spec.batch_growth import NormTest, parse_growth
 
 MAX_FILE_BYTES = 100_000
 
@@ -44,14 +45,6 @@ def _until(value: object) -> object:
         if measure == "accuracy" and isinstance(goal, int | float) and not 0 < goal <= 1:
             raise ValueError("accuracy is a number between 0 and 1: 97 % is accuracy=0.97")
     return goals
-
-
-def parse_growth(text: str) -> dict[str, str]:
-    """After which epochs a batch is multiplied by what: `"5:4,10:2"`. `ValueError` where it is not written so."""
-    pairs = [part.partition(":") for part in text.split(",")]
-    if not all(colon and epoch.strip().isdecimal() for epoch, colon, _ in pairs):
-        raise ValueError("must be written EPOCH:TIMES, with commas between, as in 5:4,10:2")
-    return {epoch.strip(): times.strip() for epoch, _, times in pairs}
 
 
 def _growth(value: object) -> object:
@@ -128,7 +121,7 @@ class TrainOptions(BaseModel):
     ema: Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1)] | None = None
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
     noise_scale: Count | None = None
-    batch_growth: Annotated[dict[int, Positive], BeforeValidator(_growth)] = Field(default_factory=dict)
+    batch_growth: Annotated[dict[int, Positive] | NormTest, BeforeValidator(_growth)] = Field(default_factory=dict)
     timeout_s: Positive = 300.0
     transport: Literal["shared", "tcp"] = "shared"
     grace_s: Positive = 30.0

@@ -117,7 +117,11 @@ NoiseScale = Annotated[
 ]
 BatchGrowth = Annotated[
     str | None,
-    typer.Option(metavar="E:K,…", help="Multiply the global batch by K after E epochs, and so on: 5:4,10:2."),
+    typer.Option(
+        metavar="RULE",
+        help="Let the global batch grow: by 4 after 5 epochs and by 2 after 10 with 5:4,10:2; by its gradients' noise "
+        "with 'norm_test(theta=0.5)'.",
+    ),
 ]
 AllowNan = Annotated[
     bool | None, typer.Option("--allow-nan", help="Continue if a loss or a parameter is NaN or infinite.")

@@ -61,13 +61,14 @@ class NoiseScale:
 
     keeps: float = 0.99
     steps: int = 0
-    _of_gradient: float = 0.0
-    _of_noise: float = 0.0
+    sum_of_gradient: float = 0.0
+    """Of all steps, each as much as it weighs now; `mean` divides by the weights."""
+    sum_of_noise: float = 0.0
 
     def add(self, found: Squares) -> None:
         """The estimates of one more step."""
-        self._of_gradient = self.keeps * self._of_gradient + (1 - self.keeps) * found.of_gradient
-        self._of_noise = self.keeps * self._of_noise + (1 - self.keeps) * found.of_noise
+        self.sum_of_gradient = self.keeps * self.sum_of_gradient + (1 - self.keeps) * found.of_gradient
+        self.sum_of_noise = self.keeps * self.sum_of_noise + (1 - self.keeps) * found.of_noise
         self.steps += 1
 
     @property
@@ -76,7 +77,7 @@ class NoiseScale:
         if not self.steps:
             raise ValueError("no step has been added, so there is no noise scale yet")
         known = 1 - self.keeps**self.steps
-        return Squares(self._of_gradient / known, self._of_noise / known)
+        return Squares(self.sum_of_gradient / known, self.sum_of_noise / known)
 
     @property
     def simple(self) -> float:

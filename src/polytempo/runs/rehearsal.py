@@ -26,8 +26,8 @@ from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation, tensors_of
+from polytempo.training.goals import check_goals
 from polytempo.training.parted_training import check_parted_model
-from polytempo.training.program import check_goals
 from polytempo.training.requirements import check_model, fitted
 from polytempo.training.staged_training import cut_of
 

@@ -44,6 +44,7 @@ from polytempo.training.guard import unfinite_names
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import VirtualNoiseBoard
 from polytempo.training.noise_watch import NoiseWatch
+from polytempo.training.norm_growth import norm_growth
 from polytempo.training.parted_training import laid_out_parts, parted_model
 from polytempo.training.pipeline.pipeline_stage import laid_out
 from polytempo.training.ports import ports_of
@@ -238,6 +239,7 @@ def _context(
         parts=parts,
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,
+        growth=norm_growth(spec, replica, shard),
     )
 
 

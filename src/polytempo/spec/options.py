@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from polytempo.core.url_path import Place, place
 from polytempo.partition.branches import Threads
+from polytempo.spec.batch_growth import BatchGrowth, NormTest, check_growth_option, parse_growth
 
 _BOUNDS = ("min_workers", "max_workers")
 
@@ -63,9 +63,10 @@ class RunOptions:
     restarts: int = 20
     """With a parameter server, or `min_workers`: how many processes may be started in place of others that were killed.
     """
-    batch_growth: Mapping[int, float] = field(default_factory=dict)
-    """`{5: 4, 10: 2}` multiplies the global batch by 4 after 5 epochs and by 2 after 10. A worker computes its part in
-    pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown."""
+    batch_growth: BatchGrowth = field(default_factory=dict)
+    """`{5: 4, 10: 2}` multiplies the global batch by 4 after 5 epochs and by 2 after 10; `pt.norm_test(theta=0.5)` lets
+    the gradients' noise decide. A worker computes its part in pieces of at most its first batch. Schedules go by
+    epochs, as if the batch had not grown. May be given as text."""
     reshape: Mapping[int, int] = field(default_factory=dict)
     """With a parameter server, experimental: `{2: 3, 5: 1}` goes on with 3 shards after 2 epochs and with 1 after 5.
     Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
@@ -85,6 +86,8 @@ class RunOptions:
             object.__setattr__(self, "data", Path(self.data))
         if self.out is not None:
             object.__setattr__(self, "out", place(self.out))
+        if isinstance(self.batch_growth, str):
+            object.__setattr__(self, "batch_growth", parse_growth(self.batch_growth))
         for name in (
             "epochs",
             "steps",
@@ -120,10 +123,10 @@ class RunOptions:
             raise ValueError(f"scaling is 'global' or 'local', got {self.scaling!r}")
         if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
             raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
-        if any(epoch < 1 or not 1 <= times < inf for epoch, times in self.batch_growth.items()):
+        check_growth_option(self.batch_growth)
+        if isinstance(self.batch_growth, NormTest) and self.noise_scale is not None:
             raise ValueError(
-                f"batch_growth says after which epoch, from 1 on, a batch is multiplied by what, from 1 on; got "
-                f"{dict(self.batch_growth)}"
+                f"{self.batch_growth} measures the noise scale itself; leave out noise_scale={self.noise_scale}"
             )
         if self.reshape and self.resume:
             raise ValueError("a run with reshape leaves no snapshots to resume from; leave one of them out")
@@ -161,7 +164,7 @@ class OptionKeywords(TypedDict, total=False):
     transport: Literal["shared", "tcp"]
     grace_s: float
     restarts: int
-    batch_growth: Mapping[int, float]
+    batch_growth: BatchGrowth | str
     reshape: Mapping[int, int]
     min_workers: int | None
     max_workers: int | None

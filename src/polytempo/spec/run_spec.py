@@ -16,6 +16,7 @@ from typing import Any
 
 from polytempo.core import Strategy
 from polytempo.core.url_path import place
+from polytempo.spec.batch_growth import growth_of_plain, plain_growth
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
@@ -27,8 +28,6 @@ _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
 """What a program may change of a job that it has found by name: it travels with the run."""
-_BY_NUMBER = ("reshape", "batch_growth")
-"""Options whose keys are numbers, as JSON's are not."""
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
 
 
@@ -208,7 +207,7 @@ def _plain(options: RunOptions) -> dict[str, Any]:
     return (
         asdict(replace(options, until=dict(options.until)))
         | folders
-        | {name: list(getattr(options, name).items()) for name in _BY_NUMBER}
+        | {"reshape": list(options.reshape.items()), "batch_growth": plain_growth(options.batch_growth)}
     )
 
 
@@ -216,4 +215,5 @@ def _options(plain: Mapping[str, Any]) -> RunOptions:
     folders: dict[str, Any] = {} if plain["data"] is None else {"data": Path(plain["data"])}
     if plain["out"] is not None:
         folders["out"] = place(plain["out"])
-    return RunOptions(**{**plain, **folders, **{name: dict(plain[name]) for name in _BY_NUMBER}})
+    growth = growth_of_plain(plain["batch_growth"])
+    return RunOptions(**{**plain, **folders, "reshape": dict(plain["reshape"]), "batch_growth": growth})

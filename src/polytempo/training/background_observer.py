@@ -27,8 +27,9 @@ from polytempo.training.checkpoint_folders import CheckpointError, partial_folde
 from polytempo.training.checkpoint_writer import about, complete, part_of, written_part
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.goals import meets
 from polytempo.training.ports import mesh_of
-from polytempo.training.program import Moment, TrainingContext, meets
+from polytempo.training.program import Moment, TrainingContext
 from polytempo.worlds import ProcessWorld
 
 _MOST_WAITING = 2

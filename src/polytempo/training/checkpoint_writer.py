@@ -138,6 +138,8 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
     scalars["seconds"] = context.seconds
     if context.scheduler is not None:
         scalars["schedule"] = schedule_saved(context.scheduler)
+    if context.growth is not None:
+        scalars["growth"] = context.growth.saved()
     if context.stage is not None:
         pipeline = pipeline_part(context.stage, whole=whole)
         tensors |= pipeline.tensors

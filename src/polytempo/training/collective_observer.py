@@ -14,8 +14,9 @@ from torch import Tensor
 from polytempo.core import Port, Program
 from polytempo.training.checkpoint_writer import save
 from polytempo.training.evaluate import Evaluation, Score, evaluate, of_first_part
+from polytempo.training.goals import meets
 from polytempo.training.ports import ports_of
-from polytempo.training.program import Moment, TrainingContext, meets
+from polytempo.training.program import Moment, TrainingContext
 from polytempo.training.randomness import kept_random_states
 from polytempo.worlds import ProcessWorld
 

@@ -17,8 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import is_hogwild
+from polytempo.spec.batch_growth import NormTest
 from polytempo.spec.job import Job
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.noise_post import check_measured
 from polytempo.training.sliced_step import BatchSlice, next_slices
 
 Backward = Callable[[Any, float], Tensor]
@@ -58,17 +60,20 @@ def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
 
 def grown(spec: RunSpec, size: int, num_samples: int, epoch: int) -> tuple[int, int]:
     """The global batch in `epoch`, of at most `num_samples`, and in how many pieces each rank computes its part."""
+    growth = spec.options.batch_growth
+    assert not isinstance(growth, NormTest), "that goes by steps"
     first = spec.options.global_batch_size or size * spec.batch_size
     times = 1.0
-    for after, factor in spec.options.batch_growth.items():
+    for after, factor in growth.items():
         times *= factor if epoch >= after else 1.0
     batch = min(round(first * times), max(first, num_samples))
     return batch, -(-batch // first)
 
 
 def grow(spec: RunSpec, shard: DataShard) -> None:
-    """Let the shard's coming epoch, or the rest of it, have the batch that the options give it."""
-    if spec.options.batch_growth and shard.num_samples is not None:
+    """Let the shard's coming epoch, or the rest of it, have the batch that the options give it by epochs."""
+    growth = spec.options.batch_growth
+    if growth and not isinstance(growth, NormTest) and shard.num_samples is not None:
         shard.grow(*grown(spec, shard.size, shard.num_samples, shard.epoch))
 
 
@@ -80,8 +85,8 @@ def follow(scheduler: LRScheduler, epochs: float, steps_per_epoch: int) -> None:
 
 def check_growth(spec: RunSpec) -> None:
     """Raise ValueError where the options let a batch grow that cannot."""
-    strategy, why = spec.strategy, None
-    if not spec.options.batch_growth:
+    strategy, growth, why = spec.strategy, spec.options.batch_growth, None
+    if not growth:
         return
     if strategy.server is not None:
         why = f"{strategy} hands batches to workers one by one"
@@ -91,5 +96,9 @@ def check_growth(spec: RunSpec) -> None:
         why = f"{strategy} lets workers step one by one"
     elif spec.options.elastic:
         why = "the workers of an elastic run come and go"
+    elif isinstance(growth, NormTest) and strategy.groups > 1:
+        why = f"each group of {strategy} would have a batch of its own, and their epochs other steps"
     if why is not None:
         raise ValueError(f"batches cannot grow here: {why}; leave batch_growth out, or begin with a larger batch")
+    if isinstance(growth, NormTest):
+        check_measured(strategy, spec.workers)

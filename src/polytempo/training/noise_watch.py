@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -130,6 +131,16 @@ class NoiseWatch:
                 f"{self._strategy} differ after every step; leave noise_scale out, or use a strategy whose workers "
                 "meet in a mean"
             )
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes, between two steps: plain numbers, equal on all ranks once they have heard all rows."""
+        return {"noise": asdict(self.noise), "due_at": self._due_at, "looks": self._looks, "equal": self._equal}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on as after `step` steps of the run that `state` is of."""
+        self.noise = NoiseScale(**state["noise"])
+        self._due_at, self._looks, self._equal = state["due_at"], state["looks"], state["equal"]
+        self._step, self._begun = step, True
 
     def finish(self) -> None:
         """No more steps come."""

@@ -27,10 +27,12 @@ from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Score, tensors_of
+from polytempo.training.goals import check_goals
 from polytempo.training.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.guard import check_final, check_score
 from polytempo.training.meter import Meter
 from polytempo.training.model_parts import ModelParts
+from polytempo.training.norm_growth import NormGrowth
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import Ports, ports_of
 from polytempo.training.randomness import seed_step
@@ -120,6 +122,8 @@ class TrainingContext:
     """Whether all ranks save and leave after so many steps, because one was asked to; asked after each step."""
     first_steps: int = 0
     """Steps of an epoch before its batches have grown."""
+    growth: NormGrowth | None = None
+    """Lets batches grow while an epoch goes on, where the options have a test for it."""
     saved_step: int = -1
     """The last step of which a checkpoint was written, or is being written."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
@@ -259,6 +263,9 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
             context.average.update()
         if context.scheduler is not None:
             _next_rate(context, context.scheduler)
+        if context.growth is not None and await context.growth.grows(data, context.shard):
+            del batches  # one at a time
+            batches = iter(context.shard)
         if (step + 1) % a_row_every == 0:
             await _train_row(port, context, meter, clock)
         if _saves_at(context, step + 1):
@@ -337,7 +344,8 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     moment = await _moment(port, context, clock)
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
-    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | delays | noise)
+    grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | delays | noise | grown)
 
 
 def _position(context: TrainingContext) -> tuple[float, int]:
@@ -364,28 +372,11 @@ def _check(context: TrainingContext) -> None:
     check_goals(context.job, context.options, has_test=context.data.test is not None)
 
 
-def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
-    """Raises ValueError where `until` asks for what the job does not measure."""
-    if options.until and not has_test:
-        raise ValueError("until needs a test set, and this job has none; use epochs or steps")
-    if "accuracy" in options.until and job.correct is None:
-        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
-
-
 def check_length(shard: DataShard) -> int:
     """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
     if shard.num_samples is None:
         raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
     return shard.num_samples
-
-
-def meets(score: Score | None, options: RunOptions) -> bool | None:
-    """Whether a score is what `until` asks for; None where it asks for nothing."""
-    if not options.until:
-        return None
-    assert score is not None
-    measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
-    return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
 
 
 class _Clock:

@@ -153,6 +153,8 @@ def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
     context.seconds = float(own.scalars["seconds"] or 0.0)
     if context.scheduler is not None:
         schedule_restore(context.scheduler, str(own.scalars["schedule"]))
+    if context.growth is not None:
+        context.growth.restore(str(own.scalars["growth"]), context.replica.step, context.shard)
 
 
 def _strategy(part: CheckpointPart) -> Saved:

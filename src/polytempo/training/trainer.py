@@ -23,6 +23,7 @@ from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
+from polytempo.spec.batch_growth import plain_growth
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
@@ -42,6 +43,7 @@ from polytempo.training.handle import Handle
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import check_measured
+from polytempo.training.norm_growth import norm_growth
 from polytempo.training.parted_training import laid_out_parts, parted_model
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out
 from polytempo.training.ports import mesh_of, ports_of
@@ -103,7 +105,7 @@ class Trainer:
         self.batch_size = spec.batch_size
         facts = {name: getattr(options, name) for name in _MUST_AGREE}
         facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
-        facts |= {"global_batch_size": options.global_batch_size, "batch_growth": list(options.batch_growth.items())}
+        facts |= {"global_batch_size": options.global_batch_size, "batch_growth": plain_growth(options.batch_growth)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
         facts |= {"mesh": str(mesh_of(self.world.port))}
         self.world.drive(agree(self.world.port, facts))
@@ -131,6 +133,7 @@ class Trainer:
             parts=part.parts,
             unchecked=unfinite_names(self.model),
             first_steps=len(shard) if options.batch_growth else 0,
+            growth=norm_growth(spec, part.replica, shard),
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:

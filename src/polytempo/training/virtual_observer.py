@@ -18,10 +18,11 @@ from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.training.checkpoint_writer import about, complete, write_when_landed
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.goals import meets
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import mesh_of, ports_of
-from polytempo.training.program import Moment, TrainingContext, meets
+from polytempo.training.program import Moment, TrainingContext
 from polytempo.training.randomness import kept_random_states
 
 

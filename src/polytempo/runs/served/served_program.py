@@ -39,10 +39,10 @@ from polytempo.spec.job import Data
 from polytempo.spec.job_calls import data_of, made_schedule, replica_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
+from polytempo.training.goals import check_goals
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.part_noise import PartNoise
-from polytempo.training.program import check_goals
 from polytempo.training.rate_schedule import RateSchedule, check_schedule
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
