@@ -1,4 +1,5 @@
-// The norm of the gradient that a step would take: each rank squares its slice, all add the sums up in the same order.
+// The norm of the gradient that a step would take, of all tensors or of each: each rank squares its slice, all add the
+// sums up in the same order.
 #include <algorithm>
 
 #include "plan.h"
@@ -58,6 +59,57 @@ static double squares_of_slice(const Group& group, Plan& plan) {
     return total;
 }
 
+// ------------------------------------------------------------------------------------------------------- by tensors
+
+// What Adam with these hyper-parameters and rate 1 would move `piece` by, into `out`, but for the weight decay. The log
+// of a rank is its own, and empty, until a step begins.
+template <class T>
+static void adam_direction(
+    const Plan& plan, const Piece& piece, const Gradients<T>& gradients, int size, Hyper hyper, Log& log, T*& out) {
+    alignas(64) static const char zeros[RECORD_BYTES] = {};
+    const int64_t offset = plan.tensors[piece.tensor].offset + piece.begin * static_cast<int64_t>(sizeof(T));
+    auto moments = [&](BlockName block) { return reinterpret_cast<const T*>(plan.blocks[block] + offset); };
+    auto scratch = [&](BlockName block) { return reinterpret_cast<T*>(log.data + block * RECORD_BYTES); };
+    hyper.rule = ADAM;
+    hyper.lr = 1;
+    hyper.weight_decay = 0;
+    out = scratch(PARAMETER);
+    update(
+        hyper, gradients.pointers, gradients.weights, size, reinterpret_cast<const T*>(zeros), moments(FIRST),
+        moments(SECOND), out, scratch(FIRST), scratch(SECOND), piece.count);
+}
+
+// Σ (decay · w − moved)², in lanes as above; moved is from zero, so its sign is the other one.
+template <class T> static double sum_of_moves(const T* weights, const T* moved, double decay, int64_t count) {
+    double lanes[8] = {};
+    for (int64_t i = 0; i < count; ++i) {
+        const double x = decay * static_cast<double>(weights[i]) - static_cast<double>(moved[i]);
+        lanes[i % 8] += x * x;
+    }
+    double total = 0;
+    for (const double lane : lanes) total += lane;
+    return total;
+}
+
+template <class T>
+static void add_squares_of_piece(
+    Group& group, Plan& plan, const Piece& piece, const pt_hyper* hypers, const float* steps) {
+    Gradients<T> gradients;
+    find(group, plan, piece, gradients);
+    const pt_tensor& tensor = plan.tensors[piece.tensor];
+    const T* weights = reinterpret_cast<const T*>(plan.blocks[PARAMETER] + tensor.offset) + piece.begin;
+    double* sums = plan.notes[group.rank]->of(piece.tensor).squares;
+    sums[0] += sum_of_moves(weights, weights, 0, piece.count);
+    if (!hypers) {
+        sums[1] += sum_of_squares(gradients.pointers, gradients.weights, group.size, piece.count);
+        return;
+    }
+    const Hyper hyper = hyper_of(hypers[tensor.group], steps[piece.tensor]);
+    T* moved = nullptr;
+    adam_direction(plan, piece, gradients, group.size, hyper, *plan.logs[group.rank], moved);
+    sums[1] += sum_of_moves(weights, moved, hyper.weight_decay, piece.count);
+}
+
 } // namespace pt
 
 using namespace pt;
@@ -76,4 +128,30 @@ int32_t pt_norm(pt_group* group_handle, pt_plan* plan_handle, const pt_part* par
     for (int rank = 0; rank < group.size; ++rank) total += plan.notes[rank]->sum_of_squares;
     *norm = __builtin_sqrt(total);
     return meet(group, deadline_ns); // whoever drops its plan now takes its notes along
+}
+
+int32_t pt_layer_squares(
+    pt_group* group_handle, pt_plan* plan_handle, const pt_part* part, const pt_hyper* hypers, int64_t num_groups,
+    const float* steps, double timeout_s, double* sums) {
+    auto& group = *reinterpret_cast<Group*>(group_handle);
+    auto& plan = *reinterpret_cast<Plan*>(plan_handle);
+    if (group.broken != FINE) return BROKEN;
+    const int64_t deadline_ns = deadline_after(timeout_s);
+    uint64_t agreed = hash(num_groups, steps, plan.num_tensors * sizeof(float));
+    if (hypers) agreed = hash(agreed, hypers, num_groups * sizeof(pt_hyper));
+    Status status = begin(group, plan, *part, 2, agreed, deadline_ns);
+    if (status != FINE) return status;
+    for (int64_t i = plan.firsts[group.rank]; i < plan.firsts[group.rank + 1]; ++i) {
+        const Piece& piece = plan.pieces[i];
+        if (!plan.used[piece.tensor]) continue;
+        const bool wide = plan.tensors[piece.tensor].dtype == F64;
+        (wide ? add_squares_of_piece<double> : add_squares_of_piece<float>)(group, plan, piece, hypers, steps);
+    }
+    status = meet(group, deadline_ns);
+    if (status != FINE) return status;
+    for (int64_t i = 0; i < 2 * plan.num_tensors; ++i) {
+        sums[i] = 0;
+        for (int rank = 0; rank < group.size; ++rank) sums[i] += plan.notes[rank]->of(i / 2).squares[i % 2];
+    }
+    return meet(group, deadline_ns); // as above
 }

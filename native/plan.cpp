@@ -58,9 +58,9 @@ static void write_notes(const Group& group, const Plan& plan, const pt_part& par
     Notes& notes = *plan.notes[group.rank];
     notes.weight = part.weight;
     for (int64_t i = 0; i < plan.num_tensors; ++i) {
-        notes.of(i) = {part.used[i], 0, 0, 0};
+        notes.of(i) = {part.used[i], 0, 0, 0, {}};
         if (plan.tensors[i].gradient < 0 && part.used[i])
-            notes.of(i) = {1, part.rows[i].rows, part.rows[i].values, part.rows[i].count};
+            notes.of(i) = {1, part.rows[i].rows, part.rows[i].values, part.rows[i].count, {}};
     }
 }
 

@@ -1,6 +1,8 @@
 // What a step of the one copy works on; see step.cpp for the layout.
 #pragma once
 
+#include <cstring>
+
 #include "group.h"
 #include "kernels.h"
 #include "step.h"
@@ -29,6 +31,7 @@ struct alignas(64) Log {
 
 struct Note {
     int64_t used, rows, values, count;
+    double squares[2]; // of the rank's slice: see pt_layer_squares
 };
 
 struct alignas(64) Notes {
@@ -77,6 +80,16 @@ inline int64_t element_bytes(const pt_tensor& tensor) { return tensor.dtype == F
 Status begin(Group& group, Plan& plan, const pt_part& part, int32_t op, uint64_t agreed, int64_t deadline_ns);
 
 uint64_t hash(uint64_t seed, const void* data, size_t num_bytes);
+
+// The hyper-parameters of a tensor that has made so many steps.
+inline Hyper hyper_of(const pt_hyper& given, float steps) {
+    Hyper hyper;
+    static_assert(sizeof hyper == sizeof given, "one is the other's face in C");
+    std::memcpy(&hyper, &given, sizeof hyper);
+    hyper.step = static_cast<int64_t>(steps) + 1;
+    hyper.first = steps == 0;
+    return hyper;
+}
 
 // The rows of tensor `index` that are `owner`'s to update: sorted into plan.scratch, from all ranks in their order.
 // Returns how many. The same for every caller, so that another rank can go on where the owner ended.

@@ -71,11 +71,7 @@ struct Slice {
     void update_elements(
         int64_t index, int64_t begin, int64_t count, const T* const* gradients, const T* weights, int num_gradients) {
         const pt_tensor& tensor = plan.tensors[index];
-        Hyper hyper;
-        static_assert(sizeof hyper == sizeof(pt_hyper), "one is the other's face in C");
-        std::memcpy(&hyper, &hypers[tensor.group], sizeof hyper);
-        hyper.step = static_cast<int64_t>(steps[index]) + 1;
-        hyper.first = steps[index] == 0;
+        const Hyper hyper = hyper_of(hypers[tensor.group], steps[index]);
         const bool adam = hyper.rule == ADAM || hyper.rule == ADAMW;
         const int64_t offset = tensor.offset + begin * static_cast<int64_t>(sizeof(T));
         T* p = logged<T>(true, PARAMETER, offset, count);

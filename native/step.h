@@ -66,6 +66,14 @@ PT_EXPORT int32_t pt_step(
 // The Euclidean norm of the weighted sum of all ranks' gradients. It has the same bits on every rank.
 PT_EXPORT int32_t pt_norm(pt_group* group, pt_plan* plan, const pt_part* part, double timeout_s, double* norm);
 
+// For optimizers that step each tensor by its own norm: sums[2 i] = Σ w², the squares of tensor i's weights, and
+// sums[2 i + 1] = Σ x², the same bits on every rank. x is the weighted sum of all ranks' gradients, where hypers is null,
+// else what pt_step would move w by but for its rate: m̂ / (√v̂ + eps) + decay · w, of the moments as they will be. Both
+// are 0 of a tensor without a gradient. Nothing of the copy changes; no gradient may come as rows. `steps` as in pt_step.
+PT_EXPORT int32_t pt_layer_squares(
+    pt_group* group, pt_plan* plan, const pt_part* part, const pt_hyper* hypers, int64_t num_groups, const float* steps,
+    double timeout_s, double* sums);
+
 #ifdef __cplusplus
 }
 #endif

@@ -34,6 +34,8 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: AdamW(p, lr=0.005),
     "adagrad": lambda p: Adagrad(p, lr=0.05, lr_decay=0.001, initial_accumulator_value=0.1),
     "lars": lambda p: LARS(p, lr=0.05, momentum=0.9, weight_decay=0.01, trust=0.5),
+    "lamb": lambda p: LAMB(p, lr=0.01, weight_decay=0.01),
+    "lamb without ratios": lambda p: LAMB(p, lr=0.01, adapts=False),
     "lars without momentum": lambda p: LARS(p, lr=0.05, momentum=0.0, weight_decay=0.01, trust=0.5, adapts=True),
 }
 CLOSE = 1e-5
@@ -314,9 +316,8 @@ class Odd(SGD):
 REFUSED: list[tuple[Make, str]] = [
     (lambda p: Odd(p, lr=0.1), r"this optimizer is Odd; use sync_sgd\(\)"),
     (lambda p: Adam(p, amsgrad=True), r"does not know Adam\(amsgrad=True\); use sync_sgd\(\)"),
-    (lambda p: LAMB(p), r"SGD, Adam, AdamW, Adagrad and LARS, and this optimizer is LAMB; use sync_sgd\(\)"),
     (lambda p: LARS(p, 0.1, corrects_momentum=True), r"does not know LARS\(corrects_momentum=True\)"),
-    (lambda p: torch.optim.RMSprop(p), r"this optimizer is RMSprop; use sync_sgd\(\)"),
+    (lambda p: torch.optim.RMSprop(p), r"Adagrad, LARS and LAMB, and this optimizer is RMSprop; use sync_sgd\(\)"),
 ]
 
 

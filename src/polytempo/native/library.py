@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """The answer of `pt_abi_version`; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
@@ -73,6 +73,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_scatter_add": (_i32, _pointer, _i64, _i64, _pointer, _pointer, _i64, ctypes.c_float),
     "pt_step": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),
     "pt_norm": (_i32, _pointer, _pointer, _pointer, _f64, _pointer),
+    "pt_layer_squares": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),
     "pt_cast_encode": (_i64, _i32, _pointer, _pointer, ctypes.c_float, _pointer, _i64),
     "pt_cast_add": (_i32, _i32, _pointer, _pointer, _i64),
     "pt_int8_encode": (_i64, _pointer, _pointer, _i64, _pointer, _pointer, _i64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,6 +58,15 @@ class Item(NamedTuple):
     tensor: Tensor
     group: int = 0
     by_rows: bool = False
+
+
+class LayerNorms(NamedTuple):
+    """Of one tensor."""
+
+    weights: float
+    """‖w‖."""
+    step: float
+    """‖g‖ of the weighted sum of all ranks' gradients; or ‖u‖, of Adam's direction and the weight decay."""
 
 
 class StepPlan:
@@ -192,6 +202,32 @@ class StepPlan:
             if status:
                 self.group.check(status, "norm", limit_s)
         return answer.value
+
+    def layer_norms(
+        self, hypers: ctypes.Array[Hyper] | None, weight: float, timeout_s: float | None = None
+    ) -> list[LayerNorms]:
+        """The norms by which each tensor's step is scaled; the same on all members, all of whom call it.
+
+        `hypers`: as `step` takes them, whose rule is Adam's; None: norms of the gradients. Cost: two meetings; of each
+        rank its slice, of the gradients, weights and, with `hypers`, moments. Nothing of the copy changes.
+        """
+        self._part.weight = weight
+        sums = (_f64 * (2 * len(self.used)))()
+        limit_s = self.group.timeout_s if timeout_s is None else timeout_s
+        with self.group.lock:
+            status = self.group._library.pt_layer_squares(
+                self.group._handle,
+                self._handle,
+                ctypes.byref(self._part),
+                hypers,
+                0 if hypers is None else len(hypers),
+                self.steps.data_ptr(),
+                limit_s,
+                sums,
+            )
+            if status:
+                self.group.check(status, "layer_norms", limit_s)
+        return [LayerNorms(math.sqrt(w), math.sqrt(x)) for w, x in zip(sums[::2], sums[1::2], strict=True)]
 
 
 def most_row_bytes(group: Group) -> int:

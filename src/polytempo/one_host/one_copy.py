@@ -27,7 +27,7 @@ from polytempo.native.common import Common, layout
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
 from polytempo.native.step import Item, StepPlan, most_row_bytes
-from polytempo.one_host.layer_rates import lars_hypers
+from polytempo.one_host.layer_rates import layer_hypers
 from polytempo.one_host.update_rule import hypers_of, rule_of, takes_rows
 from polytempo.worlds import ProcessWorld
 
@@ -242,7 +242,7 @@ class OneCopy:
         gradients = self._bring_all()
         weight = self._weight(share)
         try:
-            self.plan.step(hypers or lars_hypers(self._optimizer, self._parameters, self.plan, weight), weight)
+            self.plan.step(hypers or layer_hypers(self._optimizer, self._parameters, self.plan, weight), weight)
         finally:
             self._scale = 1.0
             self._show_state()
@@ -291,7 +291,7 @@ class OneCopy:
                     state[str(name)] = place
                 elif place is not None and writes and not fresh:
                     place.zero_()
-            self.plan.steps[index] = float(state.get("step", present or self._rule.by_layer))  # LARS begins with v = 0
+            self.plan.steps[index] = float(state.get("step", present or self._rule.begins_at_zero))
             if self._rule.counts and "step" in state:
                 state["step"] = self.plan.steps[index]
             if not present:

@@ -26,6 +26,8 @@ class NativeRule(NamedTuple):
     """Whether weight decay is AdamW's: up to torch 2.6 only the class says so."""
     by_layer: bool = False
     """Whether each tensor has a rate of its own (see `layer_rates`)."""
+    begins_at_zero: bool = False
+    """Whether the first step reads a momentum buffer of zeros, where SGD makes one of its gradient."""
 
 
 def rule_of(optimizer: Optimizer) -> NativeRule:
@@ -33,19 +35,21 @@ def rule_of(optimizer: Optimizer) -> NativeRule:
     name = type(optimizer).__name__
     if type(optimizer) not in (SGD, Adam, AdamW, Adagrad) and not has_layer_rates(optimizer):
         raise ValueError(
-            f"shared_memory() knows SGD, Adam, AdamW, Adagrad and LARS, and this optimizer is {name}; {_REMEDY}"
+            f"shared_memory() knows SGD, Adam, AdamW, Adagrad, LARS and LAMB, and this optimizer is {name}; {_REMEDY}"
         )
     for group in optimizer.param_groups:
         for option in _REFUSED:
             if group.get(option):
                 raise ValueError(f"shared_memory() does not know {name}({option}=True); {_REMEDY}")
-    if has_layer_rates(optimizer) or type(optimizer) is SGD:
-        has_momentum = any(group["momentum"] for group in optimizer.param_groups)
-        by_layer = type(optimizer) is not SGD
-        return NativeRule("sgd", "momentum_buffer" if has_momentum else None, by_layer=by_layer)
+    by_layer = has_layer_rates(optimizer)
     if type(optimizer) is Adagrad:
         return NativeRule("adagrad", None, "sum", counts=True)
-    return NativeRule("adam", "exp_avg", "exp_avg_sq", counts=True, decouples=type(optimizer) is AdamW)
+    if "betas" in optimizer.defaults:
+        decouples = type(optimizer) is not Adam
+        return NativeRule("adam", "exp_avg", "exp_avg_sq", counts=True, decouples=decouples, by_layer=by_layer)
+    has_momentum = any(group["momentum"] for group in optimizer.param_groups)
+    momentum = "momentum_buffer" if has_momentum else None
+    return NativeRule("sgd", momentum, by_layer=by_layer, begins_at_zero=by_layer)
 
 
 def takes_rows(rule: NativeRule, group: dict[str, Any]) -> bool:
