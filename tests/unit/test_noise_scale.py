@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.large_batch import NoiseScale, of_workers, sketch, squares
+from polytempo.large_batch import NoiseScale, Squares, of_workers, sketch, speed_up, squares
 from polytempo.report.noise import last_noise, noise_curves, noise_of
 from polytempo.report.runs import RunRecord
+from polytempo.training import noise_watch
 
 s = pt.strategies
 DIMS = 3000
@@ -131,3 +132,80 @@ def test_the_page_draws_the_noise_scale_and_the_samples_of_a_step() -> None:
     assert drawn is not None
     assert [(line["x"], line["y"]) for line in drawn.data] == [([64.0, 640.0], [32.0, 64.0]), ([64.0, 640.0], [64, 64])]
     assert noise_curves([RunRecord(result, [{"kind": "train", "samples": 64}], [])]) is None
+
+
+def test_the_noise_scale_of_a_gaussian_is_found_within_3_percent() -> None:
+    """Gradients G + noise of variance Σ, over 4 workers of 8 samples: B_simple = tr Σ / |G|²."""
+    drawn = torch.Generator().manual_seed(3)
+    true = torch.linspace(-1, 1, 200, dtype=torch.float64)
+    deviations = torch.linspace(0.5, 3, 200, dtype=torch.float64)
+    expected = float((deviations**2).sum() / (true**2).sum())
+    found = NoiseScale(keeps=0.999)
+    for _ in range(2000):
+        noise = torch.randn(4, 200, generator=drawn, dtype=torch.float64) * deviations / math.sqrt(8)
+        local = true + noise
+        small = float((local**2).sum(1).mean())
+        found.add(squares(small, 8, float((local.mean(0) ** 2).sum()), 32))
+    assert found.simple == pytest.approx(expected, rel=0.03)
+
+
+def test_means_are_divided_not_averaged() -> None:
+    """One step in which the gradient is not seen does not spoil what the others have found."""
+    found = NoiseScale(keeps=0.5)
+    for step in (Squares(1.0, 10.0), Squares(-0.25, 10.0), Squares(1.0, 10.0)):
+        found.add(step)
+    of_gradient = (0.125 * 1.0 - 0.25 * 0.25 + 0.5 * 1.0) / 0.875
+    assert found.mean == pytest.approx((of_gradient, 10.0))
+    assert found.simple == pytest.approx(10.0 / of_gradient)
+    found.add(Squares(-100.0, 10.0))
+    assert found.simple == math.inf
+
+
+def test_noise_scale_refuses_what_it_cannot_know() -> None:
+    with pytest.raises(ValueError, match="got 8 and 8 samples"):
+        squares(1.0, 8, 1.0, 8)
+    with pytest.raises(ValueError, match="no step has been added"):
+        _ = NoiseScale().simple
+
+
+def test_a_batch_of_the_noise_scale_takes_twice_the_fewest_steps() -> None:
+    assert speed_up(1e12, 100) / speed_up(100, 100) == pytest.approx(2)
+    assert speed_up(1, 100) == 1
+
+
+def embedding_job(*, sparse: bool) -> pt.Job:
+    """Rows of a table that some samples have, summed; a step of two workers touches some of them."""
+    drawn = torch.Generator().manual_seed(0)
+    words, y = torch.randint(0, 40, (120, 3), generator=drawn), torch.randn(120, 1, generator=drawn)
+    return pt.Job(
+        model=lambda: nn.Sequential(nn.EmbeddingBag(40, 5, mode="sum", sparse=sparse), nn.Linear(5, 1)),
+        data=lambda folder: pt.Data(TensorDataset(words, y)),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        batch_size=4,
+        lr=0.05,
+        epochs=1,
+    )
+
+
+@pytest.mark.parametrize("strategy", [s.sync_sgd(), s.local_sgd(period=2), s.top_k_sgd(0.1)], ids=str)
+def test_sparse_tables_have_the_noise_scale_of_dense_ones(
+    strategy: pt.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradients travel as rows, of other rows on each worker. Whole vectors stand in for sketches of them."""
+
+    def whole(vector: Tensor, seed: int) -> Tensor:
+        begin = 300 * (seed & 0xFFF)  # of this bucket
+        return nn.functional.pad(vector.double().reshape(-1), (begin, 1500 - begin - vector.numel()))
+
+    monkeypatch.setattr(noise_watch, "sketch", whole)
+    found: list[list[Squares]] = [[], []]
+    take = NoiseScale.add
+    for sparse in (True, False):
+        monkeypatch.setattr(
+            NoiseScale, "add", lambda self, each, seen=found[sparse]: (seen.append(each), take(self, each))[1]
+        )
+        pt.simulate(embedding_job(sparse=sparse), strategy, 2, noise_scale=2)
+    assert len(found[0]) >= 10
+    for dense, rows in zip(*found, strict=True):
+        assert rows == pytest.approx(dense, rel=1e-4, abs=1e-4)

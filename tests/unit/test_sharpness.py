@@ -151,3 +151,36 @@ def test_a_plane_has_a_row_for_each_way_along_the_second_direction() -> None:
     assert torch.equal(x.detach(), POINT)
     assert math.isclose(found[1][1], float(quadratic(x)().detach()))
     assert torch.equal(flat([x.detach()]), POINT)
+
+
+CURVES = torch.tensor([4.0, 1.0, 0.25, 9.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 5e-4])
+def test_the_sharpness_of_a_quadratic_at_its_minimum_is_exact(epsilon: float) -> None:
+    """φ = 50 ε² Σ Dᵢ. A search that began at the minimum would find 0."""
+    at = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    found = lb.sharpness(quadratic(at, CURVES), [at], epsilon)
+    assert found == pytest.approx(50 * epsilon**2 * float(CURVES.sum()), rel=1e-6)
+    assert not at.any()
+
+
+def test_sharpness_within_a_subspace_is_a_corner_of_its_box_and_leaves_parameters() -> None:
+    """A convex loss is largest in a corner. At 0 the box is ε wide in each of the subspace's directions."""
+    at = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    found = lb.sharpness(quadratic(at, CURVES), [at], 1e-3, subspace=2, seed=5)
+    a = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    corners = [100 * float(CURVES @ (a @ torch.tensor([1e-3, sign * 1e-3]).double()) ** 2) / 2 for sign in (1, -1)]
+    assert any(found == pytest.approx(corner, rel=1e-6) for corner in corners)
+    assert not at.any()
+    moved = nn.Parameter(torch.tensor([0.5, -1.0, 0.25, 0.0], dtype=torch.float64))
+    before = moved.detach().clone()
+    assert lb.sharpness(quadratic(moved), [moved], seed=1) == lb.sharpness(quadratic(moved), [moved], seed=1) > 0
+    assert torch.equal(moved, before)
+
+
+def test_sharpness_refuses_a_loss_that_is_not_finite_and_leaves_parameters() -> None:
+    at = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="the loss is nan"):
+        lb.sharpness(lambda: at.sum() * float("nan"), [at])
+    assert not at.any()
