@@ -3,7 +3,8 @@
     python benchmarks/large_batch/main.py [--seeds 3] [--batch 256]
 
 One process trains on the batch that so many workers would have together: synchronous SGD computes the same.
-Then a step of LARS and of LAMB beside torch's fused Adam, on 25 million parameters and one thread, in turns.
+Then a step of LARS and of LAMB beside torch's fused Adam, on 25 million parameters and one thread, in turns: 25 tensors
+of a million, and the tensors of ResNet-50; and a copy of as many bytes, which says what memory gives.
 """
 
 from __future__ import annotations
@@ -79,9 +80,25 @@ def contenders(batch: int) -> dict[str, tuple[int, Make, float, list[Factor]]]:
     }
 
 
-def step_times(turns: int = 15) -> dict[str, float]:
-    """Median milliseconds of a step on 25 million parameters, each in its turn."""
-    weights = [nn.Parameter(torch.randn(1000, 1000)) for _ in range(25)]
+def resnet_50() -> list[tuple[int, ...]]:
+    """The shapes of ResNet-50's 161 parameters, 25.6 million numbers (He et al., 2016, table 1)."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for inner, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            layers = [(inner, width, 1, 1), (inner, inner, 3, 3), (4 * inner, inner, 1, 1)]
+            layers += [(4 * inner, width, 1, 1)] if block == 0 else []
+            shapes += [shape for layer in layers for shape in (layer, layer[:1], layer[:1])]
+            width = 4 * inner
+    return [*shapes, (1000, width), (1000,)]
+
+
+TENSORS: dict[str, list[tuple[int, ...]]] = {"25 of 1000 x 1000": [(1000, 1000)] * 25, "ResNet-50": resnet_50()}
+
+
+def step_times(shapes: list[tuple[int, ...]], turns: int = 15) -> dict[str, float]:
+    """Median milliseconds of a step on tensors of these shapes, each in its turn."""
+    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     rules: dict[str, Any] = {
@@ -89,12 +106,14 @@ def step_times(turns: int = 15) -> dict[str, float]:
         "LARS": partial(LARS, lr=1e-6),
         "LAMB": partial(LAMB, lr=1e-6),
     }
-    optimizers = {name: make(weights) for name, make in rules.items()}
-    taken: dict[str, list[float]] = {name: [] for name in rules}
+    steps: dict[str, Callable[[], Any]] = {name: make(weights).step for name, make in rules.items()}
+    flat = torch.randn(2, sum(weight.numel() for weight in weights))
+    steps["copy"] = lambda: flat[0].copy_(flat[1])
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(turns + 1):
-        for name, optimizer in optimizers.items():
+        for name, step in steps.items():
             begin = time.perf_counter()
-            optimizer.step()
+            step()
             if turn:
                 taken[name].append(1e3 * (time.perf_counter() - begin))
     return {name: statistics.median(each) for name, each in taken.items()}
@@ -105,16 +124,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", action="store_true", help="only the times of steps")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"digits, {EPOCHS} epochs, seeds 0 to {given.seeds - 1}: accuracy in percent, mean (each)")
-    for name, (batch, make, lr, factors) in contenders(given.batch).items():
-        found = [accuracy(seed, batch, make, lr, factors) for seed in range(given.seeds)]
+    if not given.steps:
+        accuracies(given.seeds, given.batch)
+    for name, shapes in TENSORS.items():
+        times = step_times(shapes)
+        for rule, taken in times.items():
+            print(f"| {name} | {rule} | {taken:.1f} ms | {taken / times['Adam(fused)']:.2f} |")
+
+
+def accuracies(seeds: int, batch: int) -> None:
+    """Print the table of what is lost and won."""
+    print(f"digits, {EPOCHS} epochs, seeds 0 to {seeds - 1}: accuracy in percent, mean (each)")
+    for name, (size, make, lr, factors) in contenders(batch).items():
+        found = [accuracy(seed, size, make, lr, factors) for seed in range(seeds)]
         each = ", ".join(f"{value:.1f}" for value in found)
-        print(f"| {name} | {batch} | {lr:g} | {statistics.mean(found):.1f} ({each}) |")
-    times = step_times()
-    for name, taken in times.items():
-        print(f"| {name} | {taken:.1f} ms | {taken / times['Adam(fused)']:.2f} |")
+        print(f"| {name} | {size} | {lr:g} | {statistics.mean(found):.1f} ({each}) |")
 
 
 if __name__ == "__main__":

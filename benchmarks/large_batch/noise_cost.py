@@ -2,13 +2,15 @@
 
     python benchmarks/large_batch/noise_cost.py
 
-Each rank trains two equal models with synchronous SGD, of which one is measured every 32 steps; a turn has 64 steps of
-each. Printed is the ratio of the medians of turns, which should be at most 1.02.
+Each rank trains three equal models with synchronous SGD: one is not measured, one every 32 steps, one in every step; a
+turn has 64 steps of each. Printed is the ratio of the medians of turns, which should be at most 1.02, and from the
+third model what a look takes: with K steps between two looks it is look / (K step) of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -50,12 +52,12 @@ def step_of(widths: tuple[int, ...], batch: int, probe: NoiseProbe | None) -> Ca
 
 
 def measured(rank: Any) -> dict[str, list[list[float]]]:
-    """Milliseconds of every step: without, and with."""
+    """Milliseconds of every step: without, with a look now and then, and with one in each."""
     pt.init(quiet=True)
     found = {}
     for name, (widths, batch, turns) in SIZES.items():
-        steps = [step_of(widths, batch, probe) for probe in (None, NoiseProbe(batch, EVERY))]
-        taken: list[list[float]] = [[], []]
+        steps = [step_of(widths, batch, probe) for probe in (None, NoiseProbe(batch, EVERY), NoiseProbe(batch, 1))]
+        taken: list[list[float]] = [[], [], []]
         for turn in range(turns + 1):
             for kind, step in enumerate(steps):
                 for _ in range(STEPS):
@@ -90,12 +92,14 @@ def main() -> None:
     """Print a row for each model."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"ms a step, medians of turns of {STEPS} steps, rank 0 of 2")
-    print("| model | without | with | ratio | ratio of the quickest steps |")
+    print("| model | without | with | ratio | ratio of the quickest steps | a look | steps between looks for 2 % |")
     [answer, _] = pt.launch(measured, 2, threads=1, timeout_s=600)
-    for name, (without, with_noise) in answer.items():
+    for name, (without, with_noise, each) in answer.items():
         medians = turns_of(without), turns_of(with_noise)
+        look = turns_of(each) - medians[0]
         ratio, quick = medians[1] / medians[0], undisturbed(without, with_noise)
-        print(f"| {name} | {medians[0]:.3f} | {medians[1]:.3f} | {ratio:.3f} | {quick:.3f} |")
+        enough = math.ceil(look / (0.02 * medians[0]))
+        print(f"| {name} | {medians[0]:.3f} | {medians[1]:.3f} | {ratio:.3f} | {quick:.3f} | {look:.3f} | {enough} |")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import is_hogwild
-from polytempo.spec.batch_growth import NormTest
+from polytempo.spec.batch_growth import BatchGrowth, NormTest
 from polytempo.spec.job import Job
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.noise_post import check_measured
@@ -58,16 +59,19 @@ def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
     return None if found is None else Pieces(found)
 
 
-def grown(spec: RunSpec, size: int, num_samples: int, epoch: int) -> tuple[int, int]:
-    """The global batch in `epoch`, of at most `num_samples`, and in how many pieces each rank computes its part."""
-    growth = spec.options.batch_growth
+def times_by(growth: BatchGrowth, epoch: float) -> float:
+    """By what a rule of epochs has multiplied the first batch in this epoch."""
     assert not isinstance(growth, NormTest), "that goes by steps"
-    first = spec.options.global_batch_size or size * spec.batch_size
-    times = 1.0
-    for after, factor in growth.items():
-        times *= factor if epoch >= after else 1.0
-    batch = min(round(first * times), max(first, num_samples))
-    return batch, -(-batch // first)
+    return prod(factor for after, factor in growth.items() if epoch >= after)
+
+
+def grown(spec: RunSpec, size: int, num_samples: int, epoch: int) -> tuple[int, int]:
+    """The global batch in `epoch`, of at most `num_samples`, and in how many pieces each of `size` ranks computes its
+    part: of a rank's first batch at most. In an elastic run other ranks than those that began may share the batch."""
+    began = spec.workers if spec.options.elastic else size
+    first = spec.options.global_batch_size or began * spec.batch_size
+    batch = min(round(first * times_by(spec.options.batch_growth, epoch)), max(first, num_samples))
+    return batch, -(-batch // (size * spec.batch_size))
 
 
 def grow(spec: RunSpec, shard: DataShard) -> None:
@@ -94,8 +98,12 @@ def check_growth(spec: RunSpec) -> None:
         why = f"{strategy} cuts a batch into parts of its own"
     elif is_hogwild(strategy):
         why = f"{strategy} lets workers step one by one"
-    elif spec.options.elastic:
-        why = "the workers of an elastic run come and go"
+    elif spec.options.elastic and isinstance(growth, NormTest):
+        why = f"the workers of an elastic run come and go, and {growth} compares their gradients; say when, as in 5:4"
+    elif spec.options.elastic and spec.options.scaling == "local":
+        why = "scaling='local' keeps each worker's batch, and lets the rate grow with their number"
+    elif spec.options.elastic and spec.job.schedule is not None:
+        why = f"the schedule of job {spec.job.name} counts steps in an elastic run, of which an epoch then has fewer"
     elif isinstance(growth, NormTest) and strategy.groups > 1:
         why = f"each group of {strategy} would have a batch of its own, and their epochs other steps"
     if why is not None:

@@ -118,10 +118,10 @@ class NoiseWatch:
         """All ranks' rows of one step. Raises ValueError where ranks hold different parameters though they had met."""
         if not self._strategy.synchronized:
             self._check_alike([int(row[2]) for row in rows])
-        counted = [row for row in rows if row[0] > 0]
-        if len(counted) < 2 or not all(bool(row.isfinite().all()) for row in counted):
+        table = torch.stack(list(rows))
+        table = table[table[:, 0] > 0]
+        if len(table) < 2 or not bool(table.isfinite().all()):
             return
-        table = torch.stack(counted)
         self.noise.add(of_workers([int(n) for n in table[:, 0]], table[:, 1].tolist(), table[:, 3:]))
 
     def _check_alike(self, hashes: Sequence[int]) -> None:

@@ -34,10 +34,11 @@ from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.collective_observer import CollectiveObserver
-from polytempo.training.distillation import data_of_group, grouped, objective_of, of_group
+from polytempo.training.distillation import data_of_group, grouped, of_group
 from polytempo.training.drift_watch import watch
 from polytempo.training.evaluate import Evaluation
-from polytempo.training.growth import Pieces, check_growth
+from polytempo.training.gradients import gradients_of
+from polytempo.training.growth import check_growth
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
 from polytempo.training.model_broadcast import broadcast_model
@@ -52,7 +53,6 @@ from polytempo.training.program import Observer, TakeStep, TrainingContext, Trai
 from polytempo.training.replica import Replica
 from polytempo.training.resumption import load
 from polytempo.training.scored_average import average_of
-from polytempo.training.sliced_step import SlicedGradients
 from polytempo.training.staged_training import cut_of, staged, staged_step
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
@@ -251,36 +251,11 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
 
 def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     """One step of the plain loop; the hooks that `attach` set do the rest."""
-    replica, optimizer, world = handle.replica, handle.replica.optimizer, handle.world
-    if spec.strategy.slices is not None:
-        return _sliced_step(handle, SlicedGradients(replica, spec.job, spec.seed))
-
-    objective = objective_of(spec.job, replica, spec.strategy.distillation)
-
-    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
-        def backward(part: Any, weight: float) -> Tensor:
-            loss = objective(part)
-            if replica.guard is not None:
-                replica.guard.loss(loss, replica.step, port.world_rank)
-            (loss if weight == 1 else weight * loss).backward()
-            return loss
-
-        world.share = replica.share
-        optimizer.zero_grad()
-        loss = batch.computed(backward, handle.no_sync) if isinstance(batch, Pieces) else backward(batch, 1.0)
-        optimizer.step()
-        return loss
-
-    return take_step
-
-
-def _sliced_step(handle: Handle, gradients: SlicedGradients) -> TakeStep:
-    """One step whose slices are computed one by one; their sum is exchanged behind the last of them."""
+    compute = gradients_of(handle, spec)
 
     async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
         handle.world.share = handle.replica.share
-        with handle.no_sync():
-            loss = gradients.compute(batch, port.world_rank)
+        loss = compute(batch, port.world_rank)
         handle.replica.optimizer.step()
         return loss
 

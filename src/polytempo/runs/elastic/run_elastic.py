@@ -10,10 +10,12 @@ The launcher is this process; its end is the run's end.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic_strategies import check_elastic
 from polytempo.training.elastic_training import global_batch_of
+from polytempo.training.growth import times_by
 from polytempo.training.trainer import recorder
 
 _CALM_S = 0.05
@@ -107,7 +110,9 @@ def run_elastic(
                 rows = read_metrics(path) if options.resume and path.exists() else []
                 last = max((row["step"] for row in rows), default=0) if options.resume else None
                 writer = stack.enter_context(MetricsWriter(path, resumed_at=last))
-            launcher = ElasticLauncher(bounds_of(placed), engine, LauncherBoard(meetings[0]), available)
+            launcher = ElasticLauncher(
+                bounds_of(placed), engine, LauncherBoard(meetings[0]), available, wanted_by_growth(placed)
+            )
             launcher.record = recorder(writer, live.noting(show))
             launcher.notice = None if out is None else stack.enter_context(noticed(options.grace_s))
             live.events = lambda: launcher.history.events
@@ -155,6 +160,12 @@ def bounds_of(spec: RunSpec) -> RunMembership:
     )
 
 
+def wanted_by_growth(spec: RunSpec) -> Callable[[float], int] | None:
+    """From the epoch to the workers that are wanted, where batches grow: as many as keep each worker's first batch."""
+    growth = spec.options.batch_growth
+    return None if not growth else lambda epoch: math.ceil(spec.workers * times_by(growth, epoch))
+
+
 def print_nothing(text: str) -> None:
     """Where there is no progress to show."""
 
@@ -163,9 +174,15 @@ class ElasticLauncher:
     """The membership's eyes and hands: it sees processes end, hears what they say, and starts others."""
 
     def __init__(
-        self, machine: RunMembership, engine: Engine, board: LauncherBoard, available: Available | None
+        self,
+        machine: RunMembership,
+        engine: Engine,
+        board: LauncherBoard,
+        available: Available | None,
+        wanted: Callable[[float], int] | None = None,
     ) -> None:
         self._machine, self._engine, self._board, self._available = machine, engine, board, available
+        self._wanted, self._epoch = wanted, 0.0
         self.processes: dict[int, EngineProcess] = {}
         """All that were started, by life."""
         self._stopped_s: dict[int, float] = {}
@@ -238,6 +255,7 @@ class ElasticLauncher:
     def _hear(self, message: Said) -> None:
         now_s = time.monotonic()
         if isinstance(message, Row):
+            self._epoch = max(self._epoch, message.row["epoch"])
             key = (message.row["kind"], message.row["step"])
             if key not in self._rows:  # a step that was undone is made again
                 self._rows.add(key)
@@ -250,9 +268,12 @@ class ElasticLauncher:
 
     def _ask(self) -> None:
         now_s = time.monotonic()
-        if self._available is not None and now_s - self._asked_s >= _ASK_S:
+        asked = [] if self._available is None else [self._available]
+        if self._wanted is not None:
+            asked.append(partial(self._wanted, self._epoch))
+        if asked and now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
-            self._perform(self._machine.want(now_s, self._available()))
+            self._perform(self._machine.want(now_s, min(ask() for ask in asked)))
 
     def _heed_notice(self) -> None:
         """Where this process was asked to leave, let the members save the same step and end, and end with them."""
