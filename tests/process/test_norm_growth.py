@@ -33,6 +33,13 @@ def job() -> pt.Job:
     )
 
 
+def test_gradients_are_looked_at_before_one_copy_of_the_weights_takes_them() -> None:
+    found = pt.run(job(), s.shared_memory(), WORKERS, **RUN)
+    known = pt.simulate(job(), s.sync_sgd(), WORKERS, **RUN)
+    assert (found.steps, found.samples) == (known.steps, known.samples)
+    assert found.steps < 60
+
+
 @pytest.mark.parametrize("strategy", [s.sync_sgd(route=ring), s.local_sgd(period=3, route=ring)], ids=str)
 def test_both_worlds_and_a_resumed_run_grow_alike(strategy: pt.Strategy, tmp_path: Path) -> None:
     """Stopped before the batch has grown, and after: 200 samples in steps of 12 are 102 steps in 6 epochs."""

@@ -16,8 +16,8 @@ from polytempo.data.shard import DataShard
 from polytempo.jobs import find
 from polytempo.large_batch.noise_scale import NoiseScale, Squares
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.norm_growth import NormGrowth
-from polytempo.training.replica import Replica
+from polytempo.training.noise_watch import NoiseWatch
+from polytempo.training.norm_growth import HeldRow, NormGrowth
 
 s = pt.strategies
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
@@ -43,8 +43,8 @@ def growth(num_samples: int = 1000) -> tuple[NormGrowth, DataShard]:
     """Of rank 0 of two, with 8 samples in the first global batch and θ = 1/2: 4 𝓑 is wanted."""
     shard = DataShard(TensorDataset(torch.zeros(num_samples)), rank=0, size=2, batch_size=4)
     net = nn.Linear(2, 1)
-    replica = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1), s.sync_sgd(), 2)
-    return NormGrowth(pt.norm_test(theta=0.5), replica, shard), shard
+    watch = NoiseWatch(HeldRow(), s.sync_sgd(), dict(net.named_parameters()), every=8)
+    return NormGrowth(pt.norm_test(theta=0.5), watch, shard), shard
 
 
 class Port:

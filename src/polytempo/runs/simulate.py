@@ -171,14 +171,15 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
 
 
 def _measure(spec: RunSpec, contexts: Sequence[TrainingContext], ports: Sequence[Port]) -> None:
-    """Let each rank's gradients be looked at, where the options ask for the noise scale: a board for each group."""
-    if (every := spec.options.noise_scale) is None:
+    """Let each rank's gradients be looked at, where the options ask for it: a board for each group."""
+    if (every := spec.options.looks_every) is None:
         return
     boards: dict[tuple[int, ...], VirtualNoiseBoard] = {}
     for context, port in zip(contexts, ports, strict=True):
         data, replica = ports_of(port).data, context.replica
         board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
         replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
+        context.growth = norm_growth(spec, replica, context.shard)
 
 
 def _laid_out(port: Port, strategy: Strategy) -> Port:
@@ -239,7 +240,6 @@ def _context(
         parts=parts,
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,
-        growth=norm_growth(spec, replica, shard),
     )
 
 

@@ -139,6 +139,11 @@ class RunOptions:
         """Whether workers may be lost, leave and join while the run goes on, without a parameter server."""
         return self.min_workers is not None or self.max_workers is not None
 
+    @property
+    def looks_every(self) -> int | None:
+        """Steps between two looks at the gradients' noise, to tell it or to let batches grow; None: no look."""
+        return self.batch_growth.every if isinstance(self.batch_growth, NormTest) else self.noise_scale
+
 
 class OptionKeywords(TypedDict, total=False):
     """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` says what each means."""

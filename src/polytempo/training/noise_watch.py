@@ -70,6 +70,10 @@ class NoiseWatch:
         """|g|² and the sketch of each bucket."""
         self._hash = 0
 
+    def rows_to(self, post: NoisePost) -> None:
+        """Let another post have the rows that come."""
+        self._post = post
+
     @property
     def due(self) -> bool:
         """Whether the coming step is looked at."""

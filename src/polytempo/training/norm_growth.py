@@ -39,13 +39,13 @@ class HeldRow:
 class NormGrowth:
     """One rank's batch, as `spec.batch_growth.norm_test` says. All ranks make one, at the beginning of a run.
 
-    `shard`: its batch is the first one. The state is equal on all ranks after each step.
+    `watch` looks at the gradients, and hands its rows to this from now on. `shard`: its batch is the first one. The
+    state is equal on all ranks after each step.
     """
 
-    def __init__(self, test: NormTest, replica: Replica, shard: DataShard) -> None:
-        self._theta, self._held = test.theta, HeldRow()
-        self._watch = NoiseWatch(self._held, replica.strategy, replica.trainable, every=test.every)
-        replica.measure(self._watch)
+    def __init__(self, test: NormTest, watch: NoiseWatch, shard: DataShard) -> None:
+        self._theta, self._watch, self._held = test.theta, watch, HeldRow()
+        watch.rows_to(self._held)
         self._first = self.global_batch_size = shard.global_batch_size
 
     async def grows(self, data: Port, shard: DataShard) -> bool:
@@ -82,4 +82,7 @@ class NormGrowth:
 def norm_growth(spec: RunSpec, replica: Replica, shard: DataShard) -> NormGrowth | None:
     """A rank's part of the test by which the run's batches grow; None where the options have none."""
     test = spec.options.batch_growth
-    return NormGrowth(test, replica, shard) if isinstance(test, NormTest) else None
+    if not isinstance(test, NormTest):
+        return None
+    assert replica.noise is not None, "the options ask for looks"
+    return NormGrowth(test, replica.noise, shard)

@@ -234,7 +234,7 @@ def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: O
             seed=spec.seed,
             on_drift=spec.options.on_drift,
             allow_nan=spec.options.allow_nan,
-            noise_scale=None if spec.options.noise_scale is None else NoiseProbe(1, spec.options.noise_scale),
+            noise_scale=None if (every := spec.options.looks_every) is None else NoiseProbe(1, every),
         ),
     )
     return _Part(world.port, handle.replica, attached_step(handle, spec))
