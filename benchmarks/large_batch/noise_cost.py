@@ -1,6 +1,6 @@
 """What measuring the noise scale costs a training step: two ranks on this host, with and without, in turns.
 
-    python benchmarks/large_batch/noise_cost.py
+    python benchmarks/large_batch/noise_cost.py [--models 3]
 
 Each rank trains three equal models with synchronous SGD: one is not measured, one every 32 steps, one in every step; a
 turn has 64 steps of each. Printed is the ratio of the medians of turns, which should be at most 1.02, and from the
@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,11 +52,11 @@ def step_of(widths: tuple[int, ...], batch: int, probe: NoiseProbe | None) -> Ca
     return step
 
 
-def measured(rank: Any) -> dict[str, list[list[float]]]:
+def measured(rank: Any, models: int) -> dict[str, list[list[float]]]:
     """Milliseconds of every step: without, with a look now and then, and with one in each."""
     pt.init(quiet=True)
     found = {}
-    for name, (widths, batch, turns) in SIZES.items():
+    for name, (widths, batch, turns) in list(SIZES.items())[:models]:
         steps = [step_of(widths, batch, probe) for probe in (None, NoiseProbe(batch, EVERY), NoiseProbe(batch, 1))]
         taken: list[list[float]] = [[], [], []]
         for turn in range(turns + 1):
@@ -90,10 +91,12 @@ def undisturbed(without: list[float], with_noise: list[float]) -> float:
 
 def main() -> None:
     """Print a row for each model."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=len(SIZES), help="so many, the smallest first")
+    given = parser.parse_args()
     print(f"ms a step, medians of turns of {STEPS} steps, rank 0 of 2")
     print("| model | without | with | ratio | ratio of the quickest steps | a look | steps between looks for 2 % |")
-    [answer, _] = pt.launch(measured, 2, threads=1, timeout_s=600)
+    [answer, _] = pt.launch(partial(measured, models=given.models), 2, threads=1, timeout_s=600)
     for name, (without, with_noise, each) in answer.items():
         medians = turns_of(without), turns_of(with_noise)
         look = turns_of(each) - medians[0]

@@ -11,16 +11,18 @@ import pytest
 import polytempo as pt
 from polytempo.core.url_path import UrlPath
 from polytempo.partition.branches import Threads
+from polytempo.spec.batch_growth import BatchGrowth
 from polytempo.spec.options import OptionKeywords, with_keywords
 
 
 def test_the_keywords_are_those_of_the_object() -> None:
-    """By name, in order and by type; folders may be given as text, too, and threads as the answer of `pt.threads`."""
+    """By name, in order and by type; folders and rules of growth may be given as text, threads as `pt.threads` says."""
     fields = get_type_hints(pt.RunOptions)
     keywords = get_type_hints(OptionKeywords)
     assert list(keywords) == list(fields)
     folders = {"data": Path | str | None, "out": Path | UrlPath | str | None}
-    assert keywords == fields | folders | {"threads": int | Threads | None}
+    texts = folders | {"batch_growth": BatchGrowth | str}
+    assert keywords == fields | texts | {"threads": int | Threads | None}
 
 
 @pytest.mark.parametrize("function", [pt.run, pt.compare, pt.simulate, pt.Trainer.__init__])

@@ -109,4 +109,4 @@ def check_growth(spec: RunSpec) -> None:
     if why is not None:
         raise ValueError(f"batches cannot grow here: {why}; leave batch_growth out, or begin with a larger batch")
     if isinstance(growth, NormTest):
-        check_measured(strategy, spec.workers)
+        check_measured(strategy, spec.workers, option="batch_growth")

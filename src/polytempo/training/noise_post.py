@@ -83,8 +83,8 @@ async def _gathered(port: Port, row: Tensor) -> list[Tensor]:
     return rows
 
 
-def check_measured(strategy: Strategy, workers: int) -> None:
-    """Raise ValueError for a run whose noise scale cannot be measured, and say why."""
+def check_measured(strategy: Strategy, workers: int, *, option: str = "noise_scale") -> None:
+    """Raise ValueError for a run whose noise scale cannot be measured, and say why. `option`: what asks for it."""
     why = None
     if strategy.schedule is not None:
         why = f"{strategy} cuts the model into stages, none of which has a whole gradient"
@@ -97,7 +97,7 @@ def check_measured(strategy: Strategy, workers: int) -> None:
     elif strategy.server is None and workers // strategy.groups < 2:
         why = "it is measured between workers that train one model, and there is one; `polytempo tune batch` needs none"
     if why is not None:
-        raise ValueError(f"the gradient noise scale cannot be measured here: {why}; leave noise_scale out")
+        raise ValueError(f"the gradient noise scale cannot be measured here: {why}; leave {option} out")
 
 
 def watch_noise(world: ProcessWorld, data: Port, replica: Replica, probe: NoiseProbe | None) -> NoiseWatch | None:

@@ -132,8 +132,8 @@ class NoiseWatch:
         if len(set(hashes)) > 1:
             raise ValueError(
                 "the noise scale is measured where all workers hold the same parameters, and those of "
-                f"{self._strategy} differ after every step; leave noise_scale out, or use a strategy whose workers "
-                "meet in a mean"
+                f"{self._strategy} differ after every step; leave out noise_scale, or norm_test, or use a strategy "
+                "whose workers meet in a mean"
             )
 
     def state(self) -> dict[str, Any]:

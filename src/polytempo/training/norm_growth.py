@@ -20,6 +20,7 @@ from polytempo.training.replica import Replica
 _FEWEST_LOOKS = 10
 """What has grown never shrinks, so a batch waits until its noise is known."""
 _MOST_TIMES = 2
+"""What a batch is multiplied by at a time, at most: the averages are of gradients before it has grown."""
 
 
 class HeldRow:

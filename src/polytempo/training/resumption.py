@@ -153,7 +153,7 @@ def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
     context.seconds = float(own.scalars["seconds"] or 0.0)
     if context.scheduler is not None:
         schedule_restore(context.scheduler, str(own.scalars["schedule"]))
-    if context.growth is not None:
+    if context.growth is not None and "growth" in own.scalars:  # else the run has had no such rule so far
         context.growth.restore(str(own.scalars["growth"]), context.replica.step, context.shard)
 
 
