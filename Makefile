@@ -26,9 +26,9 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
 # With them are searches for planted bugs, trainings until something is learned, and the code and commands of all pages.
-RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_hosts elastic_loop \
+RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts elastic_loop \
 	elastic_round elastic_rounds engines held_agent horovod_elastic horovod_tools horovod_torch horovodrun host_mail \
-	hybrid init large_batch_runs lbfgs_runs loop_servers lost_launcher mesh_training noise_scale parted_runs pipeline_replicas \
+	hybrid init large_batch_runs lbfgs_runs loop_servers lost_launcher mesh_training noise_scale norm_growth parted_runs pipeline_replicas \
 	pipeline_runs preemption probe remote_engine scheduled served_faults served_resume served_stages split split_stages \
 	url_runs) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples predictions) \

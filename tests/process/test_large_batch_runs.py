@@ -62,8 +62,9 @@ def test_both_worlds_score_the_same_average(tmp_path: Path) -> None:
         (pt.strategies.sync_sgd(), lambda p, lr: LARS(p, lr, weight_decay=1e-4, trust=0.02, corrects_momentum=True)),
         (pt.strategies.sync_sgd(), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
         (pt.strategies.shared_memory(), lambda p, lr: LARS(p, lr, weight_decay=1e-4, trust=0.02)),
+        (pt.strategies.shared_memory(), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
     ],
-    ids=["LARS", "LAMB", "LARS on one copy"],
+    ids=["LARS", "LAMB", "LARS on one copy", "LAMB on one copy"],
 )
 def test_lars_and_lamb_are_resumed_to_the_bit(strategy: pt.Strategy, optimizer: Any, tmp_path: Path) -> None:
     """Under a schedule that moves the rate in each step."""
