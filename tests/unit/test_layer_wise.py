@@ -79,6 +79,27 @@ named = pytest.mark.parametrize(("make", "options", "by_hand"), BOTH, ids=["LARS
 
 
 @named
+def test_small_tensors_are_stepped_together_and_large_ones_by_the_core(
+    make: Make, options: dict[str, Any], by_hand: object
+) -> None:
+    """As all by torch, in one optimizer."""
+    drawn = torch.Generator().manual_seed(4)
+    shapes = ((100, 100), (7,), (3, 5), (5000,))
+    values = [torch.randn(shape, generator=drawn, dtype=torch.float64) for shape in shapes]
+    found = []
+    for fused in (None, False):
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        optimizer = make(parameters, fused=fused, **options)
+        for step in range(STEPS):
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = (step + 1) * value.cos()
+            optimizer.step()
+        found.append([parameter.detach() for parameter in parameters])
+    for mixed, by_torch in zip(*found, strict=True):
+        torch.testing.assert_close(mixed, by_torch, rtol=1e-12, atol=1e-12)
+
+
+@named
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_optimizer_is_the_papers_algorithm(
     make: Make, options: dict[str, Any], by_hand: Callable[..., list[Tensor]], fused: bool

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polytempo.large_batch.layer_wise import LayerKernels, LayerWise, adapts, check_numbers, trust_ratio
+from polytempo.large_batch.layer_wise import LayerKernels, LayerWise, adapts, check_numbers, norms_of, trust_ratio
 
 
 class LAMB(LayerWise):
@@ -47,20 +47,41 @@ class LAMB(LayerWise):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapts": adapts}
         super().__init__(params, options, fused=fused)
 
-    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
-        """One tensor's step."""
-        m, v = self.kept(w, "exp_avg", "exp_avg_sq")
-        step = self.state[w].setdefault("step", torch.zeros(()))
-        step += 1
-        (beta1, beta2), eps, t = group["betas"], group["eps"], int(step)
-        decay = group["weight_decay"] if adapts(w, group) else 0.0
-        if kernels is None:
-            m.lerp_(g, 1 - beta1)
-            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            u = m / ((v / (1 - beta2**t)).sqrt_().add_(eps).mul_(1 - beta1**t))
-            u.add_(w, alpha=decay)
-            of_w, of_u = float(torch.linalg.vector_norm(w)), float(torch.linalg.vector_norm(u))
-        else:
-            numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "step": t}
-            u, of_w, of_u = kernels.lamb_(w, g, m, v, **numbers)
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels) -> None:
+        """See `LayerWise`."""
+        (m, v), (beta1, beta2), decay = self._moments(w), group["betas"], _decay(w, group)
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": decay, "step": self._counted(w)}
+        u, of_w, of_u = kernels.lamb_(w, g, m, v, **numbers)
         w.sub_(u, alpha=group["lr"] * (trust_ratio(of_w, of_u) if adapts(w, group) else 1.0))
+
+    def descend_together(self, ws: list[nn.Parameter], gs: list[Tensor], group: dict[str, Any]) -> None:
+        """See `LayerWise`."""
+        ms, vs = (list(each) for each in zip(*map(self._moments, ws), strict=True))
+        steps, (beta1, beta2) = [self._counted(w) for w in ws], group["betas"]
+        torch._foreach_lerp_(ms, gs, 1 - beta1)
+        torch._foreach_mul_(vs, beta2)
+        torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+        roots = torch._foreach_div(vs, [1 - beta2**t for t in steps])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_mul_(roots, [1 - beta1**t for t in steps])
+        us = torch._foreach_div(ms, roots)
+        torch._foreach_add_(us, torch._foreach_mul(ws, [_decay(w, group) for w in ws]))
+        ratios = map(trust_ratio, norms_of(ws), norms_of(us))
+        rates = [-group["lr"] * (ratio if adapts(w, group) else 1.0) for w, ratio in zip(ws, ratios, strict=True)]
+        torch._foreach_mul_(us, rates)
+        torch._foreach_add_(ws, us)
+
+    def _moments(self, w: nn.Parameter) -> list[Tensor]:
+        return self.kept(w, "exp_avg", "exp_avg_sq")
+
+    def _counted(self, w: nn.Parameter) -> int:
+        """The number of this step of a tensor, from 1."""
+        state = self.state[w]
+        if "step" not in state:
+            state["step"] = torch.zeros(())
+        return int(state["step"].add_(1))
+
+
+def _decay(w: nn.Parameter, group: dict[str, Any]) -> float:
+    return float(group["weight_decay"]) if adapts(w, group) else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polytempo.large_batch.layer_wise import LayerKernels, LayerWise, adapts, check_numbers, trust_ratio
+from polytempo.large_batch.layer_wise import LayerKernels, LayerWise, adapts, check_numbers, norms_of, trust_ratio
 
 
 class LARS(LayerWise):
@@ -46,20 +46,23 @@ class LARS(LayerWise):
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapts": adapts}
         super().__init__(params, options | {"corrects_momentum": corrects_momentum}, fused=fused)
 
-    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
-        """One tensor's step."""
-        beta, rate = 0.0, float(group["lr"])
-        if adapts(w, group):
-            beta = group["weight_decay"]
-            of_w, of_g = norms(w, g) if kernels is None else kernels.norms(w, g)
-            rate *= trust_ratio(of_w * group["trust"], of_g + beta * of_w if of_g > 0 else 0.0)
-        (v,), momentum = self.kept(w, "momentum_buffer"), self._momentum(w, group)
-        if kernels is None:
-            v.mul_(momentum).add_(torch.add(g, w, alpha=beta), alpha=rate)
-            w.sub_(v)
-        else:
-            numbers = {"lr": 1.0, "momentum": momentum, "weight_decay": rate * beta}
-            kernels.update_("sgd", w, g, rate, w.view(-1), v, **numbers)
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels) -> None:
+        """See `LayerWise`."""
+        of_w, of_g = kernels.norms(w, g) if adapts(w, group) else (0.0, 0.0)
+        rate, decay = _scaled(w, group, of_w, of_g)
+        (v,) = self.kept(w, "momentum_buffer")
+        numbers = {"lr": 1.0, "momentum": self._momentum(w, group), "weight_decay": rate * decay}
+        kernels.update_("sgd", w, g, rate, w.view(-1), v, **numbers)
+
+    def descend_together(self, ws: list[nn.Parameter], gs: list[Tensor], group: dict[str, Any]) -> None:
+        """See `LayerWise`."""
+        each = [_scaled(w, group, *norms) for w, *norms in zip(ws, norms_of(ws), norms_of(gs), strict=True)]
+        vs = [self.kept(w, "momentum_buffer")[0] for w in ws]
+        moved = torch._foreach_add(gs, torch._foreach_mul(ws, [decay for _, decay in each]))
+        torch._foreach_mul_(moved, [rate for rate, _ in each])
+        torch._foreach_mul_(vs, [self._momentum(w, group) for w in ws])
+        torch._foreach_add_(vs, moved)
+        torch._foreach_sub_(ws, vs)
 
     def _momentum(self, w: nn.Parameter, group: dict[str, Any]) -> float:
         """What v is multiplied by in this step."""
@@ -71,6 +74,10 @@ class LARS(LayerWise):
         return momentum * now / before if before > 0 else momentum
 
 
-def norms(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """‖a‖ and ‖b‖ by torch."""
-    return float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b))
+def _scaled(w: nn.Parameter, group: dict[str, Any], of_w: float, of_g: float) -> tuple[float, float]:
+    """γλ and β of a tensor, from its norm and that of its gradient."""
+    rate = float(group["lr"])
+    if not adapts(w, group):
+        return rate, 0.0
+    decay = float(group["weight_decay"])
+    return rate * trust_ratio(of_w * group["trust"], of_g + decay * of_w if of_g > 0 else 0.0), decay

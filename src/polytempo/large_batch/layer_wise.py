@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,9 +15,16 @@ from polytempo.native.library import available
 from polytempo.native.step import RULES, Hyper
 from polytempo.native.update import DTYPES_UPDATED, Updater, lamb_direction_, squares
 
+_SMALL = 4096
+"""Elements of a tensor below which a kernel's call takes longer than its pass."""
+
 
 class LayerWise(Optimizer):
-    """An optimizer that steps every tensor by itself. `fused`: by the native core; None: where that is there."""
+    """An optimizer that steps every tensor by itself.
+
+    `fused`: by the native core, tensor by tensor; False: by torch's operations on lists of tensors (foreach); None:
+    small tensors by these, and large ones by the core where it is there.
+    """
 
     def __init__(self, params: Iterable[Any], options: dict[str, Any], *, fused: bool | None) -> None:
         if fused and not available():
@@ -33,14 +40,25 @@ class LayerWise(Optimizer):
                 loss = closure()
         kernels: LayerKernels = self.__dict__.setdefault("_kernels", LayerKernels())  # not in what is pickled
         for group in self.param_groups:
+            together: list[nn.Parameter] = []
             for w in group["params"]:
-                if w.grad is not None:
-                    by_kernel = group["fused"] is not False and kernels.take(w, dense(w.grad, type(self).__name__))
-                    self.descend(w, w.grad, group, kernels if by_kernel else None)
+                if w.grad is None:
+                    continue
+                small = w.numel() < _SMALL and group["fused"] is None
+                if group["fused"] is False or small or not kernels.take(w, dense(w.grad, type(self).__name__)):
+                    together.append(w)
+                else:
+                    self.descend(w, w.grad, group, kernels)
+            if together:
+                self.descend_together(together, [dense(_gradient(w), type(self).__name__) for w in together], group)
         return loss
 
-    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels | None) -> None:
-        """Step one tensor by its gradient; by torch where there are no kernels for it."""
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels) -> None:
+        """Step one tensor by its gradient, by the native core."""
+        raise NotImplementedError
+
+    def descend_together(self, ws: list[nn.Parameter], gs: list[Tensor], group: dict[str, Any]) -> None:
+        """Step tensors by their gradients, by torch."""
         raise NotImplementedError
 
     def kept(self, w: nn.Parameter, *names: str) -> list[Tensor]:
@@ -107,6 +125,16 @@ def check_numbers(**given: float) -> None:
     for name, value in given.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[float]:
+    """‖x‖ of each tensor, by torch."""
+    return [float(each) for each in torch._foreach_norm(tensors)]
+
+
+def _gradient(w: nn.Parameter) -> Tensor:
+    assert w.grad is not None
+    return w.grad
 
 
 def dense(gradient: Tensor, optimizer: str) -> Tensor:

@@ -70,9 +70,9 @@ Asking = Generator["Asked | Iteration", float]
 def lbfgs(iterations: int, history: int, tolerance: float, searches: int) -> Asking:
     """Minimise from the vector x on, for so many iterations, or until ‖g‖ ≤ tolerance.
 
-    history: pairs (s, y) that are kept, m. searches: evaluations for one iteration, at most; an iteration that finds no
-    lower point by then is the last one. x ends at the lowest point that an iteration has reached. Errors: ValueError
-    for a first loss that is not finite.
+    history: pairs (s, y) that are kept, m. searches: evaluations for one iteration, at most; where the last one's point
+    is no lower, the iteration is not made and the run is over. x ends at the lowest point that an iteration has
+    reached. Errors: ValueError for a first loss that is not finite.
     Source: J. Nocedal and S. J. Wright, "Numerical optimization", 2006, algorithms 7.4 and 7.5; for a parameter server,
     J. Dean et al., "Large scale distributed deep networks", 2012, section 4.2.
     """

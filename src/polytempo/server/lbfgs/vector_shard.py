@@ -54,7 +54,8 @@ class Vectors:
 class VectorShard:
     """A machine without I/O (see `server.loop.Machine`) with the part `x` of the parameters, shape (n,).
 
-    A portion's gradient is added once, whichever replicas send it. Memory: 8 n bytes for each vector, 2 m + 7 of them.
+    A portion's gradient is added once, whichever replicas send it, in the order of arrival: sums of two runs agree to
+    rounding. Memory: 8 n bytes for each vector, 2 m + 7 of them.
     """
 
     def __init__(self, coordinator: int, x: Tensor) -> None:
