@@ -98,6 +98,10 @@ void train(Crew& crew, int rank) {
         subtract(parameters, step, crew.size, squares);
         CHECK(pt_norm(group, plan, &part, LONG_S, &norm) == 0);
         CHECK(std::fabs(norm - std::sqrt(squares)) <= 1e-12 * norm);
+        double sums[2 * NUM_TENSORS] = {};
+        CHECK(pt_layer_squares(group, plan, &part, nullptr, 0, steps, LONG_S, sums) == 0);
+        CHECK(sums[1] > 0 && sums[3] > 0 && sums[1] + sums[3] <= (1 + 1e-12) * squares);
+        CHECK(sums[4] == 0 && sums[5] == 0); // its gradient comes as rows
         int32_t done = 0;
         CHECK(pt_step(group, plan, &part, &hyper, 1, steps, LONG_S, &done) == 0);
         CHECK(done == 1 && steps[0] == static_cast<float>(step + 1));
