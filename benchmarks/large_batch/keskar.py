@@ -41,8 +41,8 @@ def f1() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(512, 10))
 
 
-def trained(samples: Samples, batch: int, epochs: int, seed: int) -> nn.Module:
-    """The net after so many epochs, the last incomplete batch of each left out."""
+def trained(samples: Samples, batch: int, epochs: int, seed: int, until: float = 0.0) -> nn.Module:
+    """The net after so many epochs, or after one whose mean loss is at most `until`; incomplete batches are left out."""
     torch.manual_seed(seed)
     model = f1()
     optimizer = torch.optim.Adam(model.parameters())
@@ -58,6 +58,8 @@ def trained(samples: Samples, batch: int, epochs: int, seed: int) -> nn.Module:
             total += float(loss.detach())
         seconds = time.perf_counter() - begin
         print(f"seed {seed}, batch {batch}, epoch {epoch + 1}: loss {total / steps:.2e}, {seconds:.0f} s", flush=True)
+        if total / steps <= until:
+            break
     return model.eval()
 
 
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=60_000)
     parser.add_argument("--batches", type=int, nargs=2, default=(256, 6000), metavar=("SMALL", "LARGE"))
     parser.add_argument("--epochs", type=int, nargs=2, default=(8, 40), metavar=("SMALL", "LARGE"))
+    parser.add_argument("--until", type=float, default=0.0, help="the mean loss of an epoch that ends a training")
     parser.add_argument("--samples", type=int, default=60_000, help="training samples that losses are measured on")
     parser.add_argument("--pictures", type=Path, help="a folder for the loss along the line between both nets")
     given = parser.parse_args()
@@ -120,7 +123,7 @@ def main() -> None:
     for seed in range(given.seeds):
         models = []
         for batch, epochs in zip(rows, given.epochs, strict=True):
-            models.append(trained(samples, batch, epochs, seed))
+            models.append(trained(samples, batch, epochs, seed, given.until))
             rows[batch].append(measured(models[-1], some, test, seed))
             print(json.dumps({"seed": seed, "batch": batch, **rows[batch][-1]}), flush=True)
         if given.pictures is not None and seed == 0:
