@@ -42,7 +42,7 @@ def f1() -> nn.Module:
 
 
 def trained(samples: Samples, batch: int, epochs: int, seed: int, until: float = 0.0) -> nn.Module:
-    """The net after so many epochs, or after one whose mean loss is at most `until`; incomplete batches are left out."""
+    """The net after so many epochs, or after one whose mean loss is at most `until`; without incomplete batches."""
     torch.manual_seed(seed)
     model = f1()
     optimizer = torch.optim.Adam(model.parameters())
