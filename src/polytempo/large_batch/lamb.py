@@ -66,11 +66,12 @@ class LAMB(LayerWise):
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_mul_(roots, [1 - beta1**t for t in steps])
         us = torch._foreach_div(ms, roots)
-        torch._foreach_add_(us, torch._foreach_mul(ws, [_decay(w, group) for w in ws]))
-        ratios = map(trust_ratio, norms_of(ws), norms_of(us))
+        values = list[Tensor](ws)
+        torch._foreach_add_(us, torch._foreach_mul(values, [_decay(w, group) for w in ws]))
+        ratios = map(trust_ratio, norms_of(values), norms_of(us))
         rates = [-group["lr"] * (ratio if adapts(w, group) else 1.0) for w, ratio in zip(ws, ratios, strict=True)]
         torch._foreach_mul_(us, rates)
-        torch._foreach_add_(ws, us)
+        torch._foreach_add_(values, us)
 
     def _moments(self, w: nn.Parameter) -> list[Tensor]:
         return self.kept(w, "exp_avg", "exp_avg_sq")

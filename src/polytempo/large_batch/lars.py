@@ -56,13 +56,14 @@ class LARS(LayerWise):
 
     def descend_together(self, ws: list[nn.Parameter], gs: list[Tensor], group: dict[str, Any]) -> None:
         """See `LayerWise`."""
-        each = [_scaled(w, group, *norms) for w, *norms in zip(ws, norms_of(ws), norms_of(gs), strict=True)]
+        values = list[Tensor](ws)
+        each = [_scaled(w, group, *norms) for w, *norms in zip(ws, norms_of(values), norms_of(gs), strict=True)]
         vs = [self.kept(w, "momentum_buffer")[0] for w in ws]
-        moved = torch._foreach_add(gs, torch._foreach_mul(ws, [decay for _, decay in each]))
+        moved = torch._foreach_add(gs, torch._foreach_mul(values, [decay for _, decay in each]))
         torch._foreach_mul_(moved, [rate for rate, _ in each])
         torch._foreach_mul_(vs, [self._momentum(w, group) for w in ws])
         torch._foreach_add_(vs, moved)
-        torch._foreach_sub_(ws, vs)
+        torch._foreach_sub_(values, vs)
 
     def _momentum(self, w: nn.Parameter, group: dict[str, Any]) -> float:
         """What v is multiplied by in this step."""

@@ -129,7 +129,7 @@ def check_numbers(**given: float) -> None:
 
 def norms_of(tensors: Sequence[Tensor]) -> list[float]:
     """‖x‖ of each tensor, by torch."""
-    return [float(each) for each in torch._foreach_norm(tensors)]
+    return [float(each) for each in torch._foreach_norm(list(tensors))]
 
 
 def _gradient(w: nn.Parameter) -> Tensor:
