@@ -65,6 +65,16 @@ class Recv(Op[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class Lend(Send):
+    """A `Send` to a `Borrow`: where both ranks see the same memory, the receiver uses the tensor where it lies."""
+
+
+@dataclass(frozen=True, eq=False)
+class Borrow(Recv):
+    """A `Recv` from a `Lend`. What it answers may lie in memory of the sender, which has it back with the last use."""
+
+
+@dataclass(frozen=True, eq=False)
 class SendReceive(Op[Tensor]):
     """Hand `buffer` to rank `to`, and answer with a tensor of the shape and dtype of `like` from rank `source`.
 

@@ -126,7 +126,7 @@ class _Convolution(torch.autograd.Function):
             found: tuple[Any, ...] = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *facts, mask)
             return found
 
-        def gradient() -> None:  # without `ctx`, which holds what holds this: such a circle stays until Python looks for it
+        def gradient() -> None:  # not with `ctx`: it holds what holds this, and only the collector frees such a cycle
             _, of_weight, of_bias = half(False, True, bias is not None and bias.requires_grad)
             _add_(own, of_weight)
             if of_bias is not None:
