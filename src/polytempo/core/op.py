@@ -65,13 +65,13 @@ class Recv(Op[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
-class Lend(Send):
-    """A `Send` to a `Borrow`: where both ranks see the same memory, the receiver uses the tensor where it lies."""
+class LentSend(Send):
+    """A `Send` to a `LentRecv`: where both ranks see the same memory, the receiver uses the tensor where it lies."""
 
 
 @dataclass(frozen=True, eq=False)
-class Borrow(Recv):
-    """A `Recv` from a `Lend`. What it answers may lie in memory of the sender, which has it back with the last use."""
+class LentRecv(Recv):
+    """A `Recv` from a `LentSend`. Its answer may lie in memory of the sender, which has it back with the last use."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from polytempo.core.op import (
     AllToAll,
     Alone,
     Barrier,
-    Borrow,
     Broadcast,
     Compute,
-    Lend,
+    LentRecv,
+    LentSend,
     Mark,
     Now,
     Op,
@@ -113,11 +113,11 @@ class Port:
         For tensors that the receiver uses for a while, as activations. Where a large one is lent through shared memory,
         the operation is finished at once, and takes as much memory as the tensor until the receiver lets go of it.
         """
-        return Lend(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
+        return LentSend(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
 
     def borrow(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """As `recv`, of what position `source` lends."""
-        return Borrow(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
+        return LentRecv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
 
     def send_receive(self, buffer: Tensor, to: int, *, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """Hand `buffer` to position `to` and answer with a tensor shaped like `like` from position `source`, at once.

@@ -27,10 +27,10 @@ from polytempo.core.op import (
     AllReduce,
     AllToAll,
     Barrier,
-    Borrow,
     Broadcast,
     Collective,
-    Lend,
+    LentRecv,
+    LentSend,
     Op,
     Recv,
     ReduceScatter,
@@ -80,7 +80,7 @@ class Transport:
     def send(self, op: Send) -> Begun:
         """Hand a buffer over; done when it may change."""
         tag = wire_tag(op.channel, op.tag)
-        if isinstance(op, Lend) and (group := self._sharing(op.buffer)) is not None:
+        if isinstance(op, LentSend) and (group := self._sharing(op.buffer)) is not None:
             return Begun(self._whole.send([lent(group, op.buffer, op.to)], op.to, tag), _none)
         work = self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag))
         return Begun(work, _none)
@@ -88,7 +88,7 @@ class Transport:
     def recv(self, op: Recv) -> Begun:
         """Receive into new memory, or where the sender has lent it."""
         tag = wire_tag(op.channel, op.tag)
-        if isinstance(op, Borrow) and (group := self._sharing(op.like)) is not None:
+        if isinstance(op, LentRecv) and (group := self._sharing(op.like)) is not None:
             note = empty_note()
             answer = cache(partial(borrowed, group, note, op.like, op.source))
             return Begun(self._whole.recv([note], op.source, tag), answer)
