@@ -29,6 +29,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import turns
 from polytempo.partition.schedules.timetable import played
 from polytempo.training.pipeline.pipeline import pipeline
+from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld, current
 
 MICRO_BATCHES = 8
@@ -103,8 +104,9 @@ def plain(name: str, steps: int) -> float:
 
 
 def half(name: str, steps: int) -> float:
-    """One of two processes that do not talk."""
+    """One of two processes that do not talk. It keeps its memory, as stages do."""
     pt.init(quiet=True)
+    keep_memory()
     model, x, y, begins = made(name)
     stage = cut(model, sample=x, by=begins).stages[dist.get_rank()].module
     own = optimizer(stage.parameters())
