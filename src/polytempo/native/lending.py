@@ -25,7 +25,7 @@ from polytempo.native.call import MOVED, name_of
 from polytempo.native.group import Group
 from polytempo.native.library import load
 
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 3 << 20
 """Smaller tensors are copied through the ring, which takes less time than to borrow them."""
 
 _WORD_BYTES = 64
