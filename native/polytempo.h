@@ -84,6 +84,11 @@ PT_EXPORT int32_t pt_transfer_arrived_dtype(pt_transfer* transfer);
 PT_EXPORT void pt_transfer_free(pt_group* group, pt_transfer* transfer);
 // For a thread of its own: sleep until a message is held up that this rank has a part in, or the time is over; then move
 // what can be moved. pt_transfers_wake ends the sleep.
+
+// A word of shared memory that hands a piece of memory from one process to another. Whatever a process has read or
+// written there before it sets the word, happened before what another one does after it has seen the new value.
+PT_EXPORT void pt_word_set(uint32_t* word, uint32_t value);
+PT_EXPORT uint32_t pt_word_seen(const uint32_t* word);
 PT_EXPORT void pt_transfers_serve(pt_group* group, double timeout_s);
 PT_EXPORT void pt_transfers_wake(pt_group* group);
 

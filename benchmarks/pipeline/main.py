@@ -4,8 +4,9 @@
     python benchmarks/pipeline/main.py --model cnn          # a small residual convolutional network
 
 All contenders take turns in one run, one thread a process. `limit`: two processes that train half of the model each and
-do not talk. torch's schedules come with the same stages and micro-batches, over gloo and over our backend. `predicted`:
-our schedule played with the times that the stages took for their actions in the same run.
+do not talk. torch's schedules come with the same stages and micro-batches, over gloo and over our backend. Beside each
+of our schedules stands what it took in parts of its own prediction: the timetable played with each action's time in the
+same run, without messages; once with the time in which it computed, once with all that the stage did without waiting.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import polytempo as pt
 from polytempo.partition import schedules
 from polytempo.partition.cutting import cut
-from polytempo.partition.schedules.timetable import StageTimes, played
-from polytempo.training.pipeline.pipeline import Pipeline, pipeline
-from polytempo.worlds import current
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.dataflow import turns
+from polytempo.partition.schedules.timetable import played
+from polytempo.training.pipeline.pipeline import pipeline
+from polytempo.wire.memory import keep_memory
+from polytempo.worlds import ProcessWorld, current
 
 MICRO_BATCHES = 8
 SCHEDULES: dict[str, Callable[[], schedules.Schedule]] = {
@@ -101,8 +104,9 @@ def plain(name: str, steps: int) -> float:
 
 
 def half(name: str, steps: int) -> float:
-    """One of two processes that do not talk."""
+    """One of two processes that do not talk. It keeps its memory, as stages do."""
     pt.init(quiet=True)
+    keep_memory()
     model, x, y, begins = made(name)
     stage = cut(model, sample=x, by=begins).stages[dist.get_rank()].module
     own = optimizer(stage.parameters())
@@ -116,43 +120,48 @@ def half(name: str, steps: int) -> float:
     return seconds_of(step, steps, together=True)
 
 
-def ours(name: str, steps: int, schedule: str) -> tuple[float, tuple[float, ...]]:
-    """A stage by one of our schedules, and what its actions took (`StageTimes`)."""
+def ours(name: str, steps: int, schedule: str) -> tuple[float, list[TurnTime]]:
+    """A stage by one of our schedules, and what each of its turns took, from the first step on."""
     pt.init(quiet=True)
     model, x, y, begins = made(name)
     pipe = pipeline(model, optimizer, nn.functional.mse_loss, SCHEDULES[schedule](), sample=x, by=begins)
-    update_s = updates_timed(pipe)
+    times = turns_timed(current())
     seconds = seconds_of(lambda: pipe.step(x, y), steps, together=True)
-    times = stage_times(pipe, steps, statistics.mean(update_s[-steps:]))
+    taken = list(times)
     pipe.finish()
-    return seconds, astuple(times)
+    return seconds, taken
 
 
-def updates_timed(pipe: Pipeline) -> list[float]:
-    """The seconds of each update from now on."""
-    step, seconds = pipe.optimizer.step, []
-
-    def timed() -> None:
-        begin_s = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begin_s)
-
-    pipe.optimizer.step = timed  # type: ignore[method-assign, assignment]
-    return seconds
+TurnTime = tuple[float, float]
+"""Seconds of one action of a stage: in which it computed, and with what the stage did around it without waiting."""
 
 
-def stage_times(pipe: Pipeline, steps: int, update_s: float) -> StageTimes:
-    """Mean seconds of this stage's actions in the last steps, from the trace."""
-    kinds = [action.kind for action in pipe.schedule.actions(pipe.stage) if action.kind != "update"] * steps
-    events = [event for event in current().trace.events if event.op in ("forward", "backward", "weight gradients")]
-    computed = [event.end_s - event.start_s for event in events[-len(kinds) :]]
-    seconds = {kind: [s for k, s in zip(kinds, computed, strict=True) if k == kind] for kind in set(kinds)}
-    mean_s = {kind: statistics.mean(each) for kind, each in seconds.items()}
-    weight_s = mean_s.get("weight", 0.0)
-    backward_s = mean_s["backward"] if "backward" in mean_s else mean_s["input"] + weight_s
-    if pipe.schedule.recomputes:
-        backward_s -= mean_s["forward"]  # a timetable adds it again
-    return StageTimes(mean_s["forward"], backward_s, weight_s, update_s)
+def turns_timed(world: ProcessWorld) -> list[TurnTime]:
+    """A list that gets the times of all that this rank computes from now on."""
+    compute, found = world.compute, []
+    ended_s, waited_s = world.now_s(), world.waited_s
+
+    def timed(work: Callable[[], Any], name: str = "compute") -> Any:
+        nonlocal ended_s, waited_s
+        begin_s = world.now_s()
+        answer = compute(work, name)
+        end_s, until_s = world.now_s(), world.waited_s
+        found.append((end_s - begin_s, end_s - ended_s - (until_s - waited_s)))
+        ended_s, waited_s = end_s, until_s
+        return answer
+
+    world.compute = timed  # type: ignore[method-assign]
+    return found
+
+
+def predicted_s(schedule: Schedule, steps: int, stages: list[list[TurnTime]], which: int) -> float:
+    """What a step would take if messages took no time; `which` of each turn's times."""
+    taken = {
+        (stage, turn): times[which]
+        for stage, each in enumerate(stages)
+        for turn, times in zip(turns(schedule, stage, steps + 1), each, strict=True)
+    }
+    return played(schedule, steps + 1, lambda stage, turn: taken[stage, turn]).mean_step_s
 
 
 def theirs(name: str, steps: int, peer: str, backend: str) -> float:
@@ -174,21 +183,28 @@ def theirs(name: str, steps: int, peer: str, backend: str) -> float:
     return seconds_of(step, steps, together=True)
 
 
-Measured = tuple[float, float]
-"""Seconds of a step: as they were, and as the timetable predicts them (0: it does not)."""
+class Measured(NamedTuple):
+    """Seconds of a step: as they were, and as the timetable makes them of each turn's own time (0: it does not)."""
+
+    step_s: float
+    computed_s: float = 0.0
+    """Of the times in which actions computed."""
+    busy_s: float = 0.0
+    """Of the times in which stages did not wait."""
 
 
 def contenders(name: str, steps: int) -> dict[str, Callable[[], Measured]]:
     """Everything that takes turns: a name, and what measures it in processes of its own."""
 
     def launched(work: Callable[[], float], processes: int = 2) -> Callable[[], Measured]:
-        return lambda: (max(pt.launch(lambda info: work(), processes, threads=1)), 0.0)
+        return lambda: Measured(max(pt.launch(lambda info: work(), processes, threads=1)))
 
     def predicted(schedule: str) -> Callable[[], Measured]:
         def measured() -> Measured:
             found = pt.launch(lambda info: ours(name, steps, schedule), 2, threads=1)
-            timetable = played(SCHEDULES[schedule](), 12, [StageTimes(*times) for _, times in found])
-            return max(seconds for seconds, _ in found), timetable.step_s
+            stages = [[(taken[0], taken[1]) for taken in times] for _, times in found]
+            each = (predicted_s(SCHEDULES[schedule](), steps, stages, which) for which in (0, 1))
+            return Measured(max(seconds for seconds, _ in found), *each)
 
         return measured
 
@@ -215,12 +231,15 @@ def main() -> None:
         for name, measure in contenders(given.model, given.steps).items():
             if not given.only or name in given.only or name == "one process":
                 measured.setdefault(name, []).append(measure())
-    alone_s = statistics.median(seconds for seconds, _ in measured["one process"])
+    alone_s = statistics.median(each.step_s for each in measured["one process"])
     print(f"{given.model}: {given.rounds} rounds of {given.steps} steps, one thread a process")
     for name, each in measured.items():
-        median_s, played_s = sorted(each)[len(each) // 2]
-        beside = f"   predicted {1e3 * played_s:6.1f} ms, {median_s / played_s:4.2f} of it" if played_s else ""
-        print(f"{name:28}{1e3 * median_s:9.1f} ms   {alone_s / median_s:5.2f} x{beside}")
+        median = sorted(each)[len(each) // 2]
+        beside = ""
+        if median.busy_s:
+            ratios = (statistics.median(m.step_s / m[which] for m in each) for which in (1, 2))
+            beside = "   {:4.2f} of computing alone, {:4.2f} of what stages did".format(*ratios)
+        print(f"{name:28}{1e3 * median.step_s:9.1f} ms   {alone_s / median.step_s:5.2f} x{beside}", flush=True)
 
 
 if __name__ == "__main__":

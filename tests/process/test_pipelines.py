@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 import polytempo as pt
 from pipelines import DELAYED, WAITING, WIDTH, batches, perceptron, trained, two_versions
 from polytempo.core import Port
+from polytempo.native import lending
 from polytempo.partition import cut, schedules, striped, unstriped
 from polytempo.partition.schedules import ddg, one_f_one_b, pipedream
 from polytempo.partition.schedules.facts import facts
@@ -41,7 +42,19 @@ def plain(state: dict[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in state.items()}
 
 
-def test_every_schedule_computes_the_bits_of_the_virtual_world() -> None:
+@pytest.fixture
+def _lends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages lend each other tensors of any size."""
+    monkeypatch.setattr(lending, "LEAST_BYTES", 1)
+
+
+@pytest.mark.parametrize("least_bytes", [1, lending.LEAST_BYTES])
+def test_every_schedule_computes_the_bits_of_the_virtual_world(
+    least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether stages lend each other their tensors or send them."""
+    monkeypatch.setattr(lending, "LEAST_BYTES", least_bytes)
+
     def work(world: ProcessWorld) -> Any:
         found = {}
         for name, make in EVERY.items():
@@ -49,6 +62,8 @@ def test_every_schedule_computes_the_bits_of_the_virtual_world() -> None:
             losses = [pipe.step(x, y) for x, y in batches(6)]
             found[name] = [[float(loss) for loss in losses if loss is not None], plain(pipe.state_dict())]
             pipe.finish()
+        num_slots = len(lending._own_slots().slots)
+        assert 0 < num_slots <= 16 if least_bytes == 1 else not num_slots
         return found
 
     first, last = together(2, work)
@@ -121,6 +136,7 @@ def test_what_is_under_way_is_finished_and_a_pipeline_goes_on_afterwards() -> No
         assert all(again and stepped and delay == told for again, stepped, delay, told in rows)
 
 
+@pytest.mark.usefixtures("_lends")
 def test_stripes_of_a_top_layer_are_trained_as_in_the_virtual_world() -> None:
     """Three processes: what is before the layer, and a stripe of it each; the last one gathers both."""
     by, schedule = ["2.stripes.0", "2.stripes.1"], schedules.pipelined_backprop(3, stripes=2)
@@ -207,6 +223,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("_lends")
 def test_models_that_are_no_chains_are_trained_as_by_one_process() -> None:
     """One micro-batch, because batch norm sees each micro-batch by itself."""
 
@@ -279,6 +296,7 @@ def test_what_cannot_be_is_refused() -> None:
         assert 'give on_drift="stop" or "ignore"' in restore
 
 
+@pytest.mark.usefixtures("_lends")
 def test_a_mistake_in_a_batch_names_stage_layer_and_sizes_on_all_ranks() -> None:
     """All stages know the sizes of a batch before one of them computes, so that none waits for another."""
 
@@ -326,6 +344,7 @@ def test_a_mistake_in_a_batch_names_stage_layer_and_sizes_on_all_ranks() -> None
     assert last[-1] == []
 
 
+@pytest.mark.usefixtures("_lends")
 def test_a_short_last_batch_and_another_shape_are_taken() -> None:
     """Shapes may change from batch to batch; fewer samples than micro-batches leave the others out."""
 
@@ -349,6 +368,7 @@ def test_a_short_last_batch_and_another_shape_are_taken() -> None:
             torch.testing.assert_close(torch.tensor(state[name], dtype=torch.float64), parameter, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("_lends")
 def test_a_stage_that_dies_ends_the_others_with_its_name() -> None:
     def work(world: ProcessWorld) -> str:
         pipe = pt.pipeline(perceptron(), sgd, mse, one_f_one_b(2, 4), sample=SAMPLE)

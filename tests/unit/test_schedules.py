@@ -25,6 +25,7 @@ from polytempo.partition.schedules import (
     synthetic_gradients,
     zero_bubble,
 )
+from polytempo.partition.schedules.dataflow import Turn
 from polytempo.partition.schedules.facts import facts
 from polytempo.partition.schedules.timetable import StageTimes, played
 
@@ -118,6 +119,22 @@ def test_delayed_gradients_in_lockstep_are_as_fast_as_the_paper_says(stages: int
     times = StageTimes(1 / stages, 2 / stages, 1 / stages)
     assert 3 / played(ddg(stages, lockstep=True), 20, times).step_s == pytest.approx(speedup)
     assert 3 / played(ddg(stages), 20, times).step_s == pytest.approx(stages)
+
+
+def test_turns_that_were_measured_each_take_their_own_time() -> None:
+    """Steps of 6, 8 and 6: stage 0's second forward pass takes 3 instead of 1."""
+
+    def seconds(stage: int, turn: Turn) -> float:
+        if (stage, str(turn)) == (0, "F1"):
+            return 3.0
+        return {"forward": 1.0, "backward": 2.0}.get(turn.action.kind, 0.0)
+
+    timetable = played(one_f_one_b(2, 1), 3, seconds)
+    assert [[e.end_s for e in timetable.of(stage) if str(e.turn) == "U"] for stage in range(2)] == [
+        [6, 14, 20],
+        [4, 12, 18],
+    ]
+    assert (timetable.mean_step_s, timetable.step_s) == (7, 6)
 
 
 def test_pipelined_backprop_hides_messages_that_ddg_waits_for() -> None:

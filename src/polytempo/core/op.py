@@ -65,6 +65,16 @@ class Recv(Op[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class LentSend(Send):
+    """A `Send` to a `LentRecv`: where both ranks see the same memory, the receiver uses the tensor where it lies."""
+
+
+@dataclass(frozen=True, eq=False)
+class LentRecv(Recv):
+    """A `Recv` from a `LentSend`. Its answer may lie in memory of the sender, which has it back with the last use."""
+
+
+@dataclass(frozen=True, eq=False)
 class SendReceive(Op[Tensor]):
     """Hand `buffer` to rank `to`, and answer with a tensor of the shape and dtype of `like` from rank `source`.
 

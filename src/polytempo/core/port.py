@@ -18,6 +18,8 @@ from polytempo.core.op import (
     Barrier,
     Broadcast,
     Compute,
+    LentRecv,
+    LentSend,
     Mark,
     Now,
     Op,
@@ -104,6 +106,18 @@ class Port:
     def recv(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """A tensor shaped like `like` from position `source`."""
         return Recv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
+
+    def lend(self, buffer: Tensor, to: int, tag: int = 0) -> Op[None]:
+        """As `send`, to a position that borrows it: copied once at most between ranks of one host.
+
+        For tensors that the receiver uses for a while, as activations. Where a large one is lent through shared memory,
+        the operation is finished at once, and takes as much memory as the tensor until the receiver lets go of it.
+        """
+        return LentSend(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
+
+    def borrow(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
+        """As `recv`, of what position `source` lends."""
+        return LentRecv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
 
     def send_receive(self, buffer: Tensor, to: int, *, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
         """Hand `buffer` to position `to` and answer with a tensor shaped like `like` from position `source`, at once.

@@ -16,11 +16,13 @@ import fcntl
 import mmap
 import os
 import resource
+import select
 import sys
 import threading
 import weakref
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -198,16 +200,29 @@ class Window:
         self._mapping.prefer_large_pages()
         self.base = self._mapping.base
 
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor over the neighbour's memory; it keeps the mapping alive."""
-        return _over(self._mapping, offset, shape, dtype)
+    def process_has_ended(self) -> bool:
+        """Whether the neighbour is no more, as far as the system tells."""
+        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def tensor(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, released: Callable[[], None] | None = None
+    ) -> Tensor:
+        """A tensor over the neighbour's memory; it keeps the mapping alive. `released`: called after its last use."""
+        return _over(self._mapping, offset, shape, dtype, released)
 
 
-def _over(mapping: Mapping, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _over(
+    mapping: Mapping,
+    offset: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    released: Callable[[], None] | None = None,
+) -> Tensor:
     count = torch.Size(shape).numel()
     if not count:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mapping.array(offset, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+    array = mapping.array(offset, count * dtype.itemsize, released)
+    return torch.frombuffer(array, dtype=dtype, count=count).view(shape)
 
 
 _own: Arena | None = None

@@ -64,6 +64,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_transfer_free": (None, _pointer, _pointer),
     "pt_transfers_serve": (None, _pointer, _f64),
     "pt_transfers_wake": (None, _pointer),
+    "pt_word_set": (None, _pointer, ctypes.c_uint32),
+    "pt_word_seen": (ctypes.c_uint32, _pointer),
     "pt_notes_bytes": (_i64, _i64),
     "pt_log_bytes": (_i64,),
     "pt_most_row_bytes": (_i64,),

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 _LARGE_PAGE_BYTES = 2 << 20
@@ -48,15 +49,17 @@ class Mapping:
         """Free the memory of whole pages; they read as zeros from now on. False where the system cannot."""
         return int(_libc().madvise(self.base + offset, num_bytes, _MADV_REMOVE)) == 0
 
-    def array(self, offset: int, num_bytes: int) -> Any:
-        """The bytes as an object that torch can build on. It keeps the mapping alive."""
+    def array(self, offset: int, num_bytes: int, released: Callable[[], None] | None = None) -> Any:
+        """The bytes as an object that torch can build on. It keeps the mapping alive. `released`: called at its end."""
         array = (ctypes.c_char * num_bytes).from_address(self.base + offset)
-        weakref.finalize(array, _keep, self).atexit = False
+        weakref.finalize(array, _end, self, released).atexit = False
         return array
 
 
-def _keep(mapping: Mapping) -> None:
-    """Does nothing: the argument of a finalizer lives as long as the object that it watches."""
+def _end(mapping: Mapping, released: Callable[[], None] | None) -> None:
+    """The arguments of a finalizer, so also the mapping, live as long as the object that it watches."""
+    if released is not None:
+        released()
 
 
 def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:

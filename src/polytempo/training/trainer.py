@@ -54,6 +54,7 @@ from polytempo.training.replica import Replica
 from polytempo.training.resumption import load
 from polytempo.training.scored_average import average_of
 from polytempo.training.staged_training import cut_of, staged, staged_step
+from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
 _TOKEN_BYTES = 8
@@ -241,6 +242,7 @@ def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: O
 
 
 def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) -> _Part:
+    keep_memory()  # of activations
     port, parts = laid_out(world.port, spec.strategy.stages), cut_of(spec, model, data)
     world.drive(agree(port, {"strategy": str(spec.strategy), "begins of stages": list(parts.begins)}))
     world.drive(broadcast_model(port, model))

@@ -1,7 +1,9 @@
-"""`keep_memory`: memory of large messages that have been read is used again, not given back to the system.
+"""`keep_memory`: memory of large tensors that have been freed is used again, not given back to the system.
 
-ZeroMQ asks `malloc` for room for each message. Above 32 MiB glibc always asks the system for it, and every page of it
-is then zeroed at its first touch: half of the time that a large tensor takes over TCP.
+Every page that the system gives is zeroed at its first touch. ZeroMQ asks `malloc` for room for each message, and above
+32 MiB glibc always asks the system for it: half of the time that a large tensor takes over TCP. Stages of a pipeline
+free activations in an order in which the end of the heap is often free, and glibc gives that back: with small
+convolutions a stage touched up to 5,000 new pages a step.
 """
 
 from __future__ import annotations

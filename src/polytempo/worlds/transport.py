@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +29,15 @@ from polytempo.core.op import (
     Barrier,
     Broadcast,
     Collective,
+    LentRecv,
+    LentSend,
     Op,
     Recv,
     ReduceScatter,
     Send,
 )
+from polytempo.native.group import Group
+from polytempo.native.lending import borrowed, empty_note, lendable, lent
 from polytempo.worlds.batches import MessageBatches
 from polytempo.worlds.wire_tag import wire_tag
 
@@ -75,14 +80,25 @@ class Transport:
     def send(self, op: Send) -> Begun:
         """Hand a buffer over; done when it may change."""
         tag = wire_tag(op.channel, op.tag)
+        if isinstance(op, LentSend) and (group := self._sharing(op.buffer)) is not None:
+            return Begun(self._whole.send([lent(group, op.buffer, op.to)], op.to, tag), _none)
         work = self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag))
         return Begun(work, _none)
 
     def recv(self, op: Recv) -> Begun:
-        """Receive into new memory."""
-        into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
+        """Receive into new memory, or where the sender has lent it."""
         tag = wire_tag(op.channel, op.tag)
+        if isinstance(op, LentRecv) and (group := self._sharing(op.like)) is not None:
+            note = empty_note()
+            answer = cache(partial(borrowed, group, note, op.like, op.source))
+            return Begun(self._whole.recv([note], op.source, tag), answer)
+        into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
         return Begun(self._message(op, into, lambda: self._whole.recv([into], op.source, tag)), lambda: into)
+
+    def _sharing(self, tensor: Tensor) -> Group | None:
+        """The ranks, where a tensor like this is lent from one to another through memory that they share."""
+        group = getattr(self._whole, "group", None)
+        return group if isinstance(group, Group) and lendable(tensor) else None
 
     def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
         if not tensor.numel():

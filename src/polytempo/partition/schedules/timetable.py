@@ -44,6 +44,9 @@ class StageTimes:
                 return self.learn_s
 
 
+TurnSeconds = Callable[[int, Turn], float]
+"""What each turn of a stage takes: of the stage's number and the turn."""
+
 LinkSeconds = float | Callable[[int, int], float]
 """See `played`."""
 
@@ -84,6 +87,12 @@ class Timetable:
         return max(_mean_difference(each[(len(each) - 1) // 2 :]) for each in ends)
 
     @property
+    def mean_step_s(self) -> float:
+        """Mean seconds from update to update of the stage that is slowest; for turns that do not all take the same."""
+        ends = [[e.end_s for e in self.of(stage) if e.turn.action.kind == "update"] for stage in range(self.stages)]
+        return max(_mean_difference(each) for each in ends)
+
+    @property
     def bubble(self) -> float:
         """The part of the last step's time in which a stage has nothing to do; the mean over stages."""
         busy_s = sum(e.end_s - e.start_s for e in self.entries if e.turn.step == self.steps - 1)
@@ -111,11 +120,11 @@ class Timetable:
 def played(
     schedule: Schedule,
     steps: int,
-    times: StageTimes | Sequence[StageTimes] = StageTimes(),
+    times: StageTimes | Sequence[StageTimes] | TurnSeconds = StageTimes(),
     *,
     link_s: LinkSeconds = 0.0,
 ) -> Timetable:
-    """The timetable of so many steps. `times`: of all stages, or of each one.
+    """The timetable of so many steps. `times`: of all stages, of each one, or of each turn, as it was measured.
 
     `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage. A
     function of the part of the model that has made it and the part that uses it says for how long a message occupies
@@ -123,15 +132,21 @@ def played(
 
     Raises ValueError where the stages wait for each other for ever. Cost: linear in the number of actions.
     """
+    if callable(times):
+        return _Play(schedule, steps, times, link_s).to_the_end()
     each = list(times) if isinstance(times, Sequence) else [times] * schedule.stages
     if len(each) != schedule.stages:
         raise ValueError(f"times of {len(each)} stages were given for {schedule.stages}")
-    return _Play(schedule, steps, each, link_s).to_the_end()
+
+    def seconds(stage: int, turn: Turn) -> float:
+        return each[stage].of(turn.action.kind, recomputes=schedule.recomputes)
+
+    return _Play(schedule, steps, seconds, link_s).to_the_end()
 
 
 class _Play:
-    def __init__(self, schedule: Schedule, steps: int, times: list[StageTimes], link_s: LinkSeconds) -> None:
-        self._schedule, self._steps, self._times, self._link_s = schedule, steps, times, link_s
+    def __init__(self, schedule: Schedule, steps: int, seconds: TurnSeconds, link_s: LinkSeconds) -> None:
+        self._schedule, self._steps, self._seconds, self._link_s = schedule, steps, seconds, link_s
         self._left = [list(turns(schedule, stage, steps))[::-1] for stage in range(schedule.stages)]
         self._free_s = [0.0] * schedule.stages
         self._passed_s: dict[Passed, float] = {}
@@ -156,8 +171,7 @@ class _Play:
         before = len(self._left[stage])
         while self._left[stage] and (begin_s := self._begin_s(stage, self._left[stage][-1])) is not None:
             turn = self._left[stage].pop()
-            seconds = self._times[stage].of(turn.action.kind, recomputes=self._schedule.recomputes)
-            self._free_s[stage] = begin_s + seconds
+            self._free_s[stage] = begin_s + self._seconds(stage, turn)
             self._ended_s[turn.step] = max(self._ended_s.get(turn.step, 0.0), self._free_s[stage])
             self._entries.append(TimetableEntry(stage, turn, begin_s, self._free_s[stage]))
             if (passed := makes(self._schedule, stage, turn)) is not None:

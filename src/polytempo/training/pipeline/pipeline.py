@@ -29,6 +29,7 @@ from polytempo.training.pipeline.pipeline_stage import (
     of_parameters,
     schedule_of,
 )
+from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -103,6 +104,7 @@ class Pipeline:
         max_norm: float | None,
         seed: int,
     ) -> None:
+        keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
         ranks = 1 if strategy.parted is None else strategy.parted.ranks
         whole, schedule = laid_out(world.port, self.schedule.stages, ranks), self.schedule

@@ -61,7 +61,7 @@ class StageMail:
             return
         codec = self._wires.codec(way, like)
         room = like if codec is None else wire_like(codec, like)
-        work = await port.start(port.recv(room, peer, self._tag(lane)))
+        work = await port.start(port.borrow(room, peer, self._tag(lane)))
         when = self._when(port, lane, source, micro_batch)
         self._arriving[lane].append(work if codec is None else _Encoded(work, like, codec, when, port))
 
@@ -85,7 +85,7 @@ class StageMail:
         when = self._when(port, lane, value.source if way == "forward" else target, micro_batch)
         wire = await self._wire(port, lane, tensor, when)
         leaving = self._leaving[lane]
-        leaving.append(await port.start(port.send(wire, peer, self._tag(lane))))
+        leaving.append(await port.start(port.lend(wire, peer, self._tag(lane))))
         if len(leaving) > self._held:
             await leaving.popleft()
 

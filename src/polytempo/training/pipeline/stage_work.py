@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class UnderWay:
     head: Head | None
     seeded: Callable[[], None]
     loss: Tensor | None = None
-    later: list[Gradient] = field(default_factory=list)
+    later: deque[Gradient] = field(default_factory=deque)
     saved: list[Tensor] | None = None
     """What autograd keeps of it; None: it can be computed anew, for the parameters of its forward pass are held."""
 
@@ -151,9 +152,10 @@ class StageWork:
 
     def weight_gradients(self, number: int) -> None:
         """The second half of a backward pass: add the weights' gradients to `.grad`."""
+        later = self.under_way[number].later
         with torch.no_grad():
-            for later in self.under_way[number].later:
-                later()
+            while later:
+                later.popleft()()  # what it holds is free afterwards
         self._done(number)
 
     def resume(self, number: int, kept: UnderWay) -> None:

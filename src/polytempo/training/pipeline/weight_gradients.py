@@ -119,13 +119,14 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         own, bias = ctx.parameters
         sizes = None if bias is None else list(bias.shape)
+        facts = _facts(ctx.layer)
 
         def half(of_x: bool, of_weight: bool, of_bias: bool) -> tuple[Any, ...]:
-            mask, facts = [of_x, of_weight, of_bias], _facts(ctx.layer)
+            mask = [of_x, of_weight, of_bias]
             found: tuple[Any, ...] = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *facts, mask)
             return found
 
-        def gradient() -> None:
+        def gradient() -> None:  # not with `ctx`: it holds what holds this, and only the collector frees such a cycle
             _, of_weight, of_bias = half(False, True, bias is not None and bias.requires_grad)
             _add_(own, of_weight)
             if of_bias is not None:
