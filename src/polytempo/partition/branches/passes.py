@@ -104,7 +104,7 @@ def _aliased(value: Any, record: _Record, position: int, *, outside: bool) -> An
 def _parameters(model: nn.Module, task: BranchTask) -> list[_Use]:
     """The parameters that a task uses, each once, at the position of its last use."""
     found: dict[int, _Use] = {}
-    for name, position in task.modules:
+    for name, position in task.code.modules:
         for each in _owned(attrgetter(name)(model)):
             if isinstance(each, Tensor) and each.requires_grad:
                 before = found.get(id(each))
