@@ -1,5 +1,6 @@
 """Two towers of one model on two workers, which compute one batch together: what one process computes.
 
+python examples/placed_branches.py
 torchrun --standalone --nproc-per-node 2 examples/placed_branches.py
 """
 
@@ -27,11 +28,12 @@ class TwoTowers(nn.Module):
         return scores
 
 
-world = pt.init(mesh={"data": 1, "model": -1})
+world = pt.init()
+pt.init(mesh={"data": 1, "model": world.size})
 digits = pt.data.digits()
 images, labels = digits.test.tensors
 torch.manual_seed(0)
-model = pt.place(TwoTowers(), sample=images) if world.size > 1 else TwoTowers()
+model = pt.place(TwoTowers(), sample=images)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 pt.attach(model, optimizer, pt.strategies.sync_sgd())
 for images_of_batch, labels_of_batch in pt.shard(digits.train, batch_size=64):
@@ -41,4 +43,5 @@ for images_of_batch, labels_of_batch in pt.shard(digits.train, batch_size=64):
 with torch.no_grad():
     right = (model.eval()(images).argmax(dim=1) == labels).float().mean()
 own = sorted({name.split(".")[0] for name, _ in model.named_parameters()})
-print(f"rank {world.rank}: {right:.1%} of the test digits, layers of its own: {', '.join(own)}")
+if world.rank == 0:
+    print(f"{right:.1%} of the test digits, {world.size} part(s), layers on rank 0: {', '.join(own)}")

@@ -107,7 +107,7 @@ def test_what_cannot_be_placed() -> None:
         lambda: nn.Sequential(nn.Linear(8, 2))
     )
     assert "have no gradient, and one of these needs it" in refused(Towers, lambda net: net(X.clone().requires_grad_()))
-    assert "was placed for the inputs x, and got x, y" in refused(Towers, lambda net: net(X, y=X))
+    assert "was placed for the inputs x, and got 1 and y" in refused(Towers, lambda net: net(X, y=X))
 
 
 DRAWN = 12

@@ -13,30 +13,28 @@ from polytempo.core import Port
 from polytempo.partition.branches.parts import parts_of
 from polytempo.partition.branches.placed_passes import Leaf, PlacedPass, Sizes, backward, forward, parameters_of
 from polytempo.partition.branches.placement import Placement, placement
+from polytempo.partition.cut import Layout
 from polytempo.partition.exported import exported
 from polytempo.partition.profile import counted
 from polytempo.partition.tensor.model_group import ModelGroup
+from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.partition.trace import FIXED, Inputs, Traced, Untraceable, inputs_of, trace
 
 
-class PlacedModel(nn.Module):
-    """Takes a model's place: under its names it has the parameters and buffers of this rank's branches.
+class PlacedModel(PartedModel):
+    """Takes a model's place: of its parameters and buffers it has, under their names, those of this rank's branches.
 
     All ranks call it with equal inputs, all have its answer, and all call backward on the same loss.
     """
 
     def __init__(self, model: nn.Module, group: ModelGroup, plan: Placement, traced: Traced, inputs: Inputs) -> None:
-        super().__init__()
-        self._facts = {name: (tuple(t.shape), t.dtype) for name, t in model.named_parameters()}
-        self._owners = {name: plan.owners.get(id(tensor), 0) for name, tensor in model.named_parameters()}
+        layouts = {name: (tuple(t.shape), t.dtype) for name, t in model.named_parameters()}
+        owners = {name: plan.owners.get(id(tensor), 0) for name, tensor in model.named_parameters()}
         _keep_own(model, plan.owners, group.rank)
-        # one set of parameters and modules, under the model's own names; the model itself is no submodule
-        for each in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[each] = model.__dict__[each]
-        self.__dict__["model"], self.group, self.plan = model, group, plan
+        super().__init__(model, group)
+        self.plan, self._layouts, self._owners = plan, layouts, owners
         self._traced, self._inputs = traced, inputs
         self._sizes: dict[Any, Sizes] = {}
-        self.training = model.training
 
     @property
     def places(self) -> dict[str, int]:
@@ -59,21 +57,27 @@ class PlacedModel(nn.Module):
 
     def full_parameters(self) -> dict[str, Tensor]:
         """The whole model's parameters by its names, on every rank. All ranks call it. Cost: a broadcast of each."""
-        return self._full({name: each.detach() for name, each in self.named_parameters()})
+        return self._whole({name: each.detach() for name, each in self.named_parameters()})
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The same of gradients; zeros for parameters without one."""
-        return self._full({name: _gradient(each) for name, each in self.named_parameters()})
+        return self._whole({name: _gradient(each) for name, each in self.named_parameters()})
 
-    def _full(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.group.drive(_gathered(self.group.port, own, self._facts, self._owners))
+    def replicated(self) -> list[nn.Parameter]:
+        """None: every parameter is at one rank."""
+        return []
+
+    def _whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.group.drive(_gathered(self.group.port, own, self._layouts, self._owners))
         return found
 
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         names = self._inputs.names
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) > len(names) or given.keys() != set(names):
-            raise ValueError(f"the model was placed for the inputs {', '.join(names)}, and got {', '.join(given)}")
+            raise ValueError(
+                f"the model was placed for the inputs {', '.join(names)}, and got {len(args)} and {', '.join(kwargs)}"
+            )
         values = tuple(given[name] for name in names)
         for name, value, placed in zip(names, values, self._inputs.values, strict=True):
             if isinstance(placed, FIXED) and value != placed:
@@ -171,11 +175,11 @@ def _gradient(parameter: Tensor) -> Tensor:
 async def _gathered(
     port: Port,
     own: Mapping[str, Tensor],
-    facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    layouts: Mapping[str, Layout],
     owners: Mapping[str, int],
 ) -> dict[str, Tensor]:
     found = {}
-    for name, (shape, dtype) in facts.items():
+    for name, (shape, dtype) in layouts.items():
         mine = own[name].clone().contiguous() if name in own else torch.empty(shape, dtype=dtype)
         found[name] = await port.broadcast(mine, owners[name])
     return found
