@@ -1,7 +1,7 @@
 """Branches on threads beside one thread and intra-op threads; and whether `tune threads` finds the best division.
 
 python benchmarks/threads/main.py branches [--rounds 40] [--turn-s 0.15]
-python benchmarks/threads/main.py tune [--jobs towers wide mixed] [--rounds 3] [--true-rounds 6]
+python benchmarks/threads/main.py tune [--jobs recurrent wide mixed] [--rounds 3] [--true-rounds 6]
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from polytempo.bench.thread_grid import GridPlan, GridSetting, thread_grid
 from polytempo.bench.turns import Contender, Measurement, figure, ratio, timed, turns
 from polytempo.partition.branches import ThreadedModel
 
-JOBS = {"towers": towers, "wide": wide, "mixed": mixed}
+JOBS = {job.name: job for job in (recurrent, wide_towers, towers, mixed, wide)}
+TUNED = ("recurrent", "wide", "mixed")
 BRANCHED = (recurrent, wide_towers, towers, mixed)
 CORES = 2
 
@@ -170,7 +171,7 @@ def say(line: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("branches", "tune"))
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(TUNED))
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--turn-s", type=float, default=0.15)
     parser.add_argument("--true-rounds", type=int, default=6)
