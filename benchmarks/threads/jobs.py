@@ -1,4 +1,4 @@
-"""Three jobs that want their cores divided differently: two towers, one wide perceptron, small convolutions."""
+"""Jobs that want their cores divided differently: towers of several kinds, a wide perceptron, small convolutions."""
 
 from __future__ import annotations
 
@@ -27,6 +27,39 @@ class TwoTowers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes (samples, 64) and (samples, 10)."""
         scores: Tensor = self.scores(torch.cat([tower(x) for tower in self.towers], dim=1))
+        return scores
+
+
+class WideTowers(nn.Module):
+    """Two towers of wide layers on one input, which meet in the last layer."""
+
+    def __init__(self, width: int = 1024, depth: int = 4) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(*(each for at in range(depth) for each in (nn.Linear(width if at else 64, width), nn.ReLU())))
+            for _ in range(2)
+        )
+        self.scores = nn.Linear(2 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes (samples, 64) and (samples, 10)."""
+        scores: Tensor = self.scores(torch.cat([tower(x) for tower in self.towers], dim=1))
+        return scores
+
+
+class RecurrentTowers(nn.Module):
+    """Two recurrent layers that read one sequence of pieces of the input, as encoders of two languages do."""
+
+    def __init__(self, width: int = 256, length: int = 32) -> None:
+        super().__init__()
+        self.length = length
+        self.towers = nn.ModuleList(nn.GRU(64 // length, width, batch_first=True) for _ in range(2))
+        self.scores = nn.Linear(2 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes (samples, 64) and (samples, 10)."""
+        pieces = x.unflatten(1, (self.length, -1))
+        scores: Tensor = self.scores(torch.cat([tower(pieces)[0][:, -1] for tower in self.towers], dim=1))
         return scores
 
 
@@ -68,18 +101,20 @@ def _data(path: Path | None) -> pt.Data:
     return pt.Data(TensorDataset(images, torch.randint(10, (_SAMPLES,), generator=drawn)))
 
 
-def _job(name: str, model: type[nn.Module]) -> pt.Job:
+def _job(name: str, model: type[nn.Module], batch_size: int = 64) -> pt.Job:
     return pt.Job(
         model=model,
         data=_data,
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
         lr=0.01,
-        batch_size=64,
+        batch_size=batch_size,
         name=name,
     )
 
 
 towers = _job("towers", TwoTowers)
+wide_towers = _job("wide_towers", WideTowers, batch_size=128)
+recurrent = _job("recurrent", RecurrentTowers)
 wide = _job("wide", _wide)  # type: ignore[arg-type]
 mixed = _job("mixed", Mixed)

@@ -1,18 +1,21 @@
 """Branches on threads beside one thread and intra-op threads; and whether `tune threads` finds the best division.
 
 python benchmarks/threads/main.py branches [--rounds 40] [--turn-s 0.15]
-python benchmarks/threads/main.py tune [--jobs towers wide mixed] [--rounds 3] [--true-rounds 6]
+python benchmarks/threads/main.py tune [--jobs recurrent wide mixed] [--rounds 3] [--true-rounds 6]
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from itertools import cycle
+from multiprocessing.connection import Connection
 
 import torch
-from jobs import mixed, towers, wide
+from jobs import mixed, recurrent, towers, wide, wide_towers
 from torch import nn
 
 import polytempo as pt
@@ -21,7 +24,9 @@ from polytempo.bench.thread_grid import GridPlan, GridSetting, thread_grid
 from polytempo.bench.turns import Contender, Measurement, figure, ratio, timed, turns
 from polytempo.partition.branches import ThreadedModel
 
-JOBS = {"towers": towers, "wide": wide, "mixed": mixed}
+JOBS = {job.name: job for job in (recurrent, wide_towers, towers, mixed, wide)}
+TUNED = ("recurrent", "wide", "mixed")
+BRANCHED = (recurrent, wide_towers, towers, mixed)
 CORES = 2
 
 
@@ -36,8 +41,8 @@ class Alone:
         return number
 
 
-def contender(job: pt.Job, name: str, threads: int, inter: int) -> tuple[Contender, ThreadedModel]:
-    """A training loop with a model of its own."""
+def loop(job: pt.Job, inter: int) -> tuple[Callable[[int], list[float]], ThreadedModel]:
+    """A training loop with a model of its own: seconds of each of so many steps."""
     torch.manual_seed(0)
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -51,13 +56,51 @@ def contender(job: pt.Job, name: str, threads: int, inter: int) -> tuple[Contend
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    run = timed(step)
+    return timed(step), threaded
 
-    def with_threads(calls: int) -> list[float]:
+
+def with_threads(run: Callable[[int], list[float]], threads: int) -> Callable[[int], list[float]]:
+    """The same, with so many threads of each operation."""
+
+    def turn(calls: int) -> list[float]:
         torch.set_num_threads(threads)
         return run(calls)
 
-    return Contender(name, with_threads), threaded
+    return turn
+
+
+class Partner:
+    """A process that trains a model of its own while this one does, and sends nothing but when it is done."""
+
+    def __init__(self, job: pt.Job) -> None:
+        self._own, there = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("fork").Process(target=_serve, args=(job, there), daemon=True)
+        self._process.start()
+
+    def beside(self, run: Callable[[int], list[float]]) -> Callable[[int], list[float]]:
+        """Half of a step's seconds, of two that run at the same time: what a step of two free halves would take."""
+
+        def turn(calls: int) -> list[float]:
+            torch.set_num_threads(1)
+            self._own.send(calls)
+            found = run(calls)
+            self._own.recv()
+            return [seconds / CORES for seconds in found]
+
+        return turn
+
+    def end(self) -> None:
+        """Let it go."""
+        self._own.send(0)
+        self._process.join()
+
+
+def _serve(job: pt.Job, asked: Connection) -> None:
+    torch.set_num_threads(1)
+    run, _ = loop(job, 1)
+    while calls := asked.recv():
+        run(calls)
+        asked.send(None)
 
 
 def limit(threaded: ThreadedModel) -> float:
@@ -69,23 +112,28 @@ def limit(threaded: ThreadedModel) -> float:
 
 
 def branches(rounds: int, turn_s: float) -> None:
-    """Milliseconds of a step of a two-branch model and of blocks of four branches."""
+    """Milliseconds of a step of models of two branches and of blocks of four branches."""
     rows = []
-    for job in (towers, mixed):
-        made = {
-            name: contender(job, name, threads, inter)
-            for name, threads, inter in (("one", 1, 1), ("intra", CORES, 1), ("inter", 1, CORES))
+    for job in BRANCHED:
+        partner = Partner(job)
+        one, _ = loop(job, 1)
+        branched, threaded = loop(job, CORES)
+        contenders = {
+            "one": with_threads(one, 1),
+            "intra": with_threads(loop(job, 1)[0], CORES),
+            "inter": with_threads(branched, 1),
+            "apart": partner.beside(loop(job, 1)[0]),
         }
-        found = turns([each for each, _ in made.values()], Alone(), rounds=rounds, turn_s=turn_s)
+        found = turns([Contender(*each) for each in contenders.items()], Alone(), rounds=rounds, turn_s=turn_s)
+        partner.end()
         seconds: dict[str, Measurement] = {name: figure([turn[0] for turn in each]) for name, each in found.items()}
-        best = limit(made["inter"][1])
-        milliseconds = (f"{1e3 * seconds[name].median:.2f} ms" for name in ("one", "intra", "inter"))
-        against = (ratio(seconds[other], seconds["inter"]).median for other in ("one", "intra"))
-        least = {name: min(each.rounds) for name, each in seconds.items()}
-        fastest = (least[other] / least["inter"] for other in ("one", "intra"))
-        rows.append((job.name, *milliseconds, *(f"{each:.2f}" for each in (*against, *fastest, best))))
-    columns = ("a step of", "one thread", "intra=2", "inter=2", "to one thread", "to intra=2")
-    columns = (*columns, "fastest turns: to one thread", "to intra=2", "regions allow")
+        milliseconds = (f"{1e3 * seconds[name].median:.2f} ms" for name in contenders)
+        to_one = (("one", "inter"), ("intra", "inter"), ("one", "apart"))
+        against = (ratio(seconds[above], seconds[below]) for above, below in to_one)
+        shown = (f"{each.median:.2f} ({each.low:.2f} to {each.high:.2f})" for each in against)
+        rows.append((job.name, *milliseconds, *shown, f"{limit(threaded):.2f}"))
+    columns = ("a step of", "one thread", "intra=2", "inter=2", "half of a step, two processes apart")
+    columns = (*columns, "inter=2 to one thread", "to intra=2", "limit: processes apart", "regions allow")
     print(markdown((columns, rows)))
 
 
@@ -123,7 +171,7 @@ def say(line: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("branches", "tune"))
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(TUNED))
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--turn-s", type=float, default=0.15)
     parser.add_argument("--true-rounds", type=int, default=6)

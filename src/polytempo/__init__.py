@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from polytempo.training.layer_plan import plan_layers
     from polytempo.training.loop_state import ElasticState
     from polytempo.training.pipeline.pipeline import Pipeline, pipeline
+    from polytempo.training.place import place
     from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
     from polytempo.training.split import split
@@ -135,6 +136,7 @@ _HOMES = {
     "polytempo.training.shard": ("shard",),
     "polytempo.training.hybrid": ("hybrid",),
     "polytempo.training.layer_plan": ("plan_layers",),
+    "polytempo.training.place": ("place",),
     "polytempo.training.split": ("split",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
@@ -195,6 +197,7 @@ __all__ = [
     "parse_strategy",
     "partition",
     "pipeline",
+    "place",
     "plan_layers",
     "run",
     "schedule",

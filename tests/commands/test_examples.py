@@ -18,6 +18,7 @@ UNDER_TORCHRUN = {
     "own_loop.py": "worker",
     "own_loop_served.py": "worker",
     "pipeline.py": "stage",
+    "placed_branches.py": "part",
     "split_layers.py": "part",
     "trainer.py": "worker",
 }

@@ -68,7 +68,7 @@ def test_three_uses_of_one_layer_are_summed_in_order() -> None:
     threaded = threads(inter=3, least_operations=0).apply(model)
     assert differences(trained(model, x), trained(plain, x)) == []
     assert threaded.parts is not None
-    used = [dict(task.modules) for task in threaded.parts.regions[0].tasks]
+    used = [dict(task.code.modules) for task in threaded.parts.regions[0].tasks]
     assert sum("towers.0.0" in modules for modules in used) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,8 @@ from torch.nn import functional
 import polytempo as pt
 from paper_models import alexnet
 from polytempo.core import Port
-from polytempo.partition.plan import split_plan
+from polytempo.partition.plan import given_plan, split_plan
+from polytempo.partition.tensor import Rules
 from split_models import assert_equal, made, on_ranks, outcome_of, split_pass, whole_pass
 
 
@@ -165,3 +167,53 @@ def test_mistakes() -> None:
     assert '"auto" with sample=x, which the model is called with' in refused(Decides(), "auto")
     assert "rules='best'" in refused(Decides(), "best", sample=torch.ones(2, 4))
     assert "sequence=True needs rules" in refused(Decides(), "auto", sample=torch.ones(2, 4), sequence=True)
+
+
+GIVEN: Rules = {"layers.0": "column", "drops.0": "column", "layers.1": "row"}
+
+
+def told_of(rules: Any, link: Any) -> list[str]:
+    """What `pt.split` warns of on the first of two ranks, for a perceptron of 8, 6 and 4 features and 5 samples."""
+
+    def work(port: Port) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model = made(lambda: Perceptron(8, 6, 4))
+            pt.split(model, rules, sample=drawn(5, 8), link=link, gflops=1e-6, port=port)
+        return [str(each.message) for each in found]
+
+    told: list[str] = on_ranks(2, work)[0]
+    return told
+
+
+@pytest.mark.parametrize("rules", ["auto", GIVEN])
+def test_a_link_that_makes_the_split_slower(rules: Any) -> None:
+    """A sum of 5 · 4 doubles is 160 bytes of a rank, in two rounds. Each rank leaves half of 6 · 5 · (8 · 6 + 6 · 4)
+    operations to the other one."""
+    assert told_of(rules, pt.cluster.Link(1.0, 8.0)) == [
+        "on this link the split makes a step slower: exchanges take 2.2e+04 ms, and each worker computes 1.08e+03 ms "
+        "less; most of it is layer layers.1, 2.2e+04 ms against 360 ms. It still divides the memory by 2"
+    ]
+    assert told_of(rules, "10gbit") == []
+
+
+def test_a_link_needs_a_sample() -> None:
+    def work(port: Port) -> None:
+        with pytest.raises(ValueError, match="depends on the batch; give sample=x"):
+            pt.split(Perceptron(8, 6, 4), GIVEN, link="1gbit", port=port)
+        with pytest.raises(ValueError, match="gflops=0: must be above 0"):
+            pt.split(Perceptron(8, 6, 4), GIVEN, sample=torch.ones(5, 8), link="1gbit", gflops=0, port=port)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("case", ["perceptron", "images"])
+def test_the_ways_of_a_plan_as_given(case: str) -> None:
+    """The same bytes and rounds, whether ways are chosen or given."""
+    model, inputs = CASES[case]
+    plan = split_plan(made(model), inputs, 2)
+    given = given_plan(made(model), inputs, plan.rules, 2)
+    assert given.rules == plan.rules
+    for one, other in zip(given.layers, plan.layers, strict=True):
+        assert one.forward == other.forward, one.volume.name
+        assert one.backward <= other.backward, one.volume.name

@@ -25,7 +25,12 @@ def plan_split(asked: SplitRequest, data: Path | None, *, as_json: bool) -> None
         batch_size = asked.batch_size or job.batch_size
         found = split_plan(model_of(job), sample_of(job, data_of(job, data), 2), asked.parts)
     costs = {each.volume.name: _Cost(found, each, batch_size, asked) for each in found.layers}
-    slower = _slower(found, costs)
+    slower = found.slower(
+        batch_size,
+        latency_s=asked.latency_us * 1e-6,
+        bytes_per_s=asked.bytes_per_s,
+        flops_per_s=asked.gflops * 1e9,
+    )
     if as_json:
         show_json(
             {
@@ -59,19 +64,6 @@ class _Cost:
         self.forward, self.backward = layer.forward * unit, layer.backward * unit
         self.seconds = plan.seconds_of(layer, batch_size, asked.latency_us * 1e-6, asked.bytes_per_s)
         self.saved_s = plan.saved_s(layer, batch_size, asked.gflops * 1e9)
-
-
-def _slower(found: SplitPlan, costs: dict[str, _Cost]) -> str | None:
-    """What to say where exchanges take longer than the computing that they save."""
-    takes, saves = (sum(getattr(cost, name) for cost in costs.values()) for name in ("seconds", "saved_s"))
-    if takes <= saves or not found.rules:
-        return None
-    worst = max(costs, key=lambda name: costs[name].seconds - costs[name].saved_s)
-    return (
-        f"on this link the split makes a step slower: exchanges take {human_seconds(takes)}, and each worker computes "
-        f"{human_seconds(saves)} less; most of it is layer {worst}, {human_seconds(costs[worst].seconds)} against "
-        f"{human_seconds(costs[worst].saved_s)}. It still divides the memory by {found.ranks}"
-    )
 
 
 def _row(each: SplitLayerPlan, cost: _Cost) -> tuple[str, ...]:

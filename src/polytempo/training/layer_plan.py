@@ -15,7 +15,7 @@ from polytempo.partition.plan.choice import By
 from polytempo.partition.plan.scaling import PriceOf
 from polytempo.server.price import server_price
 
-_LATENCY_S = 50e-6
+LATENCY_S = 50e-6
 """From process to process, where a link is given by its rate alone."""
 
 
@@ -58,7 +58,7 @@ def plan_layers(
     known = reductions(shards)
     if reduction not in known:
         raise ValueError(f"reduction={reduction!r}: must be one of {', '.join(known)}")
-    taken = Link(_LATENCY_S, rate_of(link)) if isinstance(link, str) else link
+    taken = Link(LATENCY_S, rate_of(link)) if isinstance(link, str) else link
     return chosen(
         volumes(model, sample),
         workers=workers,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from polytempo.cluster import Link
+from polytempo.cluster.rate import rate_of
 from polytempo.core import Port
 from polytempo.core.suspension import drive
-from polytempo.partition.plan import split_plan
+from polytempo.partition.plan import SplitPlan, given_plan, split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
+from polytempo.partition.tensor.rules import matched
 from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
 from polytempo.training.agree import agree
+from polytempo.training.layer_plan import LATENCY_S
 from polytempo.worlds import ProcessWorld, current
 
 MODEL = "model"
@@ -24,6 +30,8 @@ def split(
     *,
     sample: Any = None,
     sequence: bool = False,
+    link: str | Link | None = None,
+    gflops: float = 10.0,
     world: ProcessWorld | None = None,
     port: Port | None = None,
 ) -> SplitModel:
@@ -56,6 +64,10 @@ def split(
     (`partition.plan.split_choice`), as far as `sample`, which the model is called with, shows them. The answer's `ways`
     are those of the layers that were split.
 
+    `link`: the network between these ranks, as its rate, such as "1gbit" (with 50 microseconds of latency), or a
+    `pt.cluster.Link`. With it and a `sample`, which then has a whole batch, a UserWarning says where exchanges take
+    longer than the computing that they save, at `gflops` (1e9 floating-point operations a second) of each rank.
+
     `port`: this rank's place in another world than a process world, such as a virtual one. There, `split`, forward and
     backward passes are called inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
@@ -64,9 +76,13 @@ def split(
     the axis "model".
     """
     whole = port or (world or current()).port
-    group = ModelGroup(_along(whole), drive if port is not None else (world or current()).drive, sequence)
+    group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive, sequence)
+    plan = None
     if isinstance(rules, str):
-        rules = _planned(model, rules, sample, group)
+        plan = _planned(model, rules, sample, group)
+        rules = plan.rules
+    if link is not None:
+        _warn_of_link(plan or _given(model, rules, sample, group), sample, link, gflops)
     if group.size > 1:
         shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
@@ -75,17 +91,36 @@ def split(
     return apply_rules(model, rules, group)
 
 
-def _planned(model: nn.Module, rules: str, sample: Any, group: ModelGroup) -> Rules:
+def _planned(model: nn.Module, rules: str, sample: Any, group: ModelGroup) -> SplitPlan:
     SplitLayers(rules, group.size, group.sequence)
     if rules != AUTO or sample is None:
         raise ValueError(
             f'rules={rules!r}: give a dictionary such as {{"*.up": "column", "*.down": "row"}}, or "auto" with '
             "sample=x, which the model is called with"
         )
-    return split_plan(model, sample, group.size).rules
+    return split_plan(model, sample, group.size)
 
 
-def _along(whole: Port) -> Port:
+def _given(model: nn.Module, rules: Rules, sample: Any, group: ModelGroup) -> SplitPlan:
+    if sample is None:
+        raise ValueError(
+            "what a split costs on a link depends on the batch; give sample=x, which the model is called with"
+        )
+    return given_plan(model, sample, matched(model, rules), group.size)
+
+
+def _warn_of_link(plan: SplitPlan, sample: Any, link: str | Link, gflops: float) -> None:
+    if not 0 < gflops < float("inf"):
+        raise ValueError(f"gflops={gflops:g}: must be above 0")
+    network = Link(LATENCY_S, rate_of(link)) if isinstance(link, str) else link
+    [samples, *_] = (len(each) for each in tree_leaves(sample) if isinstance(each, Tensor) and each.dim())
+    rates = {"latency_s": network.latency_s, "bytes_per_s": network.bytes_per_s, "flops_per_s": 1e9 * gflops}
+    if slower := plan.slower(samples, **rates):
+        warnings.warn(slower, UserWarning, stacklevel=3)
+
+
+def model_port(whole: Port) -> Port:
+    """The ranks of this rank's model. ValueError for a mesh without the axis."""
     if whole.size == 1 and whole.mesh is None:
         return whole
     lengths = {} if whole.mesh is None else whole.mesh.lengths

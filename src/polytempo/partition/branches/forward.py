@@ -76,20 +76,24 @@ class BranchedForward:
             if len(self._graphs) == _MOST or torch.is_inference_mode_enabled():  # it has no gradients to be counted
                 return None, ()
             self._graphs[kind] = _Graph.of(model, inputs)
-        graph, modes = self._graphs[kind], []
-        for name, module in model.named_modules():
-            modes.append(module.training)
+        graph, modes = self._graphs[kind], list[bool]()
+        if _has_any_global_hook():
+            return None, ()
+        for name, module in _named_modules(model, "", {}).items():
             if name in graph.containers and has_hooks(module):
                 return None, ()
-        trained = [parameter.requires_grad for parameter in model.parameters()]
-        if _has_any_global_hook() or any(parameter._backward_hooks for parameter in model.parameters()):
-            return None, ()
+            modes.append(module.training)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    modes.append(parameter.requires_grad)
+                    if parameter._backward_hooks:
+                        return None, ()
         try:
             graph.traced.check(inputs.values)
         except ValueError:  # it decides by sizes, and these are others than the first ones
             return None, ()
         sizes = (each.numel().bit_length() for each in tree_leaves(inputs.values) if isinstance(each, Tensor))
-        key = kind, *sizes, *modes, *trained
+        key = kind, *sizes, *modes
         if key not in self._parts:
             if len(self._parts) == _MOST or torch.is_inference_mode_enabled():
                 return None, ()
@@ -207,6 +211,15 @@ def _traced(model: nn.Module, inputs: Inputs) -> Traced:
         return trace(model, inputs)
     except Untraceable as error:
         return exported(model, inputs, error)
+
+
+def _named_modules(module: nn.Module, name: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """`module.named_modules()` but for those that have several names. Each call needs it, and this takes a tenth."""
+    found[name] = module
+    for own, each in module._modules.items():
+        if each is not None:
+            _named_modules(each, f"{name}.{own}" if name else own, found)
+    return found
 
 
 def _owners(name: str) -> Iterator[str]:

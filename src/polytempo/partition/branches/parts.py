@@ -45,6 +45,10 @@ class Code(NamedTuple):
     constants: tuple[Tensor, ...]
     """They follow the values."""
     gives: tuple[fx.Node, ...]
+    modules: tuple[tuple[str, int], ...]
+    """Modules and parameters that it uses, by name, each with the position of its last use."""
+    operations: float
+    """Of forward and backward; see `profile.counted`."""
 
     def __call__(self, model: nn.Module, values: Sequence[Any]) -> Any:
         """What it answers for the values of `takes`."""
@@ -55,15 +59,15 @@ class BranchTask(NamedTuple):
     """Operations of a region that one thread runs, one after the other."""
 
     code: Code
-    modules: tuple[tuple[str, int], ...]
-    """Modules and parameters that it uses, by name, each with the position of its use."""
     needs: tuple[int, ...]
     """Tasks of the region that come before."""
-    operations: float
-    """Of forward and backward; see `profile.counted`."""
-
     name: str
     """Its first and its last operation: `towers.0.0 … towers.0.4`."""
+
+    @property
+    def operations(self) -> float:
+        """Of forward and backward."""
+        return self.code.operations
 
 
 class Region(NamedTuple):
@@ -252,9 +256,7 @@ class _Coding:
         tasks = [
             BranchTask(
                 self.code(unit.nodes),
-                tuple(self._modules(unit.nodes)),
                 tuple(sorted(unit.needs)),
-                sum(self._facts[node].operations for node in unit.nodes),
                 _name(unit.nodes),
             )
             for unit in units
@@ -293,7 +295,9 @@ class _Coding:
         if nodes[-1].op != "output":
             graph.output(tuple(made[node] for node in gives))
         run = type(fx.GraphModule(self._held, graph)).forward
-        return Code(run, tuple(takes), tuple(self._constants[name] for name in constants), gives)
+        tensors = tuple(self._constants[name] for name in constants)
+        operations = sum(self._facts[node].operations for node in nodes)
+        return Code(run, tuple(takes), tensors, gives, tuple(self._modules(nodes)), operations)
 
     def _keys(self, nodes: Sequence[fx.Node]) -> dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node | None]]:
         """For each value from elsewhere and each use: (value, user), or (value, None) where one alias serves all uses.

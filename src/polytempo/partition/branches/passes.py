@@ -11,10 +11,11 @@ first. That is the order of plain execution, to the bit.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -103,15 +104,20 @@ def _aliased(value: Any, record: _Record, position: int, *, outside: bool) -> An
 def _parameters(model: nn.Module, task: BranchTask) -> list[_Use]:
     """The parameters that a task uses, each once, at the position of its last use."""
     found: dict[int, _Use] = {}
-    for name, position in task.modules:
-        owner, _, last = name.rpartition(".")
-        used = getattr(model.get_submodule(owner), last)
-        for each in used.parameters() if isinstance(used, nn.Module) else [used]:
+    for name, position in task.code.modules:
+        for each in _owned(attrgetter(name)(model)):
             if isinstance(each, Tensor) and each.requires_grad:
                 before = found.get(id(each))
                 at = position if before is None else max(position, before.position)
                 found[id(each)] = _Use(each, at, each, outside=True)
     return list(found.values())
+
+
+def _owned(used: nn.Module | Tensor) -> Iterable[Tensor | None]:
+    """A module's parameters, or the one that it is. Most modules have no others in them, which is faster to read."""
+    if not isinstance(used, nn.Module):
+        return (used,)
+    return used.parameters() if used._modules else used._parameters.values()
 
 
 class _Pass:

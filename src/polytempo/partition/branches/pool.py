@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from polytempo.partition.branches.settings import ThreadSettings
+from polytempo.partition.branches.switching import short_intervals
 
 _IDLE_S = 10.0
 """How long a thread waits for work before it ends."""
@@ -52,8 +53,11 @@ class Pool:
         run = _Run(work, self._changed if shared else threading.Condition(), ThreadSettings.here())
         try:
             if shared:
-                self._offer(run)
-            run.help()
+                with short_intervals():
+                    self._offer(run)
+                    run.help()
+            else:
+                run.help()
         except BaseException:  # an interrupt, while others compute
             run.abandon()
             raise

@@ -2,7 +2,7 @@
 
 from polytempo.partition.plan.choice import LayerPlan, PlannedLayer, Reduction, chosen
 from polytempo.partition.plan.scaling import ScalingLaw
-from polytempo.partition.plan.split_choice import SplitLayerPlan, SplitPlan, split_plan
+from polytempo.partition.plan.split_choice import SplitLayerPlan, SplitPlan, given_plan, split_plan
 from polytempo.partition.plan.volume import LayerVolume, volumes
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "SplitLayerPlan",
     "SplitPlan",
     "chosen",
+    "given_plan",
     "split_plan",
     "volumes",
 ]

@@ -66,6 +66,20 @@ class SplitPlan:
         part = 0.0 if layer.way is None else 1 - 1 / self.ranks
         return part * layer.volume.flops * batch_size / flops_per_s
 
+    def slower(self, batch_size: int, *, latency_s: float, bytes_per_s: float, flops_per_s: float) -> str:
+        """What to say where exchanges take longer than the computing that they save; "" where they do not."""
+        takes = [self.seconds_of(each, batch_size, latency_s, bytes_per_s) for each in self.layers]
+        saves = [self.saved_s(each, batch_size, flops_per_s) for each in self.layers]
+        if sum(takes) <= sum(saves) or not self.rules:
+            return ""
+        worst = max(range(len(takes)), key=lambda number: takes[number] - saves[number])
+        return (
+            f"on this link the split makes a step slower: exchanges take {1e3 * sum(takes):.3g} ms, and each worker "
+            f"computes {1e3 * sum(saves):.3g} ms less; most of it is layer {self.layers[worst].volume.name}, "
+            f"{1e3 * takes[worst]:.3g} ms against {1e3 * saves[worst]:.3g} ms. It still divides the memory by "
+            f"{self.ranks}"
+        )
+
 
 def split_plan(model: nn.Module, sample: Any, ranks: int) -> SplitPlan:
     """The plan of every layer of `model` that can be split over `ranks`. Nothing is computed.
@@ -100,6 +114,33 @@ def split_plan(model: nn.Module, sample: Any, ranks: int) -> SplitPlan:
             if plan.way == column() and plan.volume.name in links:
                 also |= dict.fromkeys(links[plan.volume.name].dropouts, way_of("column"))
     return SplitPlan(tuple(chosen.values()), also, ranks)
+
+
+def given_plan(model: nn.Module, sample: Any, ways: Mapping[str, Way], ranks: int) -> SplitPlan:
+    """What layers send that are split by these ways over `ranks`. A row layer is taken to be given parts.
+
+    Errors: those of `volumes`.
+    """
+    found = [_as_given(each, ways.get(each.name)) for each in volumes(model, sample)]
+    named = {each.volume.name for each in found}
+    return SplitPlan(tuple(found), {name: way for name, way in ways.items() if name not in named}, ranks)
+
+
+def _as_given(volume: LayerVolume, way: Way | None) -> SplitLayerPlan:
+    """As `partition.tensor.traffic` counts; with `sequence` sums are two halves, before and behind."""
+    given, made, learns = volume.inputs * volume.gradient, volume.outputs, int(volume.gradient)
+    embeds = volume.kind == "embedding"
+    match way:
+        case Way(kind="heads"):
+            return SplitLayerPlan(volume, way, 2 * made, 2 * given, 2 + 2 * learns)
+        case Way(kind="row" | "embedding"):
+            return SplitLayerPlan(volume, way, 2 * made, 0, 2)
+        case Way(kind="column" | "vocabulary") if embeds:
+            return SplitLayerPlan(volume, way, made, 0, 1)
+        case Way(kind="column" | "vocabulary"):
+            return SplitLayerPlan(volume, way, made * way.gather, 2 * given, way.gather + 2 * learns)
+        case _:
+            return SplitLayerPlan(volume, None, 0, 0, 0)
 
 
 def _able(module: nn.Module, volume: LayerVolume, ranks: int) -> bool:

@@ -1,0 +1,259 @@
+"""Forward and backward passes of a model whose branches lie on several workers: what one of them computes and sends.
+
+    forward    values from other places ──▶ task ──▶ to each place that needs a value, once
+    backward   their gradients, one from each place ──▶ the task's own graph ──▶ the gradient of what another place gave
+
+Every place goes through its tasks in the order of the program, and back in the reverse order; a message waits only for
+tasks before it in that order, so no place waits for ever. Each task has a graph of autograd of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add, attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from polytempo.core import Port
+from polytempo.core.op import Work
+from polytempo.partition.branches.placement import Boundary, PlacedTask, Placement
+
+_FORWARD, _BACKWARD = 1 / 3, 2 / 3
+"""Of a task's operations."""
+_KINDS = 3
+"""Of messages about one value: sizes, the value, its gradient."""
+
+Leaf = tuple[fx.Node, int]
+"""A tensor: the operation that it comes from, and its number among the leaves of that value."""
+Sizes = dict[fx.Node, list[torch.Size]]
+"""Of the tensors of values that other places have sent, for inputs of one kind."""
+
+
+@dataclass
+class TaskRecord:
+    """What backward needs of one task."""
+
+    leaves: list[tuple[Leaf, Tensor]] = field(default_factory=list)
+    """What it was given that has a gradient, and where its backward leaves that."""
+    answer: list[tuple[Leaf, Tensor]] = field(default_factory=list)
+    """What it gave, with its graph."""
+
+
+@dataclass
+class PlacedPass:
+    """One forward pass at one place."""
+
+    known: dict[fx.Node, Any]
+    """Values of operations, as far as this place has them."""
+    records: dict[int, TaskRecord]
+    """By the number of the task; empty where nothing is learnt."""
+    sizes: Sizes
+
+
+async def forward(
+    port: Port, plan: Placement, model: nn.Module, values: Sequence[Any], sizes: Sizes | None, *, learns: bool
+) -> PlacedPass:
+    """Perform this place's tasks. Afterwards it has all of which the model's answer is made.
+
+    `sizes`: those of an earlier pass with inputs of this kind; None: the first one, which sends them, too.
+    """
+    done = PlacedPass(dict(zip(plan.inputs, values, strict=True)), {}, {})
+    sending: list[Work[None]] = []
+
+    async def fetch(node: fx.Node) -> None:
+        if node not in done.known:
+            boundary = plan.boundaries[node]
+            done.sizes[node] = await _sizes(port, boundary) if sizes is None else sizes[node]
+            done.known[node] = await _received(port, boundary, done.sizes[node])
+
+    for number, task in enumerate(plan.tasks):
+        if task.place != port.rank:
+            continue
+        for take in task.code.takes:
+            await fetch(take.source)
+        record = TaskRecord()
+        work = partial(_computed, task, model, done.known, record, learns=learns)
+        done.known |= await port.compute(work, _FORWARD * task.code.operations, "forward")
+        if learns:
+            done.records[number] = record
+        for node in task.code.gives:
+            if node in plan.boundaries:
+                sending += await _sent(port, plan.boundaries[node], done.known[node], with_sizes=sizes is None)
+    for take in plan.output.takes:
+        await fetch(take.source)
+    for each in sending:
+        await each
+    return done
+
+
+async def backward(
+    port: Port,
+    plan: Placement,
+    model: nn.Module,
+    records: Mapping[int, TaskRecord],
+    gradients: Mapping[Leaf, Tensor],
+    *,
+    keep: bool,
+) -> dict[int, Tensor]:
+    """The gradients of this place's parameters, by `id`, from those of the model's answer.
+
+    `keep`: whether the graphs are used again.
+    """
+    arrived: dict[Leaf, list[Tensor]] = defaultdict(list)
+    for leaf, gradient in gradients.items():
+        if plan.boundaries.get(leaf[0]) is None or plan.boundaries[leaf[0]].source == port.rank:
+            arrived[leaf].append(gradient)
+    found: dict[int, Tensor] = {}
+    sending: list[Work[None]] = []
+    for number in sorted(records, reverse=True):
+        task, record = plan.tasks[number], records[number]
+        for node in task.code.gives:
+            await _returned(port, plan, node, record, arrived)
+        work = partial(_derived, task, model, record, arrived, keep=keep)
+        of_leaves, of_parameters = await port.compute(work, _BACKWARD * task.code.operations, "backward")
+        for leaf, gradient in of_leaves:
+            arrived[leaf].append(gradient)
+        for key, gradient in of_parameters.items():
+            found[key] = found[key] + gradient if key in found else gradient
+        for node in plan.returns.get(number, ()):
+            sending += await _sent_back(port, plan.boundaries[node], node, record, arrived)
+    for each in sending:
+        await each
+    return found
+
+
+# ---------------------------------------------------------------------- computing
+
+
+def _computed(
+    task: PlacedTask, model: nn.Module, known: Mapping[fx.Node, Any], record: TaskRecord, *, learns: bool
+) -> dict[fx.Node, Any]:
+    with torch.set_grad_enabled(learns):
+        given = [_aliased(take.source, known[take.source], record) for take in task.code.takes]
+        answer = dict(zip(task.code.gives, task.code(model, given), strict=True))
+    record.answer = [
+        ((node, number), leaf)
+        for node, value in answer.items()
+        for number, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    return answer
+
+
+def _aliased(node: fx.Node, value: Any, record: TaskRecord) -> Any:
+    """The value with aliases in the places of tensors that need gradients."""
+    leaves, structure = tree_flatten(value)
+    for number, tensor in enumerate(leaves):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            leaf = tensor.detach().requires_grad_()
+            record.leaves.append(((node, number), leaf))
+            leaves[number] = leaf.view_as(leaf)
+    return tree_unflatten(leaves, structure)
+
+
+def _derived(
+    task: PlacedTask,
+    model: nn.Module,
+    record: TaskRecord,
+    arrived: dict[Leaf, list[Tensor]],
+    *,
+    keep: bool,
+) -> tuple[list[tuple[Leaf, Tensor]], dict[int, Tensor]]:
+    """The gradients of what a task was given, and of its parameters."""
+    roots = [(leaf, tensor) for leaf, tensor in record.answer if arrived.get(leaf)]
+    parameters = parameters_of(model, task)
+    if not roots or not (record.leaves or parameters):
+        return [], {}
+    sums = [reduce(add, arrived[leaf]) for leaf, _ in roots]
+    asked = [*(tensor for _, tensor in record.leaves), *parameters]
+    found = torch.autograd.grad([t for _, t in roots], asked, sums, retain_graph=keep, allow_unused=True)
+    of_leaves = [(leaf, each) for (leaf, _), each in zip(record.leaves, found, strict=False) if each is not None]
+    own = zip(parameters, found[len(record.leaves) :], strict=True)
+    return of_leaves, {id(parameter): each for parameter, each in own if each is not None}
+
+
+def parameters_of(model: nn.Module, task: PlacedTask) -> list[Tensor]:
+    """Those that a task uses and that are trained, each once."""
+    found: dict[int, Tensor] = {}
+    for name, _ in task.code.modules:
+        used = attrgetter(name)(model)
+        for each in used.parameters() if isinstance(used, nn.Module) else [used]:
+            if each.requires_grad:
+                found[id(each)] = each
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------- sending
+
+
+def _pieces(boundary: Boundary) -> list[tuple[int, Tensor]]:
+    """The tensors of a value, with their numbers among its leaves."""
+    leaves = enumerate(tree_leaves(boundary.example))
+    return [(number, leaf) for number, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _tag(boundary: Boundary, kind: int) -> int:
+    return _KINDS * boundary.number + kind
+
+
+async def _sent(port: Port, boundary: Boundary, value: Any, *, with_sizes: bool) -> list[Work[None]]:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    sending = []
+    for place in boundary.targets:
+        if with_sizes:
+            told = torch.tensor([size for tensor in tensors for size in tensor.shape])
+            sending.append(await port.start(port.send(told, place, _tag(boundary, 0))))
+        for tensor in tensors:
+            sending.append(await port.start(port.send(tensor.detach().contiguous(), place, _tag(boundary, 1))))
+    return sending
+
+
+async def _sizes(port: Port, boundary: Boundary) -> list[torch.Size]:
+    dims = [tensor.dim() for _, tensor in _pieces(boundary)]
+    told = await port.recv(torch.empty(sum(dims), dtype=torch.int64), boundary.source, _tag(boundary, 0))
+    return [torch.Size(each.tolist()) for each in told.split(dims)]
+
+
+async def _received(port: Port, boundary: Boundary, sizes: Sequence[torch.Size]) -> Any:
+    leaves, structure = tree_flatten(boundary.example)
+    for (number, like), shape in zip(_pieces(boundary), sizes, strict=True):
+        room = torch.empty(shape, dtype=like.dtype)
+        tensor = await port.recv(room, boundary.source, _tag(boundary, 1))
+        leaves[number] = tensor.requires_grad_() if like.requires_grad else tensor
+    return tree_unflatten(leaves, structure)
+
+
+async def _returned(
+    port: Port, plan: Placement, node: fx.Node, record: TaskRecord, arrived: dict[Leaf, list[Tensor]]
+) -> None:
+    """Add the gradients of a value that other places have used."""
+    boundary = plan.boundaries.get(node)
+    if boundary is None:
+        return
+    made = dict(record.answer)
+    for place in boundary.users:
+        for number, like in _pieces(boundary):
+            if like.requires_grad:
+                tensor = made[node, number]
+                room = torch.empty(tensor.shape, dtype=tensor.dtype)
+                arrived[node, number].append(await port.recv(room, place, _tag(boundary, 2)))
+
+
+async def _sent_back(
+    port: Port, boundary: Boundary, node: fx.Node, record: TaskRecord, arrived: dict[Leaf, list[Tensor]]
+) -> list[Work[None]]:
+    """The sum over this place's uses; zeros where there are none."""
+    given = {leaf: tensor for leaf, tensor in record.leaves if leaf[0] is node}
+    sending = []
+    for number, like in _pieces(boundary):
+        if like.requires_grad:
+            own = arrived[node, number]
+            total = reduce(add, own) if own else torch.zeros_like(given[node, number])
+            sending.append(await port.start(port.send(total.contiguous(), boundary.source, _tag(boundary, 2))))
+    return sending

@@ -1,0 +1,151 @@
+"""`Placement`: which worker computes which branch of a model, and what passes between workers.
+
+    place 0   tower a ──────────▶ scores ──▶ answer       tower b's value goes to place 0 once, and its gradient back;
+    place 1   tower b ──────────────▲                     the answer goes to place 1
+
+The branches of a region go, the longest way first, where they end the soonest. What lies between regions lies where the
+first value that it takes was computed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from polytempo.partition.branches.parts import BranchedModel, Code, Region
+from polytempo.partition.branches.units import Facts
+
+
+class PlacedTask(NamedTuple):
+    """Operations that one place performs, one after the other."""
+
+    code: Code
+    place: int
+
+
+class Boundary(NamedTuple):
+    """A value that other places need. It is sent once to each of them."""
+
+    number: int
+    source: int
+    """The place that computes it."""
+    targets: tuple[int, ...]
+    """Places that need it, ascending."""
+    users: tuple[int, ...]
+    """Those of them that compute with it, and send a gradient back; the others are given the model's answer."""
+    example: Any
+    """The value for the sample: its structure, dtypes, and what has a gradient."""
+
+
+class Placement(NamedTuple):
+    """A model on several places."""
+
+    inputs: tuple[fx.Node, ...]
+    tasks: tuple[PlacedTask, ...]
+    """Each behind those that it needs. All places go through them in this order."""
+    output: Code
+    """Puts the model's answer together, at every place."""
+    boundaries: Mapping[fx.Node, Boundary]
+    returns: Mapping[int, tuple[fx.Node, ...]]
+    """By the number of a task: values of other places whose gradient is complete at its place behind its backward."""
+    owners: Mapping[int, int]
+    """Of parameters and buffers, by their `id`: the place. What no task uses is at place 0."""
+
+
+def placement(model: nn.Module, parts: BranchedModel, facts: Facts, places: int) -> Placement:
+    """Place the parts of a model. ValueError where two places would need one parameter."""
+    placing = _Placing(model, places)
+    for part in parts.parts:
+        if isinstance(part, Region):
+            placing.region(part)
+        else:
+            placing.stretch(part)
+    tasks = tuple(placing.tasks)
+    boundaries = dict(_boundaries(tasks, parts.output, facts, places))
+    returns: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, boundary in boundaries.items():
+        for place in boundary.users:
+            uses = [number for number, task in enumerate(tasks) if task.place == place and _takes(task.code, node)]
+            returns[uses[0]].append(node)
+    behind = {number: tuple(nodes) for number, nodes in returns.items()}
+    return Placement(parts.inputs, tasks, parts.output, boundaries, behind, placing.owners)
+
+
+class _Placing:
+    """Places tasks, one after the other."""
+
+    def __init__(self, model: nn.Module, places: int) -> None:
+        self._model, self._places = model, places
+        self.tasks: list[PlacedTask] = []
+        self.owners: dict[int, int] = {}
+        self._place_of: dict[fx.Node, int] = {}
+
+    def region(self, region: Region) -> None:
+        """Each task where it ends the soonest, if messages took no time."""
+        free, end, chosen = [0.0] * self._places, dict[int, float](), dict[int, int]()
+        remaining = region.remaining()
+        for number in sorted(range(len(remaining)), key=lambda number: -remaining[number]):
+            task = region.tasks[number]
+            ready = max((end[need] for need in task.needs), default=0.0)
+            held = self._held(task.code)
+            place = held if held is not None else min(range(self._places), key=lambda each: max(free[each], ready))
+            chosen[number] = place
+            end[number] = free[place] = max(free[place], ready) + task.operations
+            self._own(task.code, place)
+        for number, task in enumerate(region.tasks):
+            self._add(task.code, chosen[number])
+
+    def stretch(self, code: Code) -> None:
+        """Where its first value comes from."""
+        first = next((self._place_of[take.source] for take in code.takes if take.source in self._place_of), 0)
+        held = self._held(code)
+        place = first if held is None else held
+        self._own(code, place)
+        self._add(code, place)
+
+    def _add(self, code: Code, place: int) -> None:
+        self.tasks.append(PlacedTask(code, place))
+        self._place_of |= dict.fromkeys(code.gives, place)
+
+    def _held(self, code: Code) -> int | None:
+        """Where parameters of these operations are already."""
+        found = {self.owners[key]: name for key, name in _tensors_of(self._model, code) if key in self.owners}
+        if len(found) > 1:
+            raise ValueError(
+                f"{' and '.join(found.values())} would be needed at two places, as parameters that other branches "
+                "share; use fewer workers, or a model without such parameters"
+            )
+        return next(iter(found), None)
+
+    def _own(self, code: Code, place: int) -> None:
+        self.owners |= dict.fromkeys((key for key, _ in _tensors_of(self._model, code)), place)
+
+
+def _tensors_of(model: nn.Module, code: Code) -> Iterator[tuple[int, str]]:
+    """Parameters and buffers that operations use, by `id`, with the module's name."""
+    for name, _ in code.modules:
+        used = attrgetter(name)(model)
+        tensors: Sequence[Tensor] = [*used.parameters(), *used.buffers()] if isinstance(used, nn.Module) else [used]
+        yield from ((id(each), name) for each in tensors)
+
+
+def _takes(code: Code, node: fx.Node) -> bool:
+    return any(take.source is node for take in code.takes)
+
+
+def _boundaries(
+    tasks: Sequence[PlacedTask], output: Code, facts: Facts, places: int
+) -> Iterator[tuple[fx.Node, Boundary]]:
+    number = 0
+    for task in tasks:
+        for node in task.code.gives:
+            users = sorted({each.place for each in tasks if _takes(each.code, node)} - {task.place})
+            everywhere = set(range(places)) if _takes(output, node) else set()
+            targets = sorted({*users, *everywhere} - {task.place})
+            if targets:
+                yield node, Boundary(number, task.place, tuple(targets), tuple(users), facts[node].value)
+                number += 1
