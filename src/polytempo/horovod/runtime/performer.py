@@ -64,7 +64,8 @@ class Performer:
                 operation.outputs = [
                     torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors
                 ]
-            for output, tensor in zip(operation.outputs, operation.tensors, strict=True):
+            pairs = zip(operation.outputs, operation.tensors, strict=True)
+            for output, tensor in pairs if operation.outputs is not operation.tensors else ():
                 if output.data_ptr() != tensor.data_ptr() or output.stride() != tensor.stride():
                     output.copy_(tensor)
             results += operation.outputs

@@ -221,8 +221,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.process_set_id is not None:
         raise ValueError(f"{added} is registered already")
     ranks = tuple(added.ranks or ())
+    exists = ranks in session().member.sets.values()
     operation = _begun(TensorRequest(f"add_process_set.{next(_changes)}", "add_set", numbers=ranks, lasting=False))
-    if ranks in session().member.sets.values():  # the other ranks hear of it, whatever they add
+    if exists:  # the other ranks hear of it, whatever they add
         raise ValueError(f"there is a process set of ranks {list(ranks)} already; use that, or remove it first")
     added.bind(int(_performed(operation)), ranks, rank())
     _sets.append(added)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
@@ -39,8 +41,8 @@ def begin(
     exchange: CodecExchange | None = None,
     **details: Any,
 ) -> int:
-    """Submit an operation, and answer its handle. Those without a name are matched by their order within
-    their process set and kind."""
+    """Submit an operation, and answer its handle. In place, `outputs` is `tensors` itself. Operations without a name are
+    matched by their order within their process set and kind."""
     number = process_set.process_set_id
     if number is None:
         session()  # raises where it has not begun
@@ -55,19 +57,27 @@ def begin(
     request = TensorRequest(
         full,
         kind,
-        tuple(str(tensor.dtype)[6:] for tensor in tensors),
-        tuple(tuple(tensor.shape) for tensor in tensors),
+        tuple([_dtype_name(tensor.dtype) for tensor in tensors]),
+        tuple([tuple(tensor.shape) for tensor in tensors]),
         process_set=number,
         codec="" if exchange is None else exchange.name,
         lasting=name is not None,
         **details,
     )
-    operation = Operation(request, [t.detach() for t in tensors], [t.detach() for t in outputs], exchange)
+    given = [tensor.detach() for tensor in tensors]
+    into = given if outputs is tensors else [tensor.detach() for tensor in outputs]
+    operation = Operation(request, given, into, exchange)
     session().runtime.submit(operation)
-    session().unnamed[number, kind] += name is None
+    if name is None:
+        session().unnamed[number, kind] += 1
     handle = next(_numbers)
     _handles[handle] = _Outstanding(operation, answer)
     return handle
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def poll(handle: int) -> bool:
