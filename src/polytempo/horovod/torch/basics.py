@@ -8,6 +8,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from polytempo.horovod.elastic.place import elastic_place
 from polytempo.horovod.negotiation.message import WHOLE, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
@@ -167,18 +170,21 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """0: tensors on CUDA are not supported yet."""
-    return 0
+    """NCCL's version as a number, 22703 for 2.27.3; 0 where this torch has none. Tensors on CUDA travel by it."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return 10_000 * int(major) + 100 * int(minor) + int(patch)
 
 
 def cuda_built() -> bool:
-    """False, as `nccl_built`."""
-    return False
+    """Whether this torch is built with CUDA."""
+    return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """False."""
-    return False
+    """Whether this torch is built with ROCm."""
+    return torch.version.hip is not None
 
 
 def ddl_built() -> bool:

@@ -288,9 +288,12 @@ def _scatter(
 def join(device: int = -1) -> int:
     """Wait until all ranks have called `join`; meanwhile bring zeros to the others' all-reduces. The last rank.
 
-    For ranks with fewer batches than others. What other operations the others submit is an error there. `device` is
-    Horovod's, for tensors on CUDA, and changes nothing here.
+    For ranks with fewer batches than others. What other operations the others submit is an error there. `device`: the
+    number of the CUDA device of the zeros for all-reduces on CUDA; -1: the current one.
     """
+    if device < 0 and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()  # another thread may make the zeros
+    session().performer.joins_on = device
     operation = Operation(TensorRequest("join", "join", lasting=False), [], [])
     session().runtime.submit(operation)
     session().runtime.wait(operation)
