@@ -19,9 +19,9 @@ def num_bytes(request: TensorRequest) -> int:
 
 def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool = True) -> list[list[Agreement]]:
     """Groups, in the order of their first members. All-reduces that have dtype, device, operation, process set and
-    factors in common share a group as long as it has at most `most_bytes`; Adasum weighs each tensor by itself, and is not fused, nor is
-    what a codec encodes, whose residuals and draws would follow from what happens to be fused. `groups_too`: whether
-    what the program has grouped is fused with others.
+    factors in common share a group as long as it has at most `most_bytes`. Adasum weighs each tensor by itself, and is
+    not fused, nor is what a codec encodes, whose residuals and draws would follow from what happens to be fused.
+    `groups_too`: whether what the program has grouped is fused with others.
     """
     if len(agreements) == 1:
         return [list(agreements)]

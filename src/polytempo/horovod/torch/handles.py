@@ -83,9 +83,7 @@ def _device_of(name: str, tensors: Sequence[Tensor]) -> torch.device | None:
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors of one operation are on one device, got {devices}")
     if not tensors[0].is_cuda or not dist.is_nccl_available():
-        raise ValueError(
-            f"{name}: tensors on {devices[0]} are not supported; move them to the CPU, or to CUDA (NCCL)"
-        )
+        raise ValueError(f"{name}: tensors on {devices[0]} are not supported; move them to the CPU, or to CUDA (NCCL)")
     return tensors[0].device
 
 
