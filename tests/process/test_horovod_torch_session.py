@@ -53,6 +53,17 @@ def test_ranks_begin_again_after_they_have_shut_down() -> None:
     assert run(work, np=2) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
+def test_a_communicator_names_all_ranks() -> None:
+    def work() -> list[int]:
+        for wrong in ([0], [1, 0], [0, 1, 2]):
+            with pytest.raises(ValueError, match="is not the list of all 2 ranks"):
+                hvd.init(comm=wrong)
+        hvd.init(comm=[0, 1])
+        return [hvd.rank(), hvd.size()]
+
+    assert run(work, np=2) == [[0, 2], [1, 2]]
+
+
 def test_before_init_every_function_says_what_to_do() -> None:
     for call in (hvd.rank, hvd.size, hvd.join, lambda: hvd.allreduce(torch.ones(1))):
         with pytest.raises(ValueError, match=r"hvd\.init"):

@@ -86,9 +86,9 @@ class RayExecutor:
 
     With `min_workers` each `run` and `execute` is an elastic run, as by `horovodrun --min-np`: it begins with
     `num_workers` processes, has from `min_workers` to `max_workers` wherever the cluster's nodes have room, and ends
-    after `reset_limit` changes of the group, or where the minimum is missing for `elastic_timeout` seconds. `cooldown_range`:
-    for how many seconds a node gets no new process after one has failed there. Functions call `hvd.init()` and a
-    function that `hvd.elastic.run` decorates; what the last group's processes return is the answer.
+    after `reset_limit` changes of the group, or where the minimum is missing for `elastic_timeout` seconds. A node gets
+    no new process after one has failed there, or with `cooldown_range` for so many seconds. Functions call
+    `hvd.init()`, and a function that `hvd.elastic.run` decorates; what the last group returns is the answer.
 
     Errors: ValueError for numbers that do not go together; PolytempoError where Ray has no room in time; `RanksFailed`.
     """
