@@ -152,6 +152,7 @@ soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames,
 	$(BIN)/polytempo chaos --seeds 10000 --first $(SEED)
 	$(BIN)/python benchmarks/parameter_server/faults.py --points 20 --seed $(SEED)
 	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
+	$(BIN)/python benchmarks/elastic/horovod.py --kills 20 --rooms 6 --seed $(SEED)
 	README_ALL=1 $(PYTEST) -q --timeout 1800 tests/unit/test_readme.py -k one_after_the_other
 	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 

@@ -67,6 +67,16 @@ def test_actors_of_ray_are_ranks(cluster: None) -> None:
     assert executor.num_workers == 2
 
 
+def test_nodes_with_several_ranks_each(cluster: None) -> None:
+    options: dict[str, Any] = {"cpus_per_worker": 0.5, "use_gpu": False, "use_current_placement_group": False}
+    executor = RayExecutor(num_hosts=1, num_workers_per_host=2, **options)
+    executor.start()
+    try:
+        assert [answer[:2] for answer in executor.run(work, args=[1])] == [[0, 0], [1, 1]]
+    finally:
+        executor.shutdown()
+
+
 def test_what_ray_cannot_place_and_what_is_refused_is_named(cluster: None) -> None:
     executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=50)
     with pytest.raises(PolytempoError, match="Ray has no room for 50 times"):
@@ -78,6 +88,10 @@ def test_what_ray_cannot_place_and_what_is_refused_is_named(cluster: None) -> No
         ({"num_hosts": 1, "min_workers": 1}, "leave num_hosts"),
         ({"num_workers": 1, "min_workers": 2}, "min-np <= np"),
         ({"min_workers": 1, "cooldown_range": [3]}, "two numbers"),
+        ({"min_workers": 1, "reset_limit": 0}, "reset-limit 0"),
+        ({"min_workers": 1, "override_discovery": False}, "override_discovery"),
+        ({"num_workers": 1, "gpus_per_worker": 1}, "set use_gpu=True"),
+        ({"num_hosts": 1, "num_workers_per_host": 0}, "at least one rank"),
     ):
         with pytest.raises(ValueError, match=words):
             RayExecutor(**arguments)
