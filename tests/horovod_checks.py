@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Check = Callable[[int, int], None]
 
 
-class Checks:
+class Checks(Collection[str]):
     """The checks of a file, by name."""
 
     def __init__(self) -> None:
@@ -43,6 +43,12 @@ class Checks:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checks)
+
+    def __len__(self) -> int:
+        return len(self._checks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checks
 
     def check(self, function: Check) -> Check:
         """Make it one of the checks."""
