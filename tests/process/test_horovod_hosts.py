@@ -23,10 +23,9 @@ def test_operations_over_hosts_have_the_values_of_one_host(hosts: str) -> None:
     size = len(hosts)
 
     def work(rank_info: RankInfo) -> Result:
-        os.environ |= {"POLYTEMPO_HOST": hosts[rank_info.rank], "MASTER_ADDR": "127.0.0.1"}
+        os.environ["POLYTEMPO_HOST"] = hosts[rank_info.rank]
         hvd.init()
         rank = hvd.rank()
-        assert hvd.cross_size() == len({host for host in hosts if hosts.count(host) > hvd.local_rank()})
         group: Any = session().performer._transports[0]._group
         assert type(group).__name__ == "HostsGroup"
         equal(hvd.allreduce(values(rank), op=hvd.Sum), sum(values(r) for r in range(size)))

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import polytempo.horovod.torch as hvd
-from polytempo.horovod import run
 
 TESTS = sorted(Path(__file__).parents[1].glob("*/test_horovod*.py"))
 PUBLIC = {name: getattr(hvd, name) for name in hvd.__all__}
 FUNCTIONS = {name: made for name, made in PUBLIC.items() if inspect.isfunction(made)} | {
     name: PUBLIC[name] for name in ("ProcessSet", "SyncBatchNorm")
 }
-FUNCTIONS |= {"run": run} | {name: getattr(hvd.elastic, name) for name in ("ElasticSampler", "TorchState")}
+FUNCTIONS |= {name: getattr(hvd.elastic, name) for name in ("ElasticSampler", "TorchState")}
 
 
 def given() -> dict[str, set[str]]:
