@@ -27,10 +27,11 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
 # With them are searches for planted bugs, trainings until something is learned, and the code and commands of all pages.
 RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts elastic_loop \
-	elastic_round elastic_rounds engines held_agent horovod_elastic horovod_tools horovod_torch horovodrun host_mail \
+	elastic_round elastic_rounds engines held_agent host_mail \
 	hybrid init large_batch_runs lbfgs_runs loop_servers lost_launcher mesh_training noise_scale norm_growth parted_runs pipeline_replicas \
 	pipeline_runs preemption probe remote_engine scheduled served_faults served_resume served_stages split split_stages \
 	url_runs) \
+	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training parted_jobs pipeline_convergence priced_stages \
 	scheduled served_late_stages split_choice) \
@@ -151,6 +152,7 @@ soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames,
 	$(BIN)/polytempo chaos --seeds 10000 --first $(SEED)
 	$(BIN)/python benchmarks/parameter_server/faults.py --points 20 --seed $(SEED)
 	$(BIN)/python benchmarks/one_host/kills.py --kills 200 --seed $(SEED)
+	$(BIN)/python benchmarks/elastic/horovod.py --kills 20 --rooms 6 --seed $(SEED)
 	README_ALL=1 $(PYTEST) -q --timeout 1800 tests/unit/test_readme.py -k one_after_the_other
 	$(BIN)/python benchmarks/drift/flips.py --flips 1000 --seed $(SEED)
 

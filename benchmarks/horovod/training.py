@@ -3,7 +3,7 @@
 All contenders live in the same 2 processes of one thread and take turns; a figure is the median over rounds of the
 slower rank's time a step. Real Horovod, where it is installed, runs in processes of its own afterwards.
 
-    python benchmarks/horovod/training.py [--rounds 9] [--turn 1.0] [--models mlp cnn embedding transformer]
+    python benchmarks/horovod/training.py [--rounds 9] [--turn 1.0] [--processor] [--models mlp cnn …]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from statistics import median
@@ -50,7 +51,7 @@ def made(workload: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=workload.lr)
 
 
-def contenders(crew: BenchRank, workload: Workload) -> list[Contender]:
+def contenders(crew: BenchRank, workload: Workload, clock: Callable[[], float]) -> list[Contender]:
     """One step of each."""
     torch.manual_seed(crew.rank)
     batches = [workload.batch(workload.batch_size) for _ in range(8)]
@@ -63,15 +64,15 @@ def contenders(crew: BenchRank, workload: Workload) -> list[Contender]:
     model, optimizer = made(workload)
     distributed = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     steps["hvd"] = stepped(workload, model, distributed, batches)
-    return [Contender(name, timed(step)) for name, step in steps.items()]
+    return [Contender(name, timed(step, clock)) for name, step in steps.items()]
 
 
-def measured(name: str, rounds: int, turn_s: float) -> None:
+def measured(name: str, rounds: int, turn_s: float, clock: Callable[[], float]) -> None:
     """Print one model's line."""
 
     def work(crew: BenchRank) -> dict[str, list[list[float]]]:
         hvd.init()
-        return turns(contenders(crew, MODELS[name]), crew, rounds=rounds, turn_s=turn_s)
+        return turns(contenders(crew, MODELS[name], clock), crew, rounds=rounds, turn_s=turn_s)
 
     found = slowest(crewed(work, 2), "mean")
     times = " | ".join(f"{1e3 * found[each].median:.2f}" for each in ("hvd", "ddp", "attach", "limit"))
@@ -105,15 +106,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turn", type=float, default=1.0, help="seconds")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--processor", action="store_true", help="processes' time on their cores, not the wall's")
     parser.add_argument("--alone", metavar="MODULE", help="measure that module alone, in a process that is started")
     arguments = parser.parse_args()
     if arguments.alone:
         alone(arguments.alone, arguments.models, arguments.turn)
         return
+    clock = time.process_time if arguments.processor else time.perf_counter
     print("| model | hvd, ms | DDP over gloo, ms | attach, ms | limit, ms | DDP / hvd | attach / hvd |")
     print("|---|---|---|---|---|---|---|")
     for name in arguments.models:
-        measured(name, arguments.rounds, arguments.turn)
+        measured(name, arguments.rounds, arguments.turn, clock)
     if importlib.util.find_spec("horovod") is None:
         print("Horovod itself is not installed here, and not measured.")
         return

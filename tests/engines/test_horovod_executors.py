@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,13 +67,76 @@ def test_actors_of_ray_are_ranks(cluster: None) -> None:
     assert executor.num_workers == 2
 
 
+def test_nodes_with_several_ranks_each(cluster: None) -> None:
+    options: dict[str, Any] = {"cpus_per_worker": 0.5, "use_gpu": False, "use_current_placement_group": False}
+    executor = RayExecutor(num_hosts=1, num_workers_per_host=2, **options)
+    executor.start()
+    try:
+        assert [answer[:2] for answer in executor.run(work, args=[1])] == [[0, 0], [1, 1]]
+    finally:
+        executor.shutdown()
+
+
 def test_what_ray_cannot_place_and_what_is_refused_is_named(cluster: None) -> None:
     executor = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=1), num_workers=50)
     with pytest.raises(PolytempoError, match="Ray has no room for 50 times"):
         executor.start()
-    for arguments in ({}, {"num_workers": 1, "num_hosts": 1}, {"num_workers": 1, "min_workers": 1}):
-        with pytest.raises(ValueError, match=r"give num_workers or num_hosts|not supported"):
+    for arguments, words in (
+        ({}, "give num_workers or num_hosts"),
+        ({"num_workers": 1, "num_hosts": 1}, "give num_workers or num_hosts"),
+        ({"num_workers": 1, "max_workers": 2}, "give min_workers, too"),
+        ({"num_hosts": 1, "min_workers": 1}, "leave num_hosts"),
+        ({"num_workers": 1, "min_workers": 2}, "min-np <= np"),
+        ({"min_workers": 1, "cooldown_range": [3]}, "two numbers"),
+        ({"min_workers": 1, "reset_limit": 0}, "reset-limit 0"),
+        ({"min_workers": 1, "override_discovery": False}, "override_discovery"),
+        ({"num_workers": 1, "gpus_per_worker": 1}, "set use_gpu=True"),
+        ({"num_hosts": 1, "num_workers_per_host": 0}, "at least one rank"),
+    ):
+        with pytest.raises(ValueError, match=words):
             RayExecutor(**arguments)
+    elastic = RayExecutor(min_workers=1)
+    with pytest.raises(ValueError, match="has not been started"):
+        elastic.run(work)
+    elastic.start()
+    for call in (lambda: elastic.run_remote(work), lambda: elastic.execute_single(work)):
+        with pytest.raises(ValueError, match="come and go"):
+            call()
+    with pytest.raises(ValueError, match="executable_cls"):
+        elastic.execute(work)
+
+
+def lives(marker: str) -> list[int]:
+    """On every process of an elastic run: 30 commits. One is killed at the tenth, once."""
+    import polytempo.horovod.torch as hvd
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state: Any) -> list[int]:
+        while state.batch < 30:
+            ranks = int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="ranks").item())
+            assert ranks == hvd.size()
+            if state.batch == 10 and hvd.rank() == 1 and not Path(marker).exists():
+                Path(marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.batch += 1
+            state.commit()
+        return [state.batch, int(os.environ["MINE"])]
+
+    return train(hvd.elastic.ObjectState(batch=0))
+
+
+def test_an_elastic_executor_goes_on_when_an_actor_is_killed(cluster: None, tmp_path: Path) -> None:
+    executor = RayExecutor(num_workers=2, min_workers=1, max_workers=2, cooldown_range=[0.1, 0.2], elastic_timeout=120)
+    executor.start(extra_env_vars={"MINE": "7"}, executable_cls=Holder, executable_args=[3])
+    try:
+        found = executor.run(lives, args=[str(tmp_path / "killed")])
+        assert (tmp_path / "killed").exists()
+        assert found in ([[30, 7]], [[30, 7], [30, 7]])
+        assert set(executor.execute(lambda held: held.value)) == {3}
+    finally:
+        executor.shutdown()
 
 
 def test_tasks_of_spark_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -17,7 +17,10 @@ from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.extras import required
+from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.rank_variables import free_port, leaves_where_it_fails, rank_variables
+from polytempo.horovod.ray_elastic import ActorNeeds, run_elastic_actors
+from polytempo.horovod.torch.basics import shutdown
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,22 @@ class RankActor:
         with leaves_where_it_fails():
             return fn(*args, **kwargs)
 
+    def live(self, variables: Mapping[str, str], made: Sequence[Any] | None, fn: Any, *given: Any) -> Any:
+        """Be a process of an elastic run, and call `fn(*args, **kwargs)`, or with `made` `fn` of that object.
+
+        None where the run has no need of this process any more.
+        """
+        self.become(variables)
+        try:
+            if made is not None:
+                self.make(*made)
+                return self.execute(fn)
+            return self.call(fn, *given)
+        except SystemExit:
+            return None
+        finally:
+            shutdown()
+
     def execute(self, fn: Callable[[Any], Any]) -> Any:
         """`fn` of the object that `make` has made."""
         with leaves_where_it_fails():
@@ -62,9 +81,16 @@ class RankActor:
 class RayExecutor:
     """`num_workers` ranks wherever Ray has room, or `num_hosts` nodes with `num_workers_per_host` ranks each.
 
-    Each rank reserves `cpus_per_worker` CPUs and, with `use_gpu`, `gpus_per_worker` GPUs. Elastic arguments of Horovod
-    (`min_workers`, `max_workers`, `reset_limit`, …) are refused: `polytempo horovodrun --min-np` runs elastically.
-    Errors: ValueError for numbers that do not go together; PolytempoError where Ray has no room in time.
+    Each rank reserves `cpus_per_worker` CPUs and, with `use_gpu`, `gpus_per_worker` GPUs, of the placement group in
+    which this process is, if there is one and `use_current_placement_group`; otherwise of a new one.
+
+    With `min_workers` each `run` and `execute` is an elastic run, as by `horovodrun --min-np`: it begins with
+    `num_workers` processes, has from `min_workers` to `max_workers` wherever the cluster's nodes have room, and ends
+    after `reset_limit` changes of the group, or where the minimum is missing for `elastic_timeout` seconds. A node gets
+    no new process after one has failed there, or with `cooldown_range` for so many seconds. Functions call
+    `hvd.init()`, and a function that `hvd.elastic.run` decorates; what the last group returns is the answer.
+
+    Errors: ValueError for numbers that do not go together; PolytempoError where Ray has no room in time; `RanksFailed`.
     """
 
     @classmethod
@@ -87,12 +113,29 @@ class RayExecutor:
         cpus_per_worker: float = 1,
         use_gpu: bool = False,
         gpus_per_worker: float | None = None,
-        **elastic: Any,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[float] | None = None,
+        elastic_timeout: float = 600.0,
+        override_discovery: bool = True,
     ) -> None:
-        if refused := sorted(name for name, value in elastic.items() if value is not None):
-            raise ValueError(
-                f"{', '.join(refused)}: not supported here; for an elastic run use `polytempo horovodrun --min-np`"
+        self._elastic: ElasticSettings | None = None
+        if min_workers is not None:
+            if num_hosts is not None or not override_discovery:
+                raise ValueError("an elastic run is on the nodes of Ray: leave num_hosts and override_discovery out")
+            self._elastic = ElasticSettings.of(
+                num_workers or min_workers,
+                min_workers,
+                max_workers,
+                timeout_s=elastic_timeout,
+                reset_limit=reset_limit,
+                cooldown_s=cooldown_range,
             )
+            num_workers = self._elastic.num_proc
+        elif max_workers is not None or reset_limit is not None or cooldown_range is not None:
+            raise ValueError("max_workers, reset_limit and cooldown_range are for elastic runs: give min_workers, too")
         if (num_workers is None) == (num_hosts is None):
             raise ValueError(f"give num_workers or num_hosts, and not both: got {num_workers} and {num_hosts}")
         if min(num_workers or 1, num_hosts or 1, num_workers_per_host) < 1:
@@ -106,7 +149,12 @@ class RayExecutor:
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
         self._ray = required("ray", "ray")
         self._group: Any = None
+        self._uses_current = use_current_placement_group
         self._actors: list[Any] = []
+        self._made: Sequence[Any] | None = None
+        """Of an elastic run: the object that each of its processes makes."""
+        self._variables: dict[str, str] | None = None
+        """Of an elastic run: what its processes are told besides; None: not started."""
 
     def start(
         self,
@@ -116,36 +164,42 @@ class RayExecutor:
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         """Start the actors; each becomes a rank, and makes `executable_cls(…)` where there is one."""
-        if self._actors:
+        if self._actors or self._variables is not None:
             raise ValueError("this executor has been started already; call shutdown() before it starts again")
+        made = (executable_cls, list(executable_args or ()), dict(executable_kwargs or {}))
+        if self._elastic is not None:
+            self._variables = dict(extra_env_vars or {})
+            self._made = None if executable_cls is None else made
+            return
         ray = self._ray
         each = self._per_host if self._num_hosts else 1
         bundle = {"CPU": float(self._cpus * each), "GPU": float(self._gpus * each)}
         needs = [{name: amount for name, amount in bundle.items() if amount}] * (self.num_workers // each)
-        self._group = ray.util.placement_group(needs, strategy="STRICT_SPREAD" if self._num_hosts else "PACK")
+        current = ray.util.get_current_placement_group() if self._uses_current else None
+        if current is None:
+            self._group = ray.util.placement_group(needs, strategy="STRICT_SPREAD" if self._num_hosts else "PACK")
         try:
-            if not self._group.wait(self._settings.placement_group_timeout_s):
+            if self._group is not None and not self._group.wait(self._settings.placement_group_timeout_s):
                 raise PolytempoError(
                     f"Ray has no room for {len(needs)} times {needs[0]} within "
                     f"{self._settings.placement_group_timeout_s:g} s; use fewer ranks, or a larger cluster"
                 )
-            self._begin([number // each for number in range(self.num_workers)], dict(extra_env_vars or {}))
+            bundles = [number // each if current is None else -1 for number in range(self.num_workers)]
+            self._begin(current or self._group, bundles, dict(extra_env_vars or {}))
             if executable_cls is not None:
-                made = (executable_cls, list(executable_args or ()), dict(executable_kwargs or {}))
                 ray.get([actor.make.remote(*made) for actor in self._actors])
         except BaseException:
             self.shutdown()
             raise
 
-    def _begin(self, bundles: Sequence[int], extra: Mapping[str, str]) -> None:
+    def _actor(self, options: Mapping[str, Any]) -> Any:
+        kind = self._ray.remote(RankActor)
+        return kind.options(num_cpus=self._cpus, num_gpus=self._gpus, **options).remote()
+
+    def _begin(self, group: Any, bundles: Sequence[int], extra: Mapping[str, str]) -> None:
         ray, strategies = self._ray, self._ray.util.scheduling_strategies
-        kind = ray.remote(RankActor)
         started = [
-            kind.options(
-                num_cpus=self._cpus,
-                num_gpus=self._gpus,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, bundle),
-            ).remote()
+            self._actor({"scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, bundle)})
             for bundle in bundles
         ]
         self._actors = started
@@ -167,27 +221,40 @@ class RayExecutor:
         """Call `fn(*args, **kwargs)` on all ranks; what each returned, by rank. Callbacks are refused."""
         if callbacks:
             raise ValueError("callbacks are not supported; let fn report by itself")
+        if self._elastic is not None:
+            return self._run_elastic(None, fn, list(args or ()), dict(kwargs or {}))
         return list(self._ray.get(self.run_remote(fn, args, kwargs)))
+
+    def _run_elastic(self, *call: Any) -> list[Any]:
+        if self._variables is None or self._elastic is None:
+            raise ValueError("this executor has not been started; call start() first")
+        needs = ActorNeeds(self._actor, self._cpus, self._gpus)
+        return run_elastic_actors(self._ray, needs, call, self._variables, self._elastic)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """As `run`, without waiting: Ray's references to the results."""
+        """As `run`, without waiting: Ray's references to the results. Not of an elastic run, whose processes change."""
         return [actor.call.remote(fn, list(args or ()), dict(kwargs or {})) for actor in self._started()]
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Any] | None = None) -> list[Any]:
         """Call `fn(executable)` on all ranks, with the object that each has made in `start`."""
         if callbacks:
             raise ValueError("callbacks are not supported; let fn report by itself")
+        if self._elastic is not None:
+            if self._made is None:
+                raise ValueError("there is no executable: give start() an executable_cls")
+            return self._run_elastic(self._made, fn)
         return list(self._ray.get([actor.execute.remote(fn) for actor in self._started()]))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call `fn(executable)` on rank 0 alone."""
+        """Call `fn(executable)` on rank 0 alone. Not in an elastic run."""
         return self._ray.get(self._started()[0].execute.remote(fn))
 
     def shutdown(self) -> None:
         """End the actors, and give back what they have reserved."""
         actors, self._actors = self._actors, []
+        self._variables = self._made = None
         for actor in actors:
             self._ray.kill(actor)
         if self._group is not None:
@@ -195,6 +262,8 @@ class RayExecutor:
             self._group = None
 
     def _started(self) -> list[Any]:
+        if self._elastic is not None:
+            raise ValueError("processes of an elastic run come and go: use run() or execute()")
         if not self._actors:
             raise ValueError("this executor has not been started; call start() first")
         return self._actors

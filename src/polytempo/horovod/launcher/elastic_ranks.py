@@ -22,6 +22,7 @@ from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.host_discovery import HostDiscovery
 from polytempo.horovod.launcher.host_engines import HostEngines
 from polytempo.horovod.launcher.host_slots import HostSlots
+from polytempo.horovod.launcher.life_starter import LifeStarter
 from polytempo.horovod.launcher.output import OutputRelay
 from polytempo.horovod.launcher.run_ranks import RanksFailed, code_of, ended, said, status
 from polytempo.horovod.launcher.settings import LaunchSettings
@@ -92,7 +93,7 @@ class ElasticRanks:
 
     def __init__(
         self,
-        engines: HostEngines,
+        engines: LifeStarter,
         rendezvous: Rendezvous,
         relay: OutputRelay,
         discover: Discover,

@@ -18,10 +18,10 @@ def num_bytes(request: TensorRequest) -> int:
 
 
 def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool = True) -> list[list[Agreement]]:
-    """Groups, in the order of their first members. All-reduces with equal dtype, operation, process set and factors
-    share a group as long as it has at most `most_bytes`; Adasum weighs each tensor by itself, and is not fused, nor is
-    what a codec encodes, whose residuals and draws would follow from what happens to be fused. `groups_too`: whether
-    what the program has grouped is fused with others.
+    """Groups, in the order of their first members. All-reduces that have dtype, device, operation, process set and
+    factors in common share a group as long as it has at most `most_bytes`. Adasum weighs each tensor by itself, and is
+    not fused, nor is what a codec encodes, whose residuals and draws would follow from what happens to be fused.
+    `groups_too`: whether what the program has grouped is fused with others.
     """
     if len(agreements) == 1:
         return [list(agreements)]
@@ -33,7 +33,8 @@ def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool 
         if request.kind != "allreduce" or apart or len(set(request.dtypes)) != 1:
             groups.append([agreed])
             continue
-        key = (request.dtypes[0], request.op, request.process_set, request.prescale, request.postscale)
+        where = (request.device, request.process_set)
+        key = (request.dtypes[0], request.op, *where, request.prescale, request.postscale)
         group, size = open_groups.get(key, ([], 0))
         more = num_bytes(request)
         if not group or size + more > most_bytes:

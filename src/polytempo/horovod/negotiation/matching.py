@@ -11,6 +11,7 @@ _COMPARED: tuple[tuple[str, Callable[[TensorRequest], object]], ...] = (
     ("operations", lambda request: request.kind),
     ("numbers of tensors", lambda request: len(request.shapes)),
     ("data types", lambda request: list(request.dtypes)),
+    ("devices", lambda request: request.device),
     ("reduction operations", lambda request: request.op),
     ("codecs", lambda request: request.codec or "none"),
     ("root ranks", lambda request: request.root),

@@ -39,6 +39,8 @@ class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
     """By which codec the tensors of an all-reduce travel; "": as they are."""
     lasting: bool = True
     """Whether the name will come again, so that it is worth a place in the cache."""
+    device: str = "cpu"
+    """Where the tensors are: "cpu" or "cuda"."""
 
     @property
     def key(self) -> tuple[int, str]:

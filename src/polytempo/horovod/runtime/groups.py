@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     PrefixStore,
     ReduceOp,
@@ -36,7 +37,8 @@ _OPS = {
 
 
 class SetTransport:
-    """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts.
+    """Collectives of `ranks`, in the place of rank `rank`: shared memory within a host, gloo between hosts; NCCL for
+    tensors on CUDA, as the backend `polytempo` hands them on.
 
     All of `ranks` make it together; meanwhile `look` is called now and then, and may raise. A set of one rank has none,
     and moves nothing.
@@ -73,7 +75,8 @@ class SetTransport:
         """`tensor`, contiguous, becomes the reduction of all ranks' tensors."""
         if self._group is None or not tensor.numel():
             return
-        averages = op == "average" and tensor.dtype != torch.bool and isinstance(self._group, NamedGroup)
+        native = isinstance(self._group, NamedGroup) and tensor.is_cpu
+        averages = op == "average" and tensor.dtype != torch.bool and native
         options = AllreduceOptions()
         options.reduceOp, options.asyncOp = ReduceOp(ReduceOp.AVG if averages else _OPS[op]), False
         self._group.allreduce([tensor], options).wait()
@@ -108,6 +111,9 @@ class SetTransport:
         `sends` goes to all."""
         if self._group is None:
             receives[0].copy_(sends[0])
+        elif receives[0].is_cuda:
+            given = list(sends) * (self.size if len(sends) == 1 else 1)
+            self._group.alltoall(list(receives), given, AllToAllOptions()).wait()
         elif isinstance(self._group, NamedGroup):
             self._group.alltoall(list(receives), list(sends)).wait()
         else:

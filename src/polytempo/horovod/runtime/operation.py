@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polytempo.horovod.negotiation.message import TensorRequest
 from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.runtime.device_order import DeviceOrder
 
 
 class HorovodInternalError(RuntimeError):
@@ -28,8 +29,17 @@ class Operation:
     error: str = ""
     answer: Any = None
     """Besides the outputs: received splits, the last rank that joined, a process set's number."""
+    order: DeviceOrder | None = None
+    """Of an operation on tensors on CUDA."""
 
     def result(self) -> None:
-        """Raise what went wrong."""
+        """Raise what went wrong. On CUDA the caller's stream waits for the outputs, not the caller."""
         if self.error:
             raise HorovodInternalError(self.error)
+        if self.order is not None:
+            self.order.give(self.outputs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the outputs are there, or never will be."""
+        return self.done and (bool(self.error) or self.order is None or self.order.is_over)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
 from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.runtime.device_order import in_order
 from polytempo.horovod.runtime.groups import SetTransport, divide_
 from polytempo.horovod.runtime.operation import Operation
 
@@ -26,6 +28,8 @@ class Performer:
     def __init__(self, rank: int, sets: Mapping[int, Sequence[int]], make: MakeTransport) -> None:
         self._rank, self._make = rank, make
         self.phase: Phase = lambda _: None
+        self.joins_on = -1
+        """The CUDA device of the zeros that this rank brings once it has joined; -1: the current one."""
         self._transports = {number: make(number, ranks) for number, ranks in sorted(sets.items()) if rank in ranks}
 
     def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
@@ -34,6 +38,20 @@ class Performer:
         transport = self._transports.get(first.process_set)
         if transport is None:
             return
+        if first.device == "cpu":
+            self._perform(transport, agreements, operations)
+            return
+        if transport.carrier == "GLOO":
+            raise ValueError("tensors on CUDA need the native core on all ranks, and one has none")
+        there = [operation for operation in operations if operation is not None]
+        asked = [(each.order, (*each.tensors, *each.outputs)) for each in there if each.order is not None]
+        with in_order(asked) if asked else nullcontext():
+            self._perform(transport, agreements, operations)
+
+    def _perform(
+        self, transport: SetTransport, agreements: Sequence[Agreement], operations: Sequence[Operation | None]
+    ) -> None:
+        first = agreements[0].request
         if first.kind == "allreduce":  # nothing here has a gradient: operations hold detached tensors
             self._all_reduce(transport, agreements, operations)
         elif first.kind == "add_set":
@@ -58,13 +76,14 @@ class Performer:
         results: list[Tensor] = []
         for agreed, operation in zip(agreements, operations, strict=True):
             if operation is None:
-                results += zeros(agreed.request)
+                results += zeros(agreed.request, self.joins_on)
                 continue
             if not operation.outputs:
                 operation.outputs = [
                     torch.empty_like(t, memory_format=torch.contiguous_format) for t in operation.tensors
                 ]
-            for output, tensor in zip(operation.outputs, operation.tensors, strict=True):
+            pairs = zip(operation.outputs, operation.tensors, strict=True)
+            for output, tensor in pairs if operation.outputs is not operation.tensors else ():
                 if output.data_ptr() != tensor.data_ptr() or output.stride() != tensor.stride():
                     output.copy_(tensor)
             results += operation.outputs
@@ -114,10 +133,11 @@ class Performer:
             transport.close()
 
 
-def zeros(request: TensorRequest) -> list[Tensor]:
-    """What a rank brings that has joined."""
+def zeros(request: TensorRequest, cuda: int = -1) -> list[Tensor]:
+    """What a rank brings that has joined; on CUDA on device `cuda`, -1: the current one."""
+    device = torch.device(request.device, cuda) if request.device == "cuda" and cuda >= 0 else request.device
     pairs = zip(request.shapes, request.dtypes, strict=True)
-    return [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in pairs]
+    return [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
 
 
 def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:

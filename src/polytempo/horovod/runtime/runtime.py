@@ -28,6 +28,8 @@ from polytempo.worlds.threads import close_at_exit, ended
 _LOG = logging.getLogger("polytempo.horovod")
 _GRACE_S = 0.002
 """How long after the program's last wait the thread leaves the listening to it."""
+_REST_S = 0.01
+"""How long the thread rests before it looks again whether the program still waits."""
 _SLICE_S = 0.1
 _TICK_S = 0.25
 _TRACE = LEVELS["trace"]
@@ -170,7 +172,7 @@ class Runtime:
     def _serve(self) -> None:
         while not self._closed.is_set():
             if self._waiting or time.monotonic() - self._helped_s < _GRACE_S:
-                self._closed.wait(_GRACE_S)
+                self._closed.wait(_REST_S if self._waiting else _GRACE_S)
                 continue
             with self._pump:
                 left_s = self._first_s + self._cycle_s - time.monotonic() if self.member.has_to_say else _SLICE_S

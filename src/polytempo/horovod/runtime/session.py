@@ -25,6 +25,7 @@ from polytempo.horovod.runtime.runtime import Runtime
 from polytempo.horovod.runtime.settings import HorovodSettings
 from polytempo.horovod.runtime.timeline import TimelineFile
 from polytempo.horovod.runtime.tuning import Tuning
+from polytempo.interop.backend.process_group import has_spare_core
 from polytempo.worlds import ProcessWorld
 
 _MARGIN_S = 30.0
@@ -53,6 +54,8 @@ class Session:
         self.unnamed: Counter[tuple[int, str]] = Counter()
         """How many operations without a name have been submitted, by process set and kind."""
         self.hosts = self.world.port.hosts
+        self.overlaps = len(set(self.hosts)) > 1 or has_spare_core(size)
+        """Whether operations can go on while the program computes: on other hosts, or on a core that is to spare."""
         self.member = NegotiationMember(rank, size, process_sets)
         coordinator, tuning, timeline = None, None, None
         if rank == 0:

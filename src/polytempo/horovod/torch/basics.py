@@ -8,6 +8,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from polytempo.horovod.elastic.place import elastic_place
 from polytempo.horovod.negotiation.message import WHOLE, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
@@ -167,18 +170,21 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """0: tensors on CUDA are not supported yet."""
-    return 0
+    """NCCL's version as a number, 22703 for 2.27.3; 0 where this torch has none. Tensors on CUDA travel by it."""
+    if not dist.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return 10_000 * int(major) + 100 * int(minor) + int(patch)
 
 
 def cuda_built() -> bool:
-    """False, as `nccl_built`."""
-    return False
+    """Whether this torch is built with CUDA."""
+    return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """False."""
-    return False
+    """Whether this torch is built with ROCm."""
+    return torch.version.hip is not None
 
 
 def ddl_built() -> bool:
@@ -221,8 +227,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.process_set_id is not None:
         raise ValueError(f"{added} is registered already")
     ranks = tuple(added.ranks or ())
+    exists = ranks in session().member.sets.values()
     operation = _begun(TensorRequest(f"add_process_set.{next(_changes)}", "add_set", numbers=ranks, lasting=False))
-    if ranks in session().member.sets.values():  # the other ranks hear of it, whatever they add
+    if exists:  # the other ranks hear of it, whatever they add
         raise ValueError(f"there is a process set of ranks {list(ranks)} already; use that, or remove it first")
     added.bind(int(_performed(operation)), ranks, rank())
     _sets.append(added)

@@ -100,10 +100,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce_async`, in place."""
-    chosen = chosen_op(op, average)
-    return _reduction(
-        [tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set, lambda _: tensor
-    )
+    chosen, given = chosen_op(op, average), [tensor]
+    return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: tensor)
 
 
 def grouped_allreduce_async(
@@ -152,7 +150,8 @@ def encoded_allreduce_async(
     """
     chosen, given = ReductionOp(op), list(tensors)
     _check_group(given)
-    outputs, by_codec = given if in_place else [], exchange if encodable(given) else None
+    outputs: list[Tensor] = given if in_place else []
+    by_codec = exchange if encodable(given) else None
     if by_codec is not None and chosen not in (Average, Sum):
         raise ValueError(f"{exchange.name} encodes tensors whose sum or average is wanted, not {chosen.name}")
     return _reduction(given, outputs, name, chosen, *factors, process_set, every, by_codec)
@@ -289,9 +288,12 @@ def _scatter(
 def join(device: int = -1) -> int:
     """Wait until all ranks have called `join`; meanwhile bring zeros to the others' all-reduces. The last rank.
 
-    For ranks with fewer batches than others. What other operations the others submit is an error there. `device` is
-    Horovod's, for tensors on CUDA, and changes nothing here.
+    For ranks with fewer batches than others. What other operations the others submit is an error there. `device`: the
+    number of the CUDA device of the zeros for all-reduces on CUDA; -1: the current one.
     """
+    if device < 0 and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()  # another thread may make the zeros
+    session().performer.joins_on = device
     operation = Operation(TensorRequest("join", "join", lasting=False), [], [])
     session().runtime.submit(operation)
     session().runtime.wait(operation)

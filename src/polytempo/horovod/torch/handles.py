@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
 from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.runtime.device_order import DeviceOrder
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.process_sets import ProcessSet
@@ -39,35 +43,53 @@ def begin(
     exchange: CodecExchange | None = None,
     **details: Any,
 ) -> int:
-    """Submit an operation, and answer its handle. Those without a name are matched by their order within
-    their process set and kind."""
+    """Submit an operation, and answer its handle. In place, `outputs` is `tensors` itself. Those without a name are
+    matched by their order within their process set and kind."""
     number = process_set.process_set_id
     if number is None:
         session()  # raises where it has not begun
         raise ValueError(f"{process_set} is not registered; call add_process_set first, on all ranks")
     full = f"{kind}.noname.{session().unnamed[number, kind]}" if name is None else f"{kind}.{name}"
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"{full}: tensors on {tensor.device} are not supported yet; move it to the CPU, or use "
-                "polytempo.attach, which hands tensors on CUDA to NCCL"
-            )
+    device = _device_of(full, tensors)
     request = TensorRequest(
         full,
         kind,
-        tuple(str(tensor.dtype)[6:] for tensor in tensors),
-        tuple(tuple(tensor.shape) for tensor in tensors),
+        tuple([_dtype_name(tensor.dtype) for tensor in tensors]),
+        tuple([tuple(tensor.shape) for tensor in tensors]),
         process_set=number,
         codec="" if exchange is None else exchange.name,
         lasting=name is not None,
+        device="cpu" if device is None else device.type,
         **details,
     )
-    operation = Operation(request, [t.detach() for t in tensors], [t.detach() for t in outputs], exchange)
+    given = [tensor.detach() for tensor in tensors]
+    into = given if outputs is tensors else [tensor.detach() for tensor in outputs]
+    operation = Operation(request, given, into, exchange)
+    if device is not None:
+        operation.order = DeviceOrder(device)
     session().runtime.submit(operation)
-    session().unnamed[number, kind] += name is None
+    if name is None:
+        session().unnamed[number, kind] += 1
     handle = next(_numbers)
     _handles[handle] = _Outstanding(operation, answer)
     return handle
+
+
+def _device_of(name: str, tensors: Sequence[Tensor]) -> torch.device | None:
+    """The CUDA device of all tensors; None: they are on the CPU. ValueError where they are elsewhere, or apart."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return None
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise ValueError(f"{name}: tensors of one operation are on one device, got {devices}")
+    if not tensors[0].is_cuda or not dist.is_nccl_available():
+        raise ValueError(f"{name}: tensors on {devices[0]} are not supported; move them to the CPU, or to CUDA (NCCL)")
+    return tensors[0].device
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def poll(handle: int) -> bool:
@@ -75,7 +97,7 @@ def poll(handle: int) -> bool:
     if handle not in _handles:
         raise ValueError(f"handle {handle} is not known; it may have been synchronized already")
     operation = _handles[handle].operation
-    was_done = operation.done
+    was_done = operation.is_complete
     session().runtime.done(operation)
     return was_done
 

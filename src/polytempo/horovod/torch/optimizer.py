@@ -15,18 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polytempo.core import Codec, Strategy
-from polytempo.horovod.runtime.codec_exchange import CodecExchange
-from polytempo.horovod.torch.collectives import (
-    Adasum,
-    Average,
-    ReductionOp,
-    Sum,
-    allreduce_async_,
-    encoded_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
+from polytempo.horovod.torch.basics import session
+from polytempo.horovod.torch.collectives import Adasum, Average, ReductionOp, Sum, grouped_allreduce_async_
 from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
+from polytempo.horovod.torch.gradient_arrivals import GradientArrivals
+from polytempo.horovod.torch.gradient_reduction import GradientReduction
 from polytempo.horovod.torch.handles import synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
 from polytempo.horovod.torch.strategy_optimizer import with_strategy
@@ -49,8 +42,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """`optimizer` as one whose `step` first reduces the gradients over all ranks, parameter by parameter.
 
-    The answer is of a subclass of the optimizer's own class and shares its state. A gradient is submitted as soon as
-    it has been accumulated `backward_passes_per_step` times (the sum of these, not their mean). With Average it is
+    The answer is of a subclass of the optimizer's own class and shares its state. A gradient is submitted once
+    it has been accumulated `backward_passes_per_step` times (the sum of these, not their mean), together with others
+    (`gradient_arrivals`), and under a name of its own. With Average it is
     multiplied by 1/`gradient_predivide_factor` before the sum and by the factor after it. `groups`: how many parts
     the parameters are dealt to, or lists of parameters, whose gradients are reduced as one; `num_groups` is its older
     name. Sparse gradients are gathered, or made dense first (`sparse_as_dense`). `compression`: a cast, or a codec, by
@@ -81,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     made = type(own.__name__, (kind, own), {"__module__": own.__module__})
     distributed: Any = object.__new__(made)
     distributed.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}
-    options = _Reduction(names, compression, chosen, gradient_predivide_factor, sparse_as_dense, process_set)
+    options = GradientReduction(names, compression, chosen, gradient_predivide_factor, sparse_as_dense, process_set)
     distributed._begin(options, backward_passes_per_step, _grouped(names, groups))
     return distributed
 
@@ -145,93 +139,12 @@ def _grouped(names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] 
     return [group for group in listed if group] + [[p] for p in parameters if p not in set(inside)]
 
 
-class _Reduction:
-    """How gradients are reduced: arguments of `DistributedOptimizer`, by their names there."""
-
-    def __init__(
-        self,
-        names: dict[Tensor, str],
-        compression: AnyCompression,
-        op: ReductionOp,
-        predivide: float,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.names, self.op = names, op
-        self.codec = compression if isinstance(compression, CodecCompression) else None
-        self.cast = Compression.none if isinstance(compression, CodecCompression) else compression
-        self.factors = (1.0 / predivide, predivide)
-        self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
-        self._exchanges: dict[str, CodecExchange] = {}
-        """Of a codec, by name: what of each gradient is sent later."""
-
-    def begin(self, group: Sequence[Tensor]) -> Callable[[], None]:
-        """Submit the gradients of `group`; what is answered waits for them, and puts them in place."""
-        made_dense: dict[Tensor, int] = {}
-        for parameter in group:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse and self.sparse_as_dense:
-                made_dense[parameter] = parameter.grad.sparse_dim()
-                parameter.grad = parameter.grad.to_dense()
-        sparse = [parameter for parameter in group if _gradient(parameter).is_sparse]
-        dense = [parameter for parameter in group if not _gradient(parameter).is_sparse]
-        waits = [self._begin_sparse(parameter) for parameter in sparse]
-        if dense:
-            waits.append(self._begin_dense(dense))
-
-        def wait() -> None:
-            for each in waits:
-                each()
-            for parameter, dims in made_dense.items():
-                parameter.grad = _gradient(parameter).to_sparse(dims)
-
-        return wait
-
-    def _begin_dense(self, group: Sequence[Tensor]) -> Callable[[], None]:
-        if self.codec is not None:
-            return self._begin_encoded(group, self.codec)
-        pairs = [self.cast.compress(_gradient(parameter)) for parameter in group]
-        sent = [pair[0] for pair in pairs]
-        name, (before, after) = self.names[group[0]], self.factors
-        if len(sent) == 1:
-            handle = allreduce_async_(sent[0], None, name, self.op, before, after, self.process_set)
-        else:
-            handle = grouped_allreduce_async_(sent, None, f"group.{name}", self.op, before, after, self.process_set)
-
-        def wait() -> None:
-            synchronize(handle)
-            for parameter, tensor, (_, context) in zip(group, sent, pairs, strict=True):
-                answer = self.cast.decompress(tensor, context)
-                if answer is not parameter.grad:
-                    _gradient(parameter).copy_(answer)
-
-        return wait
-
-    def _begin_encoded(self, group: Sequence[Tensor], by: CodecCompression) -> Callable[[], None]:
-        name = self.names[group[0]]
-        if name not in self._exchanges:
-            self._exchanges[name] = by.lasting()
-        given, exchange = [_gradient(parameter) for parameter in group], self._exchanges[name]
-        options = (self.op, self.factors, self.process_set, exchange)
-        handle = encoded_allreduce_async(given, f"encoded.{name}", *options, in_place=True)
-        return partial(synchronize, handle)
-
-    def _begin_sparse(self, parameter: Tensor) -> Callable[[], None]:
-        later = sparse_allreduce_async(_gradient(parameter), self.names[parameter], self.op, self.process_set)
-
-        def wait() -> None:
-            parameter.grad = later()
-
-        return wait
-
-
 class _Distributed(Optimizer):
     """What both kinds of distributed optimizers have."""
 
-    _reduction: _Reduction
+    _reduction: GradientReduction
 
-    def _begin(self, reduction: _Reduction, passes: int, groups: list[list[Tensor]]) -> None:
+    def _begin(self, reduction: GradientReduction, passes: int, groups: list[list[Tensor]]) -> None:
         self._reduction, self._passes, self._groups = reduction, passes, groups
 
     @property
@@ -264,54 +177,68 @@ class _Distributed(Optimizer):
 
 
 class _ReducedGradients(_Distributed):
-    """Gradients are reduced as they come."""
+    """Gradients are reduced: those that are complete while the backward pass goes on, where a core is to spare."""
 
-    def _begin(self, reduction: _Reduction, passes: int, groups: list[list[Tensor]]) -> None:
+    def _begin(self, reduction: GradientReduction, passes: int, groups: list[list[Tensor]]) -> None:
         super()._begin(reduction, passes, groups)
-        self._group_of = {parameter: place for place, group in enumerate(groups) for parameter in group}
-        self._counts = dict.fromkeys(self._group_of, 0)
+        self._arrivals = GradientArrivals([[parameter.nbytes for parameter in group] for group in groups], passes)
         self._waits: dict[int, Callable[[], None]] = {}
+        self._counts_now: bool | None = None
+        """Whether there are others in this step; None before its first gradient."""
         self._synchronized = False
         self._synchronizes = True
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._group_of]
+        parameters = (parameter for group in groups for parameter in group)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, place))
+            for place, parameter in enumerate(parameters)
+        ]
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        """`parameter` has got a gradient."""
-        if not self._takes_part:
+    def _accumulated(self, place: int, parameter: Tensor) -> None:
+        """`parameter`, the one at `place` in the order of the groups, has got a gradient."""
+        if self._counts_now is None:
+            self._counts_now = self._takes_part
+            self._arrivals.begin(self._passes, overlaps=self._counts_now and session().overlaps)
+        if not self._counts_now:
             return
-        group = self._group_of[parameter]
-        if group in self._waits or self._counts[parameter] >= self._passes:
+        self._synchronized = False
+        enough = self._arrivals.arrived(place)
+        if enough is None:
             raise AssertionError(
                 f"gradients were computed more than backward_passes_per_step={self._passes} times before step(); "
                 "increase backward_passes_per_step to accumulate gradients"
             )
-        self._counts[parameter] += 1
-        self._synchronized = False
-        if all(self._counts[other] == self._passes for other in self._groups[group]):
+        if enough:
+            self._submit(self._arrivals.take())
+
+    def _submit(self, groups: Iterable[int]) -> None:
+        for group in groups:
             self._waits[group] = self._reduction.begin(self._groups[group])
+
+    def _forget(self) -> None:
+        """The step's gradients are reduced, or will not be."""
+        self._waits, self._counts_now = {}, None
+        self._arrivals.begin(self._passes, overlaps=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own; gradients that are under way are forgotten."""
-        self._waits = {}
-        self._counts = dict.fromkeys(self._counts, 0)
+        self._forget()
         self._synchronized = False
         super().load_state_dict(state_dict)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate `passes` times from now on; what is accumulated already is not counted."""
         super().set_backward_passes_per_step(passes)
-        self._counts = dict.fromkeys(self._counts, 0)
+        self._arrivals.count_anew(passes)
 
     def synchronize(self) -> None:
         """Wait until `.grad` of every parameter is reduced. What has no gradient yet is submitted as it is."""
-        if self._takes_part:
-            for place, group in enumerate(self._groups):
-                if place not in self._waits:
-                    self._waits[place] = self._reduction.begin(group)
-            waits, self._waits = self._waits, {}
-            for place in sorted(waits):
-                waits[place]()
-            self._counts = dict.fromkeys(self._counts, 0)
+        try:
+            if self._takes_part:
+                self._submit(self._arrivals.take_rest())
+                for _, wait in sorted(self._waits.items()):
+                    wait()
+        finally:
+            self._forget()
         self._synchronized = True
 
     @contextmanager
@@ -354,7 +281,7 @@ class _ReducedGradients(_Distributed):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own. AssertionError while gradients are under way."""
-        if self._waits:
+        if self._arrivals.under_way:
             raise AssertionError(
                 "optimizer.zero_grad() was called after backward() and before step() or synchronize(), while "
                 "gradients are reduced; call it before backward()"
@@ -383,8 +310,3 @@ class _AdasumSteps(_Distributed):
             for parameter, start, change, (_, context) in zip(parameters, before, changes, pairs, strict=True):
                 parameter.copy_(start + self._reduction.cast.decompress(change, context))
         return loss
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

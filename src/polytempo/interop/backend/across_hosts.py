@@ -9,7 +9,7 @@ host B   2 ─┤                              3  each first rank gives the resu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +47,8 @@ class Hosts:
     """A group over several hosts, as `Group` is one over a host.
 
     All-reduce, broadcast and barrier cross the network once for each host: for K bytes and H hosts each host sends
-    about 2 K (H - 1) / H, however many ranks it has. The other collectives and messages are gloo's, over all ranks.
+    about 2 K (H - 1) / H, however many ranks it has. So does a gather on all ranks: of a host's K bytes K (H - 1) are
+    sent, where its R ranks by themselves would send R times as many. The other collectives and messages are gloo's.
     """
 
     def __init__(
@@ -147,10 +148,9 @@ class Hosts:
         """Move tensors, as `Group.exchange` does."""
         if kind == "broadcast":
             self._broadcast(next(tensor for tensor in (*sends, *receives) if tensor is not None), root, timeout_s)
-        elif kind == "all_gather":
+        elif kind == "all_gather" or (kind == "all_to_all" and len(sends) == 1):
             into = [_bytes(tensor) for tensor in receives if tensor is not None]
-            if into[0].numel():
-                self.gloo.allgather([into], [_bytes(sends[0])]).wait()
+            self._gather_on_all(_bytes(sends[0]), into, timeout_s)
         else:
             self._exchange_all(kind, [_bytes(tensor) for tensor in sends], receives, root)
 
@@ -165,6 +165,30 @@ class Hosts:
             self._between(lambda: self._leaders.broadcast([_bytes(tensor)], options).wait())
         if self.rank not in home:
             self._spread(tensor, 0, timeout_s)
+
+    def _gather_on_all(self, own: Tensor, receives: Sequence[Tensor], timeout_s: float) -> None:
+        """Within each host, between the hosts, and what came from other hosts within each again. Sizes may differ."""
+        by_host = {host: [rank for rank, other in enumerate(self._hosts) if other == host] for host in self._hosts}
+        here = by_host.pop(self._hosts[self.rank])
+        self.local.exchange("all_to_all", [own], [receives[rank] for rank in here], timeout_s=timeout_s)
+        if not any(tensor.numel() for tensor in receives):
+            return
+        others = [rank for ranks in by_host.values() for rank in ranks]
+        arrived = torch.empty(sum(receives[rank].numel() for rank in others), dtype=torch.uint8)
+        self._between(lambda: self._swap(torch.cat([receives[rank] for rank in here]), arrived, by_host, receives))
+        if arrived.numel():
+            self._spread(arrived, 0, timeout_s)
+        for rank, part in zip(others, arrived.split([receives[rank].numel() for rank in others]), strict=True):
+            receives[rank].copy_(part)
+
+    def _swap(
+        self, block: Tensor, arrived: Tensor, others: Mapping[str, Sequence[int]], receives: Sequence[Tensor]
+    ) -> None:
+        """This host's `block` goes to each other host, and theirs come, in the order of `others` and of leaders."""
+        coming = {host: sum(receives[rank].numel() for rank in ranks) for host, ranks in others.items()}
+        expected = [coming.get(host, 0) for host in dict.fromkeys(self._hosts)]
+        given = [block.numel() * (host in coming) for host in dict.fromkeys(self._hosts)]
+        self._leaders.alltoall_base(arrived, block.repeat(len(coming)), expected, given).wait()
 
     def _spread(self, tensor: Tensor, source: int, timeout_s: float) -> None:
         mine = self.local.rank == source

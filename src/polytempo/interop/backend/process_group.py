@@ -35,13 +35,18 @@ from polytempo.native.group import Group
 _PATIENCE_S = 0.002
 
 
+def has_spare_core(num_ranks: int) -> bool:
+    """Whether this process may use a core for a thread of each of `num_ranks` ranks besides their programs'."""
+    return len(os.sched_getaffinity(0)) >= 2 * num_ranks
+
+
 def _patience_s(num_ranks: int) -> float:
     """How long an asynchronous collective waits for the others' programs before it is left to a thread.
 
     A thread overlaps it with what comes next if there is a core to spare. Where there is none, the thread would take
     its core from the program, and the program is better off doing it at once with the others.
     """
-    return 0.0 if len(os.sched_getaffinity(0)) >= 2 * num_ranks else _PATIENCE_S
+    return 0.0 if has_spare_core(num_ranks) else _PATIENCE_S
 
 
 def _blocks(opts: Any) -> bool:

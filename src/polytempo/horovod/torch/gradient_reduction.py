@@ -1,0 +1,107 @@
+"""`GradientReduction`: how a `DistributedOptimizer` reduces the gradients of some of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.torch.collectives import (
+    ReductionOp,
+    allreduce_async_,
+    encoded_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
+from polytempo.horovod.torch.handles import synchronize
+from polytempo.horovod.torch.process_sets import ProcessSet
+
+
+class GradientReduction:
+    """How gradients are reduced: arguments of `DistributedOptimizer`, by their names there."""
+
+    def __init__(
+        self,
+        names: dict[Tensor, str],
+        compression: AnyCompression,
+        op: ReductionOp,
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.names, self.op = names, op
+        self.codec = compression if isinstance(compression, CodecCompression) else None
+        self.cast = Compression.none if isinstance(compression, CodecCompression) else compression
+        self.factors = (1.0 / predivide, predivide)
+        self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
+        self._exchanges: dict[str, CodecExchange] = {}
+        """Of a codec, by name: what of each gradient is sent later."""
+
+    def begin(self, group: Sequence[Tensor]) -> Callable[[], None]:
+        """Submit the gradients of `group`; what is answered waits for them, and puts them in place."""
+        made_dense: dict[Tensor, int] = {}
+        for parameter in group:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse and self.sparse_as_dense:
+                made_dense[parameter] = parameter.grad.sparse_dim()
+                parameter.grad = parameter.grad.to_dense()
+        sparse = [parameter for parameter in group if _gradient(parameter).is_sparse]
+        dense = [parameter for parameter in group if not _gradient(parameter).is_sparse]
+        waits = [self._begin_sparse(parameter) for parameter in sparse]
+        if dense:
+            waits.append(self._begin_dense(dense))
+
+        def wait() -> None:
+            for each in waits:
+                each()
+            for parameter, dims in made_dense.items():
+                parameter.grad = _gradient(parameter).to_sparse(dims)
+
+        return wait
+
+    def _begin_dense(self, group: Sequence[Tensor]) -> Callable[[], None]:
+        if self.codec is not None:
+            return self._begin_encoded(group, self.codec)
+        pairs = [self.cast.compress(_gradient(parameter)) for parameter in group]
+        sent = [pair[0] for pair in pairs]
+        name, (before, after) = self.names[group[0]], self.factors
+        if len(sent) == 1:
+            handle = allreduce_async_(sent[0], None, name, self.op, before, after, self.process_set)
+        else:
+            handle = grouped_allreduce_async_(sent, None, f"group.{name}", self.op, before, after, self.process_set)
+
+        def wait() -> None:
+            synchronize(handle)
+            for parameter, tensor, (_, context) in zip(group, sent, pairs, strict=True):
+                answer = self.cast.decompress(tensor, context)
+                if answer is not parameter.grad:
+                    _gradient(parameter).copy_(answer)
+
+        return wait
+
+    def _begin_encoded(self, group: Sequence[Tensor], by: CodecCompression) -> Callable[[], None]:
+        name = self.names[group[0]]
+        if name not in self._exchanges:
+            self._exchanges[name] = by.lasting()
+        given, exchange = [_gradient(parameter) for parameter in group], self._exchanges[name]
+        options = (self.op, self.factors, self.process_set, exchange)
+        handle = encoded_allreduce_async(given, f"encoded.{name}", *options, in_place=True)
+        return partial(synchronize, handle)
+
+    def _begin_sparse(self, parameter: Tensor) -> Callable[[], None]:
+        later = sparse_allreduce_async(_gradient(parameter), self.names[parameter], self.op, self.process_set)
+
+        def wait() -> None:
+            parameter.grad = later()
+
+        return wait
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
