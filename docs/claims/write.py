@@ -46,16 +46,16 @@ NEEDS = {
 
 HEAD = """# What papers claim, and what we find
 
-Every figure of the papers that Polytempo's strategies come from, beside ours. `python docs/claims/write.py` writes this page
-from [docs/claims](claims). [A test](../tests/unit/test_claims.py) fails where a row names a test or a benchmark that is
-gone, or a number that is not in it.
+Every figure of the papers that Polytempo's strategies come from, beside ours. `python docs/claims/write.py` writes
+this page from [docs/claims](claims). [A test](../tests/unit/test_claims.py) fails where a row names a test or a
+benchmark that is gone, or a number that is not in it.
 
 | status | means | rows |
 |---|---|---|
 {statuses}
 
-A paper's figure is one that we have read in its text, its abstract or its authors' code, unless it is *derived* from the
-paper's rule, known *second-hand*, or *unchecked*: remembered, and not looked up. Unchecked figures are leads, not facts.
+A paper's figure is one that we have read in its text, its abstract or its authors' code, unless it is *derived* from
+the paper's rule, known *second-hand*, or *unchecked*: remembered, and not looked up. Unchecked figures are leads.
 
 A row of a test is run by `.venv/bin/python -m pytest FILE -k NAME`; a row of a benchmark by the command that it names.
 The benchmark's page says on which machine its figures were measured."""
