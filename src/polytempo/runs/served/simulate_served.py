@@ -60,7 +60,7 @@ def simulate_served(
     `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
     delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
     """
-    run, options = _Run(spec, cluster, native, meta), spec.options
+    run, options = ServedSimulation(spec, cluster, native, meta), spec.options
     with ExitStack() as files:
         show = files.enter_context(show_rows(progress, spec, "virtual "))
         writer = None
@@ -72,8 +72,8 @@ def simulate_served(
         return run.finish(outcome)
 
 
-class _Run:
-    """Everything of one simulated run."""
+class ServedSimulation:
+    """Everything of one simulated run with a parameter server."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, native: bool, meta: bool = False) -> None:
         def see(model: nn.Module, data: Data) -> None:
