@@ -154,6 +154,11 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     yield f"the parameters live in {shards}{copies}; each shard is sent, and sends, its part of these bytes"
     if not any(planned.exchange.server == "pull" for planned in found.exchanges):
         yield "a worker pulls the parameters before its first step only"
+    if service.reassigns is not None:
+        parts = service.reassigns
+        yield "workers tell each other how far they are, and hand over slices of their batches"
+        yield f"a batch has {parts.slices} slices; it pays from {parts.least_batch} samples on, or with a larger grain"
+        return
     yield f"{'workers' if strategy.schedule is None else 'replicas of the model'} do not send to each other"
 
 
