@@ -54,6 +54,8 @@ STRATEGIES: dict[str, Strategy] = {
     "power_sgd(2)": s.power_sgd(2),
     "top_k(0.01)": s.top_k_sgd(0.01),
     "gossip": s.gossip(),
+    "async_sgd": s.async_sgd(),
+    "downpour": s.downpour(),
 }
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from polytempo.core import Port
 from polytempo.jobs import find
 from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _passes, _perceptron
 from polytempo.runs.calibration.link_samples import collectives, links
+from polytempo.runs.calibration.server_samples import _job, pushes
 from polytempo.runs.job_memory import estimated, measured_bytes
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -133,6 +135,15 @@ def test_links_and_collectives_are_measured_between_all_that_talk() -> None:
     assert (found.source, found.target, second[0]) == (0, 1, [])
     assert found.link.latency_s > 0 < found.link.bytes_per_s
     assert [kind for kind, _, _ in first[1]] == ["all_reduce", "all_gather", "all_to_all"]
+
+
+def test_a_shard_is_measured_by_its_pushes() -> None:
+    """Those of two workers in twelve steps; more parameters take longer."""
+    small, large = (pushes(_job(middle)) for middle in (4, 2048))
+    assert [sample.uses[0].kernel for sample in small] == ["serve"] * 2 * 12
+    [use] = {sample.uses for sample in small}.pop()
+    assert use.flops == 4 * (256 * 4 + 4 + 4 * 64 + 64)
+    assert 0 < median(sample.seconds for sample in small) < median(sample.seconds for sample in large)
 
 
 def test_samples_name_the_kernels_that_are_charged() -> None:

@@ -71,6 +71,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         ("easgd", ["every 4 steps: values as they are, by its answer", "a pull is 38.4 kB\n"]),
         ("async_sgd", ["every step: values as they are, by pull"]),
+        ("flexrr", ["a batch has 80 slices; it pays from 240 samples on, or with a larger grain"]),
+        ("flexrr(grain=0.05, first_offer=0.05)", ["a batch has 20 slices; it pays from 60 samples on"]),
     ],
 )
 def test_what_is_sent(capsys: pytest.CaptureFixture[str], strategy: str, lines: list[str]) -> None:

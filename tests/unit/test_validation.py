@@ -35,6 +35,13 @@ def test_steps_and_components_are_compared() -> None:
         validation(trace(1, 1, steps=2), trace(1, 1))
 
 
+def test_a_server_marks_no_steps() -> None:
+    served = [Event(2, 0, "take", 0, float(step), step + 0.5) for step in range(6)]
+    assert validation(trace(0.004, 0.001) + served, trace(0.004, 0.003)) == validation(
+        trace(0.004, 0.001), trace(0.004, 0.003)
+    )
+
+
 def test_operations_that_overlap_count_once() -> None:
     events = [
         Event(0, step, op, 0, step + begin_s, step + end_s)

@@ -20,7 +20,7 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.ledger import Verdict
 from polytempo.data.plan import permutation
-from polytempo.runs.served.simulate_served import _Run
+from polytempo.runs.served.simulate_served import ServedSimulation
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
@@ -71,7 +71,7 @@ class Ran(NamedTuple):
 
 
 def trained(strategy: Strategy, cluster: Cluster = EVEN, steps: int = 2, of: Job | None = None) -> Ran:
-    run = _Run(RunSpec.of(of or job(), strategy, WORKERS, RunOptions(steps=steps)), cluster, False)
+    run = ServedSimulation(RunSpec.of(of or job(), strategy, WORKERS, RunOptions(steps=steps)), cluster, False)
     outcome = run.world.run(run.act)
     result = run.finish(outcome)
     survivor = next(rank for rank, attendance in enumerate(outcome.results) if attendance is not None)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives import halving_doubling_price, hierarchical_price, ring, ring_price, star_price, tree_price
-from polytempo.core import Port, Price
+from polytempo.core import Port, Price, Strategy
+from polytempo.jobs import find
+from polytempo.runs.simulate import simulate
+from polytempo.strategies import local_sgd, sync_sgd
 from polytempo.worlds import VirtualWorld
 
 GB = 1e9
@@ -38,6 +41,23 @@ def test_gibiansky_2017_ring() -> None:
     assert ring_price(10**6, 1.2 * GB, 0, 6 * GB).seconds == pytest.approx(0.4, rel=1e-5)
     assert ring_price(10**6, 1.2 * GB, 0, 6 * GB).busiest_bytes == pytest.approx(2.4 * GB, rel=1e-5)
     assert ring_price(40, 1.2 * GB, 0, 6 * GB).seconds == pytest.approx(0.39)
+
+
+def test_goyal_2017_peak_rate() -> None:
+    """100 MB of gradients pass twice through each link, hidden by a back-propagation of 125 ms, or of 120."""
+    passed = ring_price(10**6, 0.1 * GB, 0, 1 * GB).busiest_bytes
+    assert 8 * passed / 0.125 / 1e9 == pytest.approx(12.8, rel=1e-5)
+    assert 8 * passed / 0.120 / 1e9 == pytest.approx(13.3, abs=0.05)
+
+
+@pytest.mark.parametrize("period", [1, 2, 4, 8, 16])
+def test_local_sgd_sends_one_hth_of_the_bytes(period: int) -> None:
+    """Of synchronous SGD's, among 8 workers in 16 steps."""
+
+    def sent(strategy: Strategy) -> float:
+        return simulate(find("digits"), strategy, 8, steps=16, batch_size=4, meta=True).bytes_sent_per_rank
+
+    assert period * sent(local_sgd(period)) == sent(sync_sgd())
 
 
 def test_firecaffe_2016_server_against_tree_among_128() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple
@@ -25,20 +25,20 @@ class Neighbours(NamedTuple):
     """For each rank j the other ranks that receive from it."""
 
 
-class EqualShares(Sequence[list[float]]):
-    """The matrix in which each rank takes equal parts of some ranks. A row is made when it is asked for."""
+class SparseWeights(Sequence[list[float]]):
+    """A matrix by the entries of each row that are not zero. A row is made when it is asked for."""
 
-    def __init__(self, peers: Sequence[Collection[int]]) -> None:
-        self.peers = peers
+    def __init__(self, rows: Sequence[Mapping[int, float]]) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
-        return len(self.peers)
+        return len(self.rows)
 
     def __getitem__(self, rank: Any) -> Any:
         if isinstance(rank, slice):
             return [self[i] for i in range(*rank.indices(len(self)))]
-        near = self.peers[rank]
-        return [1 / len(near) if j in near else 0.0 for j in range(len(self))]
+        near = self.rows[rank]
+        return [near.get(j, 0.0) for j in range(len(self))]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -46,12 +46,16 @@ class EqualShares(Sequence[list[float]]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def equal_shares(peers: Iterable[Collection[int]]) -> SparseWeights:
+    """The matrix in which each rank takes equal parts of its `peers`."""
+    return SparseWeights([dict.fromkeys(sorted(near), 1 / len(near)) for near in peers])
+
+
 def neighbours(weights: Weights) -> Neighbours:
     """The weights that are not zero."""
-    sources: list[dict[int, float]] = []
     listeners: list[list[int]] = [[] for _ in range(len(weights))]
-    if isinstance(weights, EqualShares):
-        sources = [dict.fromkeys(sorted(near), 1 / len(near)) for near in weights.peers]
+    if isinstance(weights, SparseWeights):
+        sources = weights.rows
     else:
         sources = [{j: weight for j, weight in enumerate(row) if weight} for row in weights]
     for rank, found in enumerate(sources):
@@ -63,12 +67,12 @@ def neighbours(weights: Weights) -> Neighbours:
 
 def ring_graph(step: int, num_ranks: int) -> Weights:
     """Each rank and its two neighbours, a third each (a half each for two ranks)."""
-    return EqualShares([{rank, (rank - 1) % num_ranks, (rank + 1) % num_ranks} for rank in range(num_ranks)])
+    return equal_shares({rank, (rank - 1) % num_ranks, (rank + 1) % num_ranks} for rank in range(num_ranks))
 
 
 def complete(step: int, num_ranks: int) -> Weights:
     """Every rank with every rank: the exact mean."""
-    return EqualShares([set(range(num_ranks))] * num_ranks)
+    return SparseWeights([dict.fromkeys(range(num_ranks), 1 / num_ranks)] * num_ranks)
 
 
 def exponential_graph(step: int, num_ranks: int) -> Weights:
@@ -80,7 +84,7 @@ def exponential_graph(step: int, num_ranks: int) -> Weights:
     """
     rounds = max(1, (num_ranks - 1).bit_length())
     hop = 1 << (step % rounds)
-    return EqualShares([{rank, (rank + hop) % num_ranks} for rank in range(num_ranks)])
+    return equal_shares({rank, (rank + hop) % num_ranks} for rank in range(num_ranks))
 
 
 def random_pairs(seed: int = 0) -> Graph:
@@ -96,7 +100,7 @@ def random_pairs(seed: int = 0) -> Graph:
         for a, b in zip(order[::2], order[1::2], strict=False):
             peers[a].add(b)
             peers[b].add(a)
-        return EqualShares(peers)
+        return equal_shares(peers)
 
     graph.__name__ = call_name(random_pairs, locals())
     return graph
@@ -111,11 +115,12 @@ def random_targets(seed: int = 0) -> Graph:
 
     def graph(step: int, num_ranks: int) -> Weights:
         random = Random(f"{seed}/{step}")
-        weights = [[0.0] * num_ranks for _ in range(num_ranks)]
+        rows: list[dict[int, float]] = [{} for _ in range(num_ranks)]
         for rank in range(num_ranks):
-            weights[rank][rank] += 0.5
-            weights[(rank + random.randrange(1, num_ranks)) % num_ranks if num_ranks > 1 else 0][rank] += 0.5
-        return weights
+            target = (rank + random.randrange(1, num_ranks)) % num_ranks if num_ranks > 1 else 0
+            for to in (rank, target):
+                rows[to][rank] = rows[to].get(rank, 0.0) + 0.5
+        return SparseWeights(rows)
 
     graph.__name__ = call_name(random_targets, locals())
     return graph
@@ -125,26 +130,38 @@ def random_targets(seed: int = 0) -> Graph:
 def mixing_neighbours(graph: Graph, step: int, num_ranks: int) -> Neighbours:
     """The checked weights of one step. Kept for a while: the ranks of a virtual world all ask for the same."""
     weights = graph(step, num_ranks)
-    if not isinstance(weights, EqualShares):
+    if not isinstance(weights, SparseWeights):
         return neighbours(checked(weights, num_ranks))
     found = neighbours(_square(weights, num_ranks))
-    columns = [0.0] * num_ranks
-    for row in found.sources:
-        for source, weight in row.items():
-            columns[source] += weight
-    return found if all(abs(column - 1) <= 1e-9 for column in columns) else neighbours(checked(weights, num_ranks))
+    sums = [sum(row.values()) for row in found.sources] + _column_sums(found)
+    least = min((weight for row in found.sources for weight in row.values()), default=0.0)
+    right = least >= 0 and all(abs(each - 1) <= 1e-9 for each in sums)
+    return found if right else neighbours(checked(weights, num_ranks))
 
 
 @lru_cache(maxsize=16)
-def pushing_matrix(graph: Graph, step: int, num_ranks: int) -> Weights:
+def pushing_neighbours(graph: Graph, step: int, num_ranks: int) -> Neighbours:
     """For a directed graph the checked weights: columns sum to 1, and each rank keeps a part of its own."""
-    weights = _square(graph(step, num_ranks), num_ranks)
-    for i, column in enumerate(zip(*weights, strict=True)):
-        if not _sums_to_one(column):
-            raise ValueError(f"the columns of a graph for pushes must sum to 1, but column {i} is {list(column)}")
-        if not column[i]:
-            raise ValueError(f"each rank must keep a part of what it has, but column {i} is {list(column)}")
-    return weights
+    found = neighbours(_square(graph(step, num_ranks), num_ranks))
+    negative = {source for row in found.sources for source, weight in row.items() if weight < 0}
+    for i, total in enumerate(_column_sums(found)):
+        if abs(total - 1) > 1e-9 or i in negative:
+            raise ValueError(f"the columns of a graph for pushes must sum to 1, but column {i} is {_column(found, i)}")
+        if i not in found.sources[i]:
+            raise ValueError(f"each rank must keep a part of what it has, but column {i} is {_column(found, i)}")
+    return found
+
+
+def _column_sums(found: Neighbours) -> list[float]:
+    sums = [0.0] * len(found.sources)
+    for row in found.sources:
+        for source, weight in row.items():
+            sums[source] += weight
+    return sums
+
+
+def _column(found: Neighbours, i: int) -> list[float]:
+    return [row.get(i, 0) for row in found.sources]
 
 
 def checked(weights: Weights, num_ranks: int) -> Weights:
@@ -163,7 +180,7 @@ def checked(weights: Weights, num_ranks: int) -> Weights:
 
 def _square(weights: Weights, num_ranks: int) -> Weights:
     if len(weights) != num_ranks or (
-        not isinstance(weights, EqualShares) and any(len(row) != num_ranks for row in weights)
+        not isinstance(weights, SparseWeights) and any(len(row) != num_ranks for row in weights)
     ):
         raise ValueError(f"a graph for {num_ranks} ranks must give a {num_ranks}x{num_ranks} matrix")
     return weights

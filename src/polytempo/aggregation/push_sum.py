@@ -5,12 +5,14 @@ Source: M. Assran, N. Loizou, N. Ballas and M. Rabbat, "Stochastic gradient push
 
 from __future__ import annotations
 
+from array import array
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from polytempo.aggregation.graphs import Graph, neighbours, pushing_matrix
+from polytempo.aggregation.graphs import Graph, Neighbours, pushing_neighbours
 from polytempo.aggregation.mix import sum_cost, weighted_sum
 from polytempo.core import Bundle, Cost, Exchange, Port, Transform
 from polytempo.core.anchor import AnchorState
@@ -39,30 +41,32 @@ def push_sum(graph: Graph) -> Transform:
     itself, and none is sent.
     """
 
-    def begin(port: Port, state: PushSumState) -> tuple[Tensor, Tensor]:
+    def begin(port: Port, state: PushSumState) -> tuple[Neighbours, Tensor]:
         """(P, w) before the exchange."""
         known = len(state.weights) == port.size
         weights = state.weights if known else torch.ones(port.size, dtype=torch.float64)
-        return torch.tensor(list(pushing_matrix(graph, state.step, port.size)), dtype=torch.float64), weights
+        return pushing_neighbours(graph, state.step, port.size), weights
 
     async def apply(port: Port, bundle: Bundle, state: PushSumState) -> tuple[Bundle | None, PushSumState]:
         if port.size == 1:
             return bundle, state._replace(step=state.step + 1)
-        matrix, weights = begin(port, state)
+        found, weights = begin(port, state)
         known = len(state.weights) == port.size
         owed = float(weights[port.rank]) - 1  # x = w z + what has moved z since
         x = bundle.flat.add(state.last.anchor.flat, alpha=owed) if known and owed else bundle.flat
-        mixed = await _mixed(port, x, matrix)
-        weights = matrix @ weights
+        mixed = await weighted_sum(port, x, found.sources[port.rank], found.listeners[port.rank])
+        weights = _pushed(graph, state.step, weights.numpy().tobytes())
         z = mixed / float(weights[port.rank])
         return bundle.with_flat(z), PushSumState(
             state.step + 1, weights, AnchorState(bundle.with_flat(z.clone()), None)
         )
 
     async def beside(port: Port, bundle: Bundle, state: PushSumState) -> Bundle:
-        matrix, weights = begin(port, state)
-        shares = matrix * weights
-        return bundle.with_flat(await _mixed(port, bundle.flat, shares / shares.sum(1, keepdim=True)))
+        found, weights = begin(port, state)
+        shares = {j: part * float(weights[j]) for j, part in found.sources[port.rank].items()}
+        total = sum(shares.values())
+        sources = {j: share / total for j, share in shares.items()}
+        return bundle.with_flat(await weighted_sum(port, bundle.flat, sources, found.listeners[port.rank]))
 
     def init(parameters: Bundle) -> PushSumState:
         return PushSumState(0, torch.ones(0, dtype=torch.float64), AnchorState(parameters.copy(), None))
@@ -71,15 +75,17 @@ def push_sum(graph: Graph) -> Transform:
         """In the graph's first step."""
         size = num_bytes(parameters)
         return Cost(
-            (Exchange("push_sum", sum_cost(neighbours(pushing_matrix(graph, 0, num_ranks)), size)),),
+            (Exchange("push_sum", sum_cost(pushing_neighbours(graph, 0, num_ranks), size)),),
             memory_bytes=size + _WEIGHT_BYTES * num_ranks,
         )
 
     return Transform(init, apply, idle_alone=True, cost=cost, beside=beside)
 
 
-async def _mixed(port: Port, flat: Tensor, weights: Tensor) -> Tensor:
-    """Σⱼ Wᵢⱼ xⱼ at rank i."""
-    sources = {j: weight for j, weight in enumerate(weights[port.rank].tolist()) if weight}
-    hearing: list[int] = weights[:, port.rank].nonzero().flatten().tolist()
-    return await weighted_sum(port, flat, sources, [rank for rank in hearing if rank != port.rank])
+@lru_cache(maxsize=4)
+def _pushed(graph: Graph, step: int, before: bytes) -> Tensor:
+    """w after the exchange of `step`, from the bytes of w. The ranks of a virtual world share one answer."""
+    weights = array("d", before)
+    found = pushing_neighbours(graph, step, len(weights))
+    after = [sum(part * weights[j] for j, part in row.items()) for row in found.sources]
+    return torch.tensor(after, dtype=torch.float64)

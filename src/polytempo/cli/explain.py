@@ -13,6 +13,7 @@ from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, size
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
+from polytempo.flexrr.reassignment import Reassignment
 from polytempo.partition.wires import AS_THEY_ARE
 from polytempo.runs.simulate import simulate
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
@@ -154,6 +155,10 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     yield f"the parameters live in {shards}{copies}; each shard is sent, and sends, its part of these bytes"
     if not any(planned.exchange.server == "pull" for planned in found.exchanges):
         yield "a worker pulls the parameters before its first step only"
+    if isinstance(parts := service.reassigns, Reassignment):
+        yield "workers tell each other how far they are, and hand over slices of their batches"
+        yield f"a batch has {parts.slices} slices; it pays from {parts.least_batch} samples on, or with a larger grain"
+        return
     yield f"{'workers' if strategy.schedule is None else 'replicas of the model'} do not send to each other"
 
 

@@ -56,6 +56,11 @@ class Reassignment:
         """How many slices a share is cut into."""
         return round(1 / self.grain)
 
+    @property
+    def least_batch(self) -> int:
+        """The samples of a batch from which on a slice has three; with fewer, help often comes late."""
+        return 3 * self.slices
+
     def offer(self, first: bool) -> int:
         """How many slices to offer."""
         return max(1, round((self.first_offer if first else self.later_offers) / self.grain))

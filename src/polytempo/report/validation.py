@@ -101,10 +101,14 @@ def steps_of_ranks(events: Iterable[Event]) -> list[list[float]]:
 
 
 def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
-    """Of each step that the trace holds whole, what every rank's part of it was made of, in seconds."""
+    """Of each step that the trace holds whole, what every rank's part of it was made of, in seconds.
+
+    A rank that is in one step all the time, as a parameter server's is, marks none and is left out.
+    """
     of_rank: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         of_rank[event.rank][event.step].append(event)
+    of_rank = {rank: steps for rank, steps in of_rank.items() if len(steps) > 1}
     found: dict[int, list[Mapping[str, float]]] = defaultdict(list)
     for steps in of_rank.values():
         first = min(steps)

@@ -38,9 +38,10 @@ def flexrr(
     are frozen or a slice is a batch (`grain` = `first_offer` = `later_offers` = 1).
 
     Cost: as `async_sgd`; each slice that is helped with is a push of its own, and with a bound a shard keeps one more
-    vector for each batch that is being helped with. Batches are computed slice by slice, so make slices of several
-    samples: larger batches, or a larger `grain`. One of 8 workers at half speed lengthens a
-    step to 1.11 at best with 4 helpers, where others wait until 2.0.
+    vector for each batch that is being helped with. Batches are computed slice by slice. It pays from about three
+    samples a slice on, 240 a batch: for smaller ones make slices larger, as by `grain` = `first_offer` = 0.05 for 64
+    (`benchmarks/parameter_server/README.md`). One of 8 workers at half speed lengthens a step to 1.11 at best with 4
+    helpers, where others wait until 2.0.
 
     Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML", SoCC 2016 (rapid
     reassignment: 20 %, 2.5 %, 5 %). Deviations: see `flexrr.protocol`; there a server adds up a clock's updates as they

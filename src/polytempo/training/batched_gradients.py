@@ -12,6 +12,7 @@ Workers that are out of step still share passes, for between two steps of one wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class GradientPool:
 
     def enrol(self, worker: int, batch: Any) -> None:
         """`worker` begins to compute the gradient of `batch` at its present parameters."""
-        leaves, structure = tree_flatten(batch)
+        leaves, structure = _leaves(batch)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise ValueError(
@@ -193,6 +194,19 @@ class GradientPool:
             f"job {self._job.name}: batched computes the gradients of all workers in one pass (torch.func.vmap), which "
             f"its model or loss does not allow: {why}; leave out batched"
         )
+
+
+def _leaves(batch: Any) -> tuple[list[Any], Any]:
+    """As `tree_flatten`, which is slow for what nearly all batches are: a list or tuple of tensors."""
+    if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
+        return list(batch), _structure(type(batch) is list, len(batch))
+    return tree_flatten(batch)
+
+
+@cache
+def _structure(is_list: bool, length: int) -> Any:
+    leaves = [0] * length
+    return tree_flatten(leaves if is_list else tuple(leaves))[1]
 
 
 class PooledGuard(Guard):

@@ -132,7 +132,7 @@ def gradients_without_values(model: nn.Module, job: Job, cost: StepCost) -> Comp
         await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(samples))
         for parameter in model.parameters():
             if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return torch.empty((), device="meta")
 
     return compute_gradients

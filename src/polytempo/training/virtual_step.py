@@ -104,7 +104,7 @@ async def meta_step(port: Port, replica: Replica, cost: StepCost, samples: float
     def gradients() -> None:
         for parameter in replica.trainable.values():
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
     await step_of_work(port, replica, charge, StepWork(gradients, lambda: None), updates)
 

@@ -40,6 +40,7 @@ from polytempo.worlds.messages import Messages
 from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
+from polytempo.worlds.rare_collection import collecting_rarely
 from polytempo.worlds.trace import Event, Trace
 from polytempo.worlds.whole_sums import WholeSums
 
@@ -124,20 +125,8 @@ class VirtualWorld:
             raise ValueError("a virtual world runs one program; make another VirtualWorld for another run")
         self._began = True
         try:
-            for rank in self._acting:
-                self._schedule_crashes(rank)
-                flight = Flight("program", rank, 0, 0.0)
-                self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
-            while self._heap and self._running:
-                time_s, _, flight_or_none, action = heapq.heappop(self._heap)
-                if flight_or_none is not None and flight_or_none.done:
-                    continue  # a deadline that was kept
-                self.now_s = time_s
-                action()
-            if self._running:
-                living = [[] if rank in self.lost else strands for rank, strands in enumerate(self._strands)]
-                text = who_waits_for_what(self.now_s, living, self._collectives.open())
-                raise Deadlock(text) from next(iter(self._errors.values()), None)
+            with collecting_rarely():
+                self._run_all(program)
         finally:
             for strands in self._strands:
                 for strand in strands:
@@ -145,6 +134,22 @@ class VirtualWorld:
         if raises and self._errors:
             raise next(iter(self._errors.values()))
         return Outcome(self._results, self.now_s, self.trace, self._errors, self._messages.unreceived)
+
+    def _run_all(self, program: Callable[[Port], Coroutine[Any, Any, T]]) -> None:
+        for rank in self._acting:
+            self._schedule_crashes(rank)
+            flight = Flight("program", rank, 0, 0.0)
+            self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
+        while self._heap and self._running:
+            time_s, _, flight_or_none, action = heapq.heappop(self._heap)
+            if flight_or_none is not None and flight_or_none.done:
+                continue  # a deadline that was kept
+            self.now_s = time_s
+            action()
+        if self._running:
+            living = [[] if rank in self.lost else strands for rank, strands in enumerate(self._strands)]
+            text = who_waits_for_what(self.now_s, living, self._collectives.open())
+            raise Deadlock(text) from next(iter(self._errors.values()), None)
 
     def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
         """Do `action` at `time_s`; not if it is the deadline of an operation that is over by then."""

@@ -20,6 +20,7 @@ from polytempo.engines.init import init
 from polytempo.native.arena import shared_empty
 from polytempo.runs.calibration.kernel_samples import around, operators, transforms
 from polytempo.runs.calibration.link_samples import collectives, links
+from polytempo.runs.calibration.server_samples import servers
 from polytempo.runs.probe import flops_per_s
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
@@ -64,7 +65,7 @@ def calibration() -> dict[str, Any]:
     talk = world.drive(links(port)) if port.size > 1 else []
     meetings = world.drive(collectives(port, empty)) if port.size > 1 else []
     samples: list[Sample] = []
-    for measure in (operators, transforms, around):
+    for measure in (operators, transforms, around, servers):
         world.drive(_met(port))
         samples += measure()
     world.drive(_met(port))

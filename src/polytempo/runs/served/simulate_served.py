@@ -60,7 +60,7 @@ def simulate_served(
     `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
     delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
     """
-    run, options = _Run(spec, cluster, native, meta), spec.options
+    run, options = ServedSimulation(spec, cluster, native, meta), spec.options
     with ExitStack() as files:
         show = files.enter_context(show_rows(progress, spec, "virtual "))
         writer = None
@@ -72,8 +72,8 @@ def simulate_served(
         return run.finish(outcome)
 
 
-class _Run:
-    """Everything of one simulated run."""
+class ServedSimulation:
+    """Everything of one simulated run with a parameter server."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, native: bool, meta: bool = False) -> None:
         def see(model: nn.Module, data: Data) -> None:
@@ -88,6 +88,7 @@ class _Run:
         self.program = program = ServedProgram(spec, spec.topology(hosts), see=see, meta=meta)
         self.topology = topology = program.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
+        self._groups: dict[int, Port] = {}
         self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
         for context in self.contexts:
             if context.noise is not None:
@@ -120,7 +121,7 @@ class _Run:
     async def act(self, port: Port) -> Attendance | None:
         """What each rank does. Where one fails, the machines end, so that the world does."""
         try:
-            if port.rank in self.topology.workers:
+            if port.rank < self.spec.workers:
                 return await self._work(port)
             if port.rank in self.nodes:
                 await serve(port, self.nodes[port.rank])
@@ -137,11 +138,19 @@ class _Run:
 
     async def _work(self, port: Port) -> Attendance:
         client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
-        group, stages = port.among(self.topology.beside(port.rank)), self._stages(port)
+        group, stages = self._group(port), self._stages(port)
         program = work(group, self.contexts[port.rank], client, stages=stages)
         if stages is not None:
             program = through_stages(StageMessages(port, stages.members, client.incarnation, self.timing), program)
         return await through(client, port, program)
+
+    def _group(self, port: Port) -> Port:
+        """The workers with the same stage of all replicas: they follow each other. They share what a group lists."""
+        stage = self.topology.stage_of(port.rank)
+        if stage not in self._groups:
+            self._groups[stage] = port.among(self.topology.beside(port.rank))
+        shared = self._groups[stage]
+        return replace(shared, rank=port.rank - shared.members[0])
 
     def _stages(self, port: Port) -> Port | None:
         """The group of the replica's stages of a worker; None where it holds the whole model."""

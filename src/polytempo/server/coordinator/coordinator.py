@@ -134,7 +134,7 @@ class Coordinator:
             out += self._deals(now_s)
         if node in self.members:
             self._listeners.on_event(("lost", node))
-            del self.members[node]
+            self._membership.leave(node)
             self._calls.lose(node)
             out += self._notify_shards(now_s)  # while elements move, this comes afterwards
             self._membership.leaving[node] = self._membership.changes + self.reshaper.moving
@@ -254,7 +254,8 @@ class Coordinator:
         self._announced_s = now_s
         nodes = {*(node for chain in self.chains for node in chain), *self.members}
         nodes |= set() if self.nodes.evaluator is None else {self.nodes.evaluator}
-        return [(node, self.view) for node in sorted(nodes)]
+        view = self.view
+        return [(node, view) for node in sorted(nodes)]
 
     # ------------------------------------------------------------------ work
 
@@ -273,7 +274,7 @@ class Coordinator:
             self._expected.discard(ask.worker)
             self._returning.discard(ask.worker)
             self._listeners.on_event(("joined", ask.worker))
-            self.members[ask.worker] = ask.incarnation
+            self._membership.join(ask.worker, ask.incarnation)
             self._calls.begin(ask)
             self.scheduler.join(ask.worker, ask.incarnation)
             out += self._notify_shards(now_s)
@@ -283,7 +284,7 @@ class Coordinator:
         for row in self._calls.new_rows(ask):
             self._listeners.on_row(row)
         if self._calls.is_goodbye(ask):
-            self.members.pop(ask.worker, None)
+            self._membership.leave(ask.worker)
             self._calls.lose(ask.worker)
             self.scheduler.leave(ask.worker, ask.done)
             return self._notify_shards(now_s) + self._end(now_s)

@@ -22,7 +22,7 @@ class Membership:
 
     def __init__(self, num_shards: int, *, waits: bool) -> None:
         self.members: dict[int, int] = {}
-        """The workers that take part, with their incarnations."""
+        """The workers that take part, with their incarnations; changed by `join` and `leave`."""
         self.changes = 0
         self.known = [0] * num_shards
         """How many changes each shard has noted."""
@@ -34,6 +34,17 @@ class Membership:
         self._announced: dict[int, int] = {}
         self._resting: tuple[int, ...] = ()
         self._admitted: dict[int, int] = {}
+        self._touched = False
+
+    def join(self, worker: int, incarnation: int) -> None:
+        """`worker` takes part, in this life."""
+        self.members[worker] = incarnation
+        self._touched = True
+
+    def leave(self, worker: int) -> None:
+        """`worker` takes part no more."""
+        self.members.pop(worker, None)
+        self._touched = True
 
     @property
     def ready(self) -> int:
@@ -65,7 +76,9 @@ class Membership:
                 rest.update(worker for worker in self.members if worker not in busy or worker in new)
         ordered = tuple(sorted(rest))
         awaited = any(since > self.changes for since in self.leaving.values())
-        if self.members == self._announced and ordered == self._resting and not awaited:
+        same = not self._touched or self.members == self._announced  # all are compared only where one has changed
+        self._touched = False
+        if same and ordered == self._resting and not awaited:
             return None
         self.changes += 1
         self._admitted = {

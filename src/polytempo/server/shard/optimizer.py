@@ -111,6 +111,8 @@ class Optimizer:
         No terms: a step on a gradient of zeros. Cost: with the kernel one read of the weights and of each gradient and
         one write of `out`; moments are read and written once.
         """
+        if weights.is_meta:
+            return  # there are no values
         lrs = lrs if self._own is None or lrs else self._own
         if self.rule.kind == "sgd":
             moments = moments._replace(second=None)  # a modifier's

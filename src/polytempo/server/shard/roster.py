@@ -7,6 +7,7 @@ resting       2           has no work for now; to the rule it is as a worker tha
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
@@ -35,10 +36,13 @@ class Roster:
             if worker in resting:
                 yield from self._uncount(worker)
         for worker in [worker for worker in sorted(members) if worker not in self.members]:
-            self.members = dict(sorted({**self.members, worker: members[worker]}.items()))
+            more = {**self.members, worker: members[worker]}
+            self.members = more if worker > next(reversed(self.members), -1) else dict(sorted(more.items()))
             yield "added", worker
-        for worker in [worker for worker in self.members if worker not in resting and worker not in self.counted]:
-            self.counted = tuple(sorted((*self.counted, worker)))
+        counted = set(self.counted)
+        for worker in [worker for worker in self.members if worker not in resting and worker not in counted]:
+            place = bisect(self.counted, worker)
+            self.counted = (*self.counted[:place], worker, *self.counted[place:])
             yield "counted", worker
         self.resting = frozenset(resting)
 
