@@ -228,6 +228,8 @@ def _in_parts(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) 
 
 
 def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> _Part:
+    if not spec.strategy.synchronized:
+        keep_memory()  # of other ranks' models
     handle = attach_replica(
         *(model, optimizer, replace(spec.strategy, slices=None, distillation=None, parted=None)),  # all is made here
         world=world,

@@ -3,7 +3,7 @@
 Every page that the system gives is zeroed at its first touch. ZeroMQ asks `malloc` for room for each message, and above
 32 MiB glibc always asks the system for it: half of the time that a large tensor takes over TCP. Stages of a pipeline
 free activations in an order in which the end of the heap is often free, and glibc gives that back: with small
-convolutions a stage touched up to 5,000 new pages a step.
+convolutions a stage touched up to 5,000 new pages a step, and a rank that mixes its model with its neighbours' 1,300.
 """
 
 from __future__ import annotations
