@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from polytempo.training.hybrid import hybrid
     from polytempo.training.layer_plan import plan_layers
     from polytempo.training.loop_state import ElasticState
-    from polytempo.training.pipeline.pipeline import Pipeline, pipeline
+    from polytempo.training.pipeline.pipeline import Pipeline
     from polytempo.training.place import place
     from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
@@ -128,7 +128,9 @@ _HOMES = {
     "polytempo.training.checkpoint_model": ("checkpoint_model",),
     "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
-    "polytempo.training.pipeline.pipeline": ("Pipeline", "pipeline"),
+    "polytempo.runs.own_loop.pipeline": ("pipeline",),
+    "polytempo.runs.own_loop.served_pipeline": ("ServedPipeline",),
+    "polytempo.training.pipeline.pipeline": ("Pipeline",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.result": ("Result",),

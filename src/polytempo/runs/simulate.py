@@ -38,15 +38,14 @@ from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.batched_step import BatchedReplicas
-from polytempo.training.distillation import data_of_group, grouped, of_group
+from polytempo.training.distillation import data_of_group, of_group
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import VirtualNoiseBoard
 from polytempo.training.noise_watch import NoiseWatch
 from polytempo.training.norm_growth import norm_growth
-from polytempo.training.parted_training import laid_out_parts, parted_model
-from polytempo.training.pipeline.pipeline_stage import laid_out
+from polytempo.training.parted_training import laid_out_run, parted_model
 from polytempo.training.ports import ports_of
 from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.replica import Replica
@@ -141,7 +140,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
-    ports = [_laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
+    ports = [laid_out_run(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     contexts = [
         _context(spec, data, observer, cost, each, port, deepcopy(whole), together)
         for port, each in zip(ports, updates, strict=True)
@@ -151,7 +150,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         share_storage([context.replica.model for context in contexts])
 
     async def program(port: Port) -> TrainingSummary:
-        summary = await train(_laid_out(port, spec.strategy), contexts[port.rank])
+        summary = await train(laid_out_run(port, spec.strategy), contexts[port.rank])
         await updates[port.rank].settle()
         return summary
 
@@ -180,10 +179,6 @@ def _measure(spec: RunSpec, contexts: Sequence[TrainingContext], ports: Sequence
         board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
         replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
         context.growth = norm_growth(spec, replica, context.shard)
-
-
-def _laid_out(port: Port, strategy: Strategy) -> Port:
-    return laid_out_parts(grouped(laid_out(port, strategy.stages), strategy.groups), strategy.parted)
 
 
 def _context(

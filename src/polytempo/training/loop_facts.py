@@ -160,8 +160,7 @@ class LoopFacts:
     @property
     def mail_bytes(self) -> int:
         """The largest tensors that any message carries, in all."""
-        states = max(map(len, self.states), default=0)
-        return max(self.passed_bytes, states, (2 * self.workers + 8) * self.weights.nbytes)
+        return max(self.passed_bytes, (2 * self.workers + 8) * self.weights.nbytes)
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON takes it, but for the values of the vectors and the shards' states (`blobs`)."""

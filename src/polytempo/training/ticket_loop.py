@@ -23,13 +23,11 @@ from polytempo.server.worker.server_calls import ServerCalls
 from polytempo.server.worker.stage_messages import StageMessages
 from polytempo.server.worker.stage_work import work_of
 from polytempo.server.worker.vector_format import VectorFormat
-from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.loop_facts import LoopFacts
 from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
 from polytempo.training.served_replica import ServedReplica, ServersModel
 from polytempo.training.shard_rule import rates_of
-from polytempo.training.trainable_parameters import trainable
 from polytempo.worlds.mail import Mail, MailWorld
 
 T = TypeVar("T")
@@ -115,7 +113,6 @@ class TicketLoop:
             stage.serve(self._exchange_stage, lambda: tuple(self._client.versions))
         stages = None if stage is None else port.among(topology.replica_of(rank))
         self._work = work_of(self._client, stages, 0 if stage is None else stage.late)
-        self._guard = None if facts.allow_nan or stage is None else Guard(model, trainable(model, optimizer))
         self._decay = LocalDecay(optimizer) if stage is not None and service.decays == "workers" else None
         self._greeting = link.greeting
         self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client)
@@ -196,8 +193,6 @@ class TicketLoop:
         [(ticket, samples)] = self.dealt
         self.dealt.clear()
         loss = await self._stage.step(batch, ticket, samples)
-        if self._guard is not None and loss is not None:
-            self._guard.loss(loss, ticket.number, self.rank)
         if ticket.again:
             await self._push_all()
         return loss
@@ -208,8 +203,6 @@ class TicketLoop:
         replica.look_up()
         versions = None if replica.is_apart else late.versions
         self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
-        if self._guard is not None:
-            self._guard.gradients(late.ticket.number, self.rank)
         if self._decay is not None:
             self._decay.add_()
         if await replica.exchange_gradients(empty=False):
@@ -267,7 +260,7 @@ class TicketLoop:
         """The server's weights, in memory of their own."""
         return self._drive(self.replica.servers(self._clock))
 
-    def states(self) -> list[bytes]:
+    def states(self) -> list[Tensor]:
         """The states of all shards, between two epochs; one rank calls it, while the others wait."""
         heads = [asked.head for asked in self._client.asked]
         return self._drive(states_of(self._port, heads, self._client.timing))

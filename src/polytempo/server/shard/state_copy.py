@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from polytempo.core import Port, TimedOut
 from polytempo.server.message import Message
@@ -28,12 +30,13 @@ class StateCopy(Message, frozen=True, eq=False):
     """The answer, once every copy has all of it; see `packed`."""
 
     shard: int
-    content: bytes
+    content: Tensor
+    """As uint8: what `packed` has made."""
 
 
 def copy_of(shard: Shard) -> StateCopy:
     """The state of `shard` as it is now."""
-    return StateCopy(shard.number, packed(SnapshotPart(*shard.dump())))
+    return StateCopy(shard.number, torch.frombuffer(bytearray(packed(SnapshotPart(*shard.dump()))), dtype=torch.uint8))
 
 
 def begin_with(shard: Shard, content: bytes) -> None:
@@ -48,9 +51,9 @@ def begin_with(shard: Shard, content: bytes) -> None:
         ) from error
 
 
-async def states_of(port: Port, heads: Sequence[int], timing: Timing) -> list[bytes]:
+async def states_of(port: Port, heads: Sequence[int], timing: Timing) -> list[Tensor]:
     """The states of all shards, whose heads are these nodes. TimedOut where one does not answer."""
-    found: dict[int, bytes] = {}
+    found: dict[int, Tensor] = {}
     until_s = await port.now() + timing.deadline_s
     while len(found) < len(heads):
         for shard, head in enumerate(heads):
@@ -60,7 +63,7 @@ async def states_of(port: Port, heads: Sequence[int], timing: Timing) -> list[by
         while len(found) < len(heads) and (left_s := again_s - await port.now()) > 0:
             taken = await port.take(left_s)
             if taken is not None and isinstance(taken[1], StateCopy):
-                found[taken[1].shard] = taken[1].content
+                found[taken[1].shard] = taken[1].content.clone()
         if await port.now() > until_s:
             missing = sorted(set(range(len(heads))) - set(found))
             raise TimedOut(port.world_rank, None, f"the state of shards {missing}", timing.deadline_s)
