@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from random import Random
 from typing import Any, Unpack
 
@@ -28,6 +29,7 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
 from polytempo.runs.folder import began
+from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.served.simulate_served import simulate_served
@@ -248,6 +250,10 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
             outcome, stages = priced_stages(spec, cluster, data, steps)
         return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
     cost = step_cost(spec, replica_of(spec)[0], data, cluster)
+    if spec.strategy.parted is not None:
+        with _seldom_collected():
+            found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
+        return _only_time(spec, data, parts.replica, found, steps, parts=parts)
     global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
         model = model_of(job)
@@ -274,12 +280,13 @@ def _only_time(
     outcome: Outcome[Any],
     steps: int,
     stages: Sequence[dict[str, Any]] = (),
+    parts: ModelParts | None = None,
 ) -> Result:
     """The result of so many steps in which nothing was computed."""
     shard = DataShard(
         data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
-    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None))
+    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None), parts=parts)
     samples = steps * (spec.options.global_batch_size or spec.replicas * spec.batch_size)
     summary = TrainingSummary(
         steps=steps,

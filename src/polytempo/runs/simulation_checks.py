@@ -25,10 +25,9 @@ def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, bat
 
 
 def _check_without_values(strategy: Strategy, options: RunOptions) -> None:
-    if strategy.parted is not None:
+    if strategy.parted is not None and strategy.schedule is not None:
         raise ValueError(
-            f"{strategy} has layers in parts, which exchange what they compute; leave out meta, and simulate some "
-            "steps with values"
+            f"{strategy} has stages whose layers are split; leave out meta, or look at stages or at parts alone"
         )
     if strategy.distillation is not None:
         raise ValueError(f"{strategy} computes what models of other groups predict; leave out meta")

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from polytempo.partition.tensor.division import Division
 
+Cuts = Mapping[str, Division]
+"""By the whole model's names, of those tensors that are cut."""
 PARTS = "parts"
 """The scalar that says how a rank's tensors were cut."""
 
 
-def described(number: int, cut: Mapping[str, Division]) -> str:
+def described(number: int, cut: Cuts) -> str:
     """How the model is cut and which part this is."""
     cuts = {name: [how.dim, list(how.sizes), how.packed] for name, how in cut.items()}
     return json.dumps({"number": number, "cut": cuts})

@@ -12,7 +12,7 @@ from polytempo.partition.hybrid import HybridModel
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.parted_model import PartedModel, joined
-from polytempo.training.divided_tensors import described
+from polytempo.training.divided_tensors import Cuts, described
 from polytempo.training.pipeline.pipeline_stage import WholeModel
 from polytempo.training.ports import Ports, ports_of
 from polytempo.training.replica import Replica
@@ -37,9 +37,7 @@ class ModelParts:
         mine = await replica.consensus(data) | dict(self.model.named_buffers())
         return self._named(await joined(self.ports.model, mine | await replica.consensus_buffers(data), self.cut))
 
-    def of_all(
-        self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Mapping[str, Division]]
-    ) -> WholeModel:
+    def of_all(self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Cuts]) -> WholeModel:
         """The model of the tensors that each of the parts has, by the parts' numbers, which are all cut alike."""
         first = found[0]
         numbers = range(self.ports.model.size)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
-from polytempo.partition.tensor.division import Division
 from polytempo.training.checkpoint_writer import about, complete, write_when_landed
+from polytempo.training.divided_tensors import Cuts
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
 from polytempo.training.goals import meets
 from polytempo.training.model_parts import ModelParts
@@ -73,7 +73,7 @@ class VirtualObserver:
         self._means: dict[int, _Mean] = {}
         self._parts: dict[int, dict[int, _Mean]] = {}
         """Of models in stages or parts: after each step, what is there of each by its number."""
-        self._cuts: dict[int, Mapping[str, Division]] = {}
+        self._cuts: dict[int, Cuts] = {}
         """How the tensors at each of these numbers are cut."""
         self._begun: dict[int, int] = {}
         self._stop: int | None = None

@@ -282,8 +282,8 @@ def _check(
         )
     if max_norm is not None:
         raise ValueError(
-            f"max_norm={max_norm:g}: each stage of {strategy} pushes its gradients to a server of its own, and the norm of "
-            "the whole model's gradient is nowhere; leave out max_norm, or use an inner strategy without a server"
+            f"max_norm={max_norm:g}: each stage of {strategy} pushes its gradients to a server of its own, and no rank "
+            "has the norm of the whole model's gradient; leave out max_norm, or use an inner strategy without a server"
         )
     if world.life > 1:
         _refuse_return(world, stages)

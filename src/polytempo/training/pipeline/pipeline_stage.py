@@ -17,9 +17,9 @@ from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
-from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.divided_tensors import Cuts
 from polytempo.training.pipeline.delay_mail import DelayMail
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
@@ -208,13 +208,11 @@ class PipelineStage:
         return self.number * self.holders.size + self.holder
 
     @property
-    def divisions(self) -> Mapping[str, Division]:
+    def divisions(self) -> Cuts:
         """How the parameters of this stage are cut, by the whole model's names."""
         return cut_parameters(self.model) if self.split else {}
 
-    def of_all(
-        self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Mapping[str, Division]]
-    ) -> WholeModel:
+    def of_all(self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Cuts]) -> WholeModel:
         """The model of the tensors at each place, and of how they are cut there."""
         held = self.holders.size
         whole: dict[str, Tensor] = {}
