@@ -39,7 +39,7 @@ class ServerStart(Protocol):
         """It is not needed: end what was begun."""
 
 
-class Joined(NamedTuple):
+class JoinedLoop(NamedTuple):
     """A rank's part of a run that has begun."""
 
     loop: TicketLoop
@@ -60,7 +60,7 @@ class DealtEpochs:
         start: ServerStart,
         deals: Deals,
         replicas: int,
-        join: Callable[[DataShard, Batches], Joined],
+        join: Callable[[DataShard, Batches], JoinedLoop],
         trains: Callable[[], bool],
         moving: Callable[[], AbstractContextManager[None]],
         reading: Callable[[int], AbstractContextManager[None]],
@@ -68,7 +68,7 @@ class DealtEpochs:
         self._world, self._start, self._deals, self._replicas = world, start, deals, replicas
         self._join, self._trains, self._moving, self._reading = join, trains, moving, reading
         self.timeout_s = world.transport.timeout_s if world.size > 1 and world.life == 1 else ALONE_S
-        self.joined: Joined | None = None
+        self.joined: JoinedLoop | None = None
         """None: the first epoch has not begun."""
         self.account: dict[str, Any] | None = None
         """On rank 0 after the end: the ledger of samples, the staleness of gradients, what became of processes."""
@@ -141,7 +141,7 @@ class DealtEpochs:
                     f"rank {self._world.rank} has come back at epoch {shard.epoch}, and the run is still "
                     f"{link.epochs_behind - epoch} before it; load what the others have loaded"
                 )
-        self.joined, self.batches, self._source = Joined(loop, link), batches, shard
+        self.joined, self.batches, self._source = JoinedLoop(loop, link), batches, shard
         return loop, batches
 
     # ------------------------------------------------------------------ the end

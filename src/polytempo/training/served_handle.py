@@ -20,7 +20,7 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
 from polytempo.partition.branches import ThreadedModel
-from polytempo.training.dealt_epochs import DealtEpochs, Joined, ServerStart
+from polytempo.training.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.loop_facts import facts_of_loop
 from polytempo.training.ownership import Ownership
 from polytempo.training.served_step import ServedStep
@@ -71,7 +71,7 @@ class ServedHandle:
         """On rank 0 after `detach`: the ledger of samples, the staleness of gradients, and what became of processes."""
         return self._epochs.account
 
-    def _join(self, shard: DataShard, batches: Batches) -> Joined:
+    def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
         """Start the server, and connect this rank."""
         world = self.world
         facts = facts_of_loop(
@@ -88,7 +88,7 @@ class ServedHandle:
         link = self._start.link(world, facts)
         loop = TicketLoop(world.rank, facts, self._model, self._optimizer, self._strategy, link, life=world.life)
         self._step.begin(loop)
-        return Joined(loop, link)
+        return JoinedLoop(loop, link)
 
     # ------------------------------------------------------------------ contexts
 

@@ -47,12 +47,11 @@ def pipeline(
         )
         for x, y in loader:
             loss = pipe.step(x, y)
-        state = pipe.state_dict()
 
     `schedule` is a strategy with stages, or a schedule of `pt.partition.schedules`. Every rank makes the whole model,
-    takes rank 0's parameters, and keeps its stage. Rank r is stage r mod K of replica
-    r // K, unless `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same
-    batches, replicas different ones; gradients between replicas go by `inner` (default `sync_sgd()`).
+    takes rank 0's parameters, and keeps its stage. Rank r is stage r mod K of replica r // K, unless
+    `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same batches, replicas
+    different ones; gradients between replicas go by `inner` (default `sync_sgd()`).
 
     With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, each stage is held by two
     ranks, between which its layers are split (`pt.split`): a mesh of data, stages and parts of layers.
@@ -68,16 +67,15 @@ def pipeline(
     gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
-    raise `Drifted` where these differ; "ignore" compares nothing.
+    raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
 
     Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
     a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
     whole, world = strategy_of(schedule, inner, Wires(activations, gradients)), world or current()
     if whole.server is not None:
-        between = whole if inner is None else inner
-        start = LoopServerStart(world)
-        return ServedPipeline(world, model, optimizer, loss, whole, between, sample, by, max_norm, seed, start)
+        given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed
+        return ServedPipeline(world, *given, LoopServerStart(world))
     made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed)
     made.watch(on_drift)
     return made

@@ -23,7 +23,7 @@ from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
 from polytempo.training.dealers import dealer_of
-from polytempo.training.dealt_epochs import DealtEpochs, Joined, ServerStart
+from polytempo.training.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.loop_facts import LoopFacts, facts_of_loop
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.pipeline.pipeline import agreed_cut
@@ -210,13 +210,13 @@ class ServedPipeline:
 
     # ------------------------------------------------------------------ the beginning
 
-    def _join(self, shard: DataShard, batches: Batches) -> Joined:
+    def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
         """Start the servers, and connect this rank."""
         world, facts = self._world, self._facts(shard, batches)
         link = self._start.link(world, facts)
         stage = self._stage
         loop = TicketLoop(world.rank, facts, self.model, self.optimizer, self._strategy, link, stage=stage)
-        return Joined(loop, link)
+        return JoinedLoop(loop, link)
 
     def _facts(self, shard: DataShard, batches: Batches) -> LoopFacts:
         resumed, stages = self._resumed, self._stages
