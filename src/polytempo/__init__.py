@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from polytempo.runs.elastic.elastic_loop import elastic
     from polytempo.runs.elastic.run_elastic import WorkersLost
     from polytempo.runs.own_loop.attach import attach
+    from polytempo.runs.own_loop.pipeline import pipeline
+    from polytempo.runs.own_loop.served_pipeline import ServedPipeline
     from polytempo.runs.run import compare, run
     from polytempo.runs.run_lbfgs import lbfgs
     from polytempo.runs.scheduled.run_schedule import schedule
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from polytempo.training.hybrid import hybrid
     from polytempo.training.layer_plan import plan_layers
     from polytempo.training.loop_state import ElasticState
-    from polytempo.training.pipeline.pipeline import Pipeline, pipeline
+    from polytempo.training.pipeline.pipeline import Pipeline
     from polytempo.training.place import place
     from polytempo.training.served_handle import ServedHandle
     from polytempo.training.shard import shard
@@ -107,6 +109,8 @@ _HOMES = {
     "polytempo.core.errors": ("JobFailed",),
     "polytempo.core.notice": ("Preempted",),
     "polytempo.runs.own_loop.attach": ("attach",),
+    "polytempo.runs.own_loop.pipeline": ("pipeline",),
+    "polytempo.runs.own_loop.served_pipeline": ("ServedPipeline",),
     "polytempo.engines.init": ("init",),
     "polytempo.engines.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
@@ -128,7 +132,7 @@ _HOMES = {
     "polytempo.training.checkpoint_model": ("checkpoint_model",),
     "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),
-    "polytempo.training.pipeline.pipeline": ("Pipeline", "pipeline"),
+    "polytempo.training.pipeline.pipeline": ("Pipeline",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.result": ("Result",),
@@ -164,6 +168,7 @@ __all__ = [
     "RunOptions",
     "RunTimedOut",
     "ServedHandle",
+    "ServedPipeline",
     "ShardLost",
     "Strategy",
     "TimedOut",

@@ -1,6 +1,6 @@
 """The parameter server of a loop of one's own: `python -m polytempo.parameter_server`, started by `attach` on rank 0.
 
-standard input     lengths of three parts (8 bytes each), then: the order as JSON, the weights, the running statistics;
+standard input     lengths of four parts (8 bytes each), then: the order as JSON, and the three of `LoopFacts.blobs`;
                    later one line of JSON, {"end": why}, where the loop has ended before its time
 standard output    lines of JSON: {"ready": …}, then {"ended": …} or {"failed": why}
 standard error     rank 0's: what has become of processes
@@ -40,11 +40,11 @@ def main() -> int:
             stream.flush()
 
         try:
-            order, weights, running = _read(sys.stdin.buffer)
+            order, blobs = _read(sys.stdin.buffer)
             if order is None:
                 return 0  # no epoch was begun
             die_with(order["launcher"])
-            facts = LoopFacts.from_plain(order["facts"], weights, running)
+            facts = LoopFacts.from_plain(order["facts"], *blobs)
             say({"ended": LoopServer(facts, order, say, sys.stdin.fileno()).serve()})
             return 0
         except BaseException as error:
@@ -52,16 +52,16 @@ def main() -> int:
             return 1
 
 
-def _read(stream: BinaryIO) -> tuple[Any, bytes, bytes]:
-    """The order and the two vectors; None where the stream has ended before."""
+def _read(stream: BinaryIO) -> tuple[Any, list[bytes]]:
+    """The order and what comes with it; None where the stream has ended before."""
     head = stream.read(LENGTHS.size)
     if len(head) < LENGTHS.size:
-        return None, b"", b""
+        return None, []
     lengths = LENGTHS.unpack(head)
     if sum(lengths) > _MOST_BYTES:
         raise ValueError(f"an order of {sum(lengths)} bytes is larger than any")
-    order, weights, running = (stream.read(length) for length in lengths)
-    return json.loads(order), weights, running
+    order, *blobs = (stream.read(length) for length in lengths)
+    return json.loads(order), blobs
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         processes = [loop.server, *children(loop.server)]
         sys.last_value = ValueError("the loop's own mistake")  # as an interpreter leaves it that ends with that
-        loop.handle._at_exit()
+        loop.handle._epochs.at_exit()
         until_s = time.monotonic() + 10
         while any(Path(f"/proc/{each}").exists() for each in processes) and time.monotonic() < until_s:
             time.sleep(0.01)  # the janitor is no child of this process
@@ -153,7 +153,7 @@ def test_ranks_of_two_hosts_meet_with_keys_alone(shared: bool, tmp_path: Path) -
 
     def intrude(loop: Loop, keys: Keys | None) -> None:
         """Say that rank 0 leaves, with other keys or none: a server that believed it would deal rank 0 no more."""
-        mail: Any = loop.handle._link.mail._mail  # type: ignore[union-attr]
+        mail: Any = loop.handle._epochs.joined.link.mail._mail  # type: ignore[union-attr]
         stranger = Mailbox(0, "tcp://127.0.0.1:*", keys)
         stranger.connect(mail._keeper, mail._keeper_address)
         stranger.post(mail._keeper, Ask(0, 1, 1 << 20, (), (LEAVE % 0,)))

@@ -280,15 +280,14 @@ def test_what_cannot_be_is_refused() -> None:
                 refused(
                     lambda s=s: pt.pipeline(perceptron(), sgd, mse, ddg(2), sample=SAMPLE, inner=pt.parse_strategy(s))
                 )
-                for s in ("ddg", "shared_memory", "sync_sgd(route=invariant)", "async_sgd")
+                for s in ("ddg", "shared_memory", "sync_sgd(route=invariant)")
             ),
             refused(lambda: pt.pipeline(perceptron(2), sgd, mse, schedules.interleaved(2, 2, parts=4), sample=SAMPLE)),
             refused(lambda: whole.watch("restore")),
         ]
 
-    for ranks, tied, lengths, *inner, served, layers, restore in together(2, work):
+    for ranks, tied, lengths, *inner, layers, restore in together(2, work):
         assert all("works by another way" in text for text in inner), inner
-        assert "async_sgd(shards=1, replicas=0, rate=None) has parameter servers, which pt.pipeline does not" in served
         assert "2 ranks cannot be replicas of 3 stages each; start 3" in ranks
         assert "embed.weight is shared by stages (0, 1), and with ddg" in tied
         assert "got the lengths [2, 3]" in lengths

@@ -135,5 +135,3 @@ def test_mistakes() -> None:
     pair = s.gpipe(2, 1, inner=s.split({"0": "column", "2": "row"}))
     layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
     assert "part 0 of the model answers another tensor on each rank" in refused(pair, layers, torch.ones(2, 4), ["2"])
-    with pytest.raises(ValueError, match="splits the layers of stages, whose checkpoints a job cannot write"):
-        pt.simulate(pt.jobs.find("digits"), s.gpipe(2, inner=s.split({"0": "column"})), 4, steps=1)

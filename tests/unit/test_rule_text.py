@@ -66,7 +66,7 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: pt.run(JOB, s.split("0: heads"), 2), "0 is a Linear, which cannot be split by heads"),
         (lambda: pt.run(JOB, s.hybrid("1"), 2), "layer 1 cannot be divided over 2 ranks: ReLU is none of Linear"),
         (lambda: pt.run(JOB, s.split("0: column(heads=3)"), 2), "128 features are no 3 equal heads"),
-        (lambda: pt.simulate(JOB, s.split(), 2, meta=True), "has layers in parts, which exchange what they compute"),
+        (lambda: pt.simulate(JOB, s.gpipe(2, inner=s.split("0: row")), 4, meta=True), "stages whose layers are split"),
         (lambda: pt.run(JOB, s.split(), 2, min_workers=2), "has parts of layers on each rank, and without one of them"),
     ],
 )

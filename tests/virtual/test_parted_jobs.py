@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import polytempo as pt
-from parted_job import classifier, far, job, split, split_text, text_job
+from parted_job import classes, classifier, far, job, split, split_text, text_job
 from polytempo.core import Strategy
 from polytempo.partition.plan import split_plan, volumes
 from polytempo.partition.plan.choice import exchange_bytes
@@ -90,3 +90,45 @@ def test_the_bytes_of_each_layer_are_those_that_its_shapes_say() -> None:
     [volume] = [each for each in volumes(classifier(), sample) if each.name == "3"]
     sent = {each["layer"]: (each["sizes"], each["forward_bytes"] + each["backward_bytes"]) for each in divided}
     assert sent == {"0": ([], 0), "3": ([2, 2, 2], exchange_bytes(volume, [12] * 3, [2] * 3)), "5": ([], 0)}
+
+
+PRICED = {
+    "columns, rows and a vocabulary": (split(2), 2),
+    "replicas that send a fourth": (split(2, inner=s.int8_sgd()), 4),
+    "chosen by bytes": (s.split("auto", parts=2), 2),
+    "divided layers": (s.hybrid("0, 3"), 3),
+}
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_without_values_times_and_bytes_are_those_with_values(name: str) -> None:
+    """But for the messages of rows of metrics."""
+    strategy, workers = PRICED[name]
+    untested = job(data=lambda folder: pt.Data(classes(96, 0)))
+    cluster = pt.cluster.ethernet(gbit_per_s=1, gflops=0.1)
+    computed, priced = (
+        pt.simulate(untested, strategy, workers, cluster, steps=3, threads=1, meta=meta) for meta in (False, True)
+    )
+    assert priced.seconds == pytest.approx(computed.seconds, rel=1e-3)
+    assert priced.layers == computed.layers
+    assert (priced.steps, priced.loss, priced.parameters_sha256) == (3, None, None)
+
+
+def test_a_transformer_in_parts_is_priced() -> None:
+    """Embeddings, attention heads, sequences and dropout, none of which may look at a value."""
+    cluster = pt.cluster.ethernet(gbit_per_s=1, gflops=0.1)
+    for strategy in (split_text(2), split_text(2, sequence=True)):
+        computed, priced = (
+            pt.simulate(text_job(), strategy, 4, cluster, steps=2, threads=1, meta=meta) for meta in (False, True)
+        )
+        assert priced.layers == computed.layers
+        assert priced.seconds == pytest.approx(computed.seconds, rel=0.01)
+
+
+def test_many_models_in_parts_take_the_time_of_their_parts_and_the_exchange_between_them() -> None:
+    """64 models of four ranks: a step takes longer than that of one, by what the replicas exchange."""
+    untested = job(data=lambda folder: pt.Data(classes(96, 0)))
+    cluster = pt.cluster.ethernet(gbit_per_s=1, gflops=0.1)
+    alone, many = (pt.simulate(untested, split(4), n, cluster, steps=2, meta=True) for n in (4, 256))
+    assert many.seconds > alone.seconds
+    assert many.layers == alone.layers

@@ -54,9 +54,28 @@ def test_estimators_with_labels_are_priced() -> None:
     assert pt.simulate(digits, strategy, 2, CLUSTER, steps=3, meta=True).seconds > 0
 
 
-def test_stages_with_parameter_servers_are_refused() -> None:
-    with pytest.raises(ValueError, match="has a parameter server for each stage, which needs gradients"):
-        pt.simulate(untested(), s.ddg(2, inner=s.async_sgd()), 2, steps=2, meta=True)
+SERVED = {
+    "asynchronous": s.one_f_one_b(2, 3, inner=s.async_sgd(shards=2)),
+    "late": s.ddg(2, inner=s.async_sgd()),
+    "held back": s.gpipe(2, 2, inner=s.downpour(push_every=2, pull_every=2)),
+    "elastic": s.interleaved(2, 2, inner=s.easgd(period=2)),
+    "waiting": s.pipedream(2, inner=s.ssp(bound=1)),
+    "estimated": s.synthetic_gradients(2, inner=s.async_sgd()),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_stages_with_parameter_servers_are_priced(name: str) -> None:
+    check(SERVED[name], 4)
+
+
+def test_many_replicas_of_stages_with_servers() -> None:
+    """Twice as many workers at a server that is the bottleneck take about twice as long for a step of each."""
+    times = [
+        pt.simulate(untested(), SERVED["asynchronous"], workers, CLUSTER, steps=3, meta=True).seconds
+        for workers in (64, 128)
+    ]
+    assert times[1] == pytest.approx(2 * times[0], rel=0.15)
 
 
 def test_more_workers_than_samples() -> None:

@@ -23,12 +23,13 @@ from polytempo.core.op import Take
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
 from polytempo.runs.served.recording import RunFacts
-from polytempo.runs.served.run_snapshot import LIVES, resumed
+from polytempo.runs.served.run_snapshot import resumed
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.virtual_scoring import OffTheClock
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.record import requests_of

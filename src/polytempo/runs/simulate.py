@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from random import Random
 from typing import Any, Unpack
 
@@ -28,6 +29,7 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
 from polytempo.runs.folder import began
+from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.served.simulate_served import simulate_served
@@ -38,15 +40,14 @@ from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.batched_step import BatchedReplicas
-from polytempo.training.distillation import data_of_group, grouped, of_group
+from polytempo.training.distillation import data_of_group, of_group
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.guard import unfinite_names
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import VirtualNoiseBoard
 from polytempo.training.noise_watch import NoiseWatch
 from polytempo.training.norm_growth import norm_growth
-from polytempo.training.parted_training import laid_out_parts, parted_model
-from polytempo.training.pipeline.pipeline_stage import laid_out
+from polytempo.training.parted_training import laid_out_run, parted_model
 from polytempo.training.ports import ports_of
 from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.replica import Replica
@@ -141,7 +142,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
     updates = [_updates(spec, rank) for rank in range(workers)]
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
-    ports = [_laid_out(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
+    ports = [laid_out_run(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     contexts = [
         _context(spec, data, observer, cost, each, port, deepcopy(whole), together)
         for port, each in zip(ports, updates, strict=True)
@@ -151,7 +152,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         share_storage([context.replica.model for context in contexts])
 
     async def program(port: Port) -> TrainingSummary:
-        summary = await train(_laid_out(port, spec.strategy), contexts[port.rank])
+        summary = await train(laid_out_run(port, spec.strategy), contexts[port.rank])
         await updates[port.rank].settle()
         return summary
 
@@ -180,10 +181,6 @@ def _measure(spec: RunSpec, contexts: Sequence[TrainingContext], ports: Sequence
         board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
         replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
         context.growth = norm_growth(spec, replica, context.shard)
-
-
-def _laid_out(port: Port, strategy: Strategy) -> Port:
-    return laid_out_parts(grouped(laid_out(port, strategy.stages), strategy.groups), strategy.parted)
 
 
 def _context(
@@ -253,6 +250,10 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
             outcome, stages = priced_stages(spec, cluster, data, steps)
         return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
     cost = step_cost(spec, replica_of(spec)[0], data, cluster)
+    if spec.strategy.parted is not None:
+        with _seldom_collected():
+            found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
+        return _only_time(spec, data, parts.replica, found, steps, parts=parts)
     global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
         model = model_of(job)
@@ -279,12 +280,13 @@ def _only_time(
     outcome: Outcome[Any],
     steps: int,
     stages: Sequence[dict[str, Any]] = (),
+    parts: ModelParts | None = None,
 ) -> Result:
     """The result of so many steps in which nothing was computed."""
     shard = DataShard(
         data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
-    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None))
+    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None), parts=parts)
     samples = steps * (spec.options.global_batch_size or spec.replicas * spec.batch_size)
     summary = TrainingSummary(
         steps=steps,

@@ -25,10 +25,9 @@ def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, bat
 
 
 def _check_without_values(strategy: Strategy, options: RunOptions) -> None:
-    if strategy.parted is not None:
+    if strategy.parted is not None and strategy.schedule is not None:
         raise ValueError(
-            f"{strategy} has layers in parts, which exchange what they compute; leave out meta, and simulate some "
-            "steps with values"
+            f"{strategy} has stages whose layers are split; leave out meta, or look at stages or at parts alone"
         )
     if strategy.distillation is not None:
         raise ValueError(f"{strategy} computes what models of other groups predict; leave out meta")
@@ -39,11 +38,6 @@ def _check_without_values(strategy: Strategy, options: RunOptions) -> None:
             "with meta there are steps and no epochs, after which batches could grow; leave out batch_growth"
         )
     if strategy.server is not None:
-        if strategy.schedule is not None:
-            raise ValueError(
-                f"{strategy} has a parameter server for each stage, which needs gradients to act on; leave out meta, "
-                "or take an inner strategy without a server"
-            )
         if strategy.server.reassigns is not None:
             raise ValueError(f"{strategy} cuts batches into slices that workers hand to each other; leave out meta")
         if strategy.server.codec is not None or strategy.server.pull_codec is not None:

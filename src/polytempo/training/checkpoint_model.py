@@ -9,11 +9,10 @@ from torch import Tensor
 from polytempo.core.url_path import Place, place
 from polytempo.training.checkpoint import read_manifest, read_part
 from polytempo.training.checkpoint_folders import latest
+from polytempo.training.divided_tensors import PARTS
 from polytempo.training.manifest import COMPLETE, Manifest
-from polytempo.training.parted_resumption import PARTS, holders_of, whole_model
 from polytempo.training.ports import DATA
-from polytempo.training.saved_model import mean_of
-from polytempo.training.staged_resumption import under
+from polytempo.training.whole_checkpoint import whole_model
 
 
 def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
@@ -36,13 +35,7 @@ def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
             f"{folder} was saved by ranks in a {manifest.mesh}, whose parts of a model the job itself has made; read "
             "each rank's own file: rank-0.safetensors, …"
         )
-    if "stages" not in manifest.about:
-        return whole_model(holders_of(saved))
-    found: dict[str, list[Tensor]] = {}
-    for part in saved:
-        for name, tensor in under(part.tensors, "model/").items():
-            found.setdefault(name, []).append(tensor)
-    return {name: mean_of(several) for name, several in found.items()}
+    return whole_model(saved, manifest.mesh)
 
 
 def _step(given: Place) -> Place:

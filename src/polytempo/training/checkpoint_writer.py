@@ -20,15 +20,16 @@ from polytempo.training.checkpoint import (
     write_part,
 )
 from polytempo.training.checkpoint_folders import partial_folder
+from polytempo.training.divided_tensors import PARTS
 from polytempo.training.guard import MODEL, check_saved
+from polytempo.training.named_optimizer import NAMES, optimizer_names
 from polytempo.training.optimizer_state import optimizer_saved
-from polytempo.training.parted_resumption import PARTS
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.program import TrainingContext
 from polytempo.training.replica import saved_states
 from polytempo.training.schedule_state import schedule_saved
 from polytempo.training.scored_average import AVERAGE, AVERAGED_STEPS
-from polytempo.training.staged_resumption import NAMES, optimizer_names, pipeline_part
+from polytempo.training.staged_resumption import pipeline_part
 
 
 async def save(port: Port, context: TrainingContext, root: Place) -> None:
@@ -118,6 +119,8 @@ async def _landed(leaf: Late) -> tuple[Any]:
 def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
     """What the manifest of a checkpoint says of the run."""
     more: dict[str, Scalar] = {} if context.stage is None else {"stages": context.stage.schedule.stages}
+    if context.stage is not None and context.stage.split:
+        more[PARTS] = context.stage.holders.size
     if context.parts is not None:
         more[PARTS] = context.parts.ports.model.size
     if context.average is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from polytempo.partition.hybrid import HybridModel
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.parted_model import PartedModel, joined
+from polytempo.training.divided_tensors import Cuts, described
 from polytempo.training.pipeline.pipeline_stage import WholeModel
 from polytempo.training.ports import Ports, ports_of
 from polytempo.training.replica import Replica
@@ -25,9 +25,10 @@ class ModelParts:
         self.model, self.replica, self._names = model, replica, tuple(names)
         self.cut = model.parts
         """How each parameter is cut that lies in parts."""
+        self.divisions = self.cut
         self.ports = held_by(model, port)
         """Those that hold the same parts (data), and those that hold the parts of one model."""
-        self.number = self.ports.model.rank
+        self.number = self.place = self.ports.model.rank
 
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean where ranks that hold the same parts differ. Cost: gathers of all parts."""
@@ -36,8 +37,8 @@ class ModelParts:
         mine = await replica.consensus(data) | dict(self.model.named_buffers())
         return self._named(await joined(self.ports.model, mine | await replica.consensus_buffers(data), self.cut))
 
-    def of_all(self, found: Mapping[int, Mapping[str, Tensor]]) -> WholeModel:
-        """The model of the tensors that each of the parts has, by the parts' numbers."""
+    def of_all(self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Cuts]) -> WholeModel:
+        """The model of the tensors that each of the parts has, by the parts' numbers, which are all cut alike."""
         first = found[0]
         numbers = range(self.ports.model.size)
         whole = {
@@ -76,8 +77,7 @@ class ModelParts:
 
     def described(self) -> str:
         """How the model is cut and which part this is, as a checkpoint has it: see `cuts_of`."""
-        cut = {name: [how.dim, list(how.sizes), how.packed] for name, how in self.cut.items()}
-        return json.dumps({"number": self.number, "cut": cut})
+        return described(self.number, self.cut)
 
 
 def _layers(model: PartedModel) -> list[tuple[str, nn.Module]]:
@@ -104,13 +104,3 @@ def held_by(model: PartedModel, port: Port) -> Ports:
     if isinstance(model, HybridModel):
         return Ports(port, ports.data.among([ports.data.rank]), ports.data)
     return ports
-
-
-def cuts_of(described: str) -> tuple[int, dict[str, Division]]:
-    """The number of the part and the cuts that `described` has told. KeyError, TypeError or ValueError for another."""
-    told = json.loads(described)
-    cut = {
-        str(name): Division(int(dim), tuple(int(size) for size in sizes), int(packed))
-        for name, (dim, sizes, packed) in told["cut"].items()
-    }
-    return int(told["number"]), cut

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 from torch import nn
 
-from polytempo.core import Port
+from polytempo.core import Port, Strategy
 from polytempo.core.port import world_port
 from polytempo.core.strategy import Parted
 from polytempo.core.suspension import drive
@@ -21,15 +21,25 @@ from polytempo.partition.tensor.split_model import split_models
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.distillation import grouped
 from polytempo.training.divided_parameters import check_restorable, own_parameters
 from polytempo.training.layer_plan import plan_layers
+from polytempo.training.pipeline.pipeline_stage import laid_out
 from polytempo.training.ports import DATA, ports_of
 from polytempo.training.replicated_parameters import check_optimizer
 from polytempo.training.split import MODEL
-from polytempo.training.staged_training import sample_of
+from polytempo.training.staged_training import cut_of, sample_of, staged
 
 _RATE = "10gbit"
 """Of a plan by bytes, which asks for no rate."""
+
+
+def laid_out_run(port: Port, strategy: Strategy) -> Port:
+    """The ranks of a run as its strategy lays them out: replicas, stages and parts of layers. ValueError as below."""
+    held = grouped(port, strategy.groups)
+    if strategy.schedule is None:
+        return laid_out_parts(held, strategy.parted)
+    return laid_out(held, strategy.stages, 1 if strategy.parted is None else strategy.parted.ranks)
 
 
 def laid_out_parts(port: Port, parted: Parted | None) -> Port:
@@ -76,7 +86,10 @@ def parted_model(spec: RunSpec, model: nn.Module, data: Data, port: Port, drive:
 
 def check_parted_model(spec: RunSpec, model: nn.Module, data: Data) -> None:
     """Raise ValueError where the first rank of the run could not have its parts of the job's model."""
-    port = laid_out_parts(world_port(0, [0] * spec.workers), spec.strategy.parted)
+    port = laid_out_run(world_port(0, [0] * spec.workers), spec.strategy)
+    if spec.strategy.schedule is not None:
+        staged(spec, model := deepcopy(model), cut_of(spec, model, data), port)
+        return
     own = parted_model(spec, deepcopy(model), data, port, drive)
     optimizer = optimizer_of(spec.job, own, spec.lr)
     check_optimizer(optimizer, split_models(own), own_parameters(own))

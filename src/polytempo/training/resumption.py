@@ -18,6 +18,7 @@ from polytempo.training.checkpoint import CheckpointPart, ForeignCheckpoint, rea
 from polytempo.training.checkpoint_folders import CheckpointError, latest
 from polytempo.training.guard import MODEL
 from polytempo.training.manifest import Manifest
+from polytempo.training.named_optimizer import under
 from polytempo.training.optimizer_state import optimizer_restore
 from polytempo.training.parted_resumption import check_parted, cut_alike, restore_parts
 from polytempo.training.ports import DATA, mesh_of, ports_of
@@ -25,7 +26,7 @@ from polytempo.training.program import TrainingContext
 from polytempo.training.saved_model import mean_of
 from polytempo.training.schedule_state import schedule_restore
 from polytempo.training.scored_average import AVERAGE, AVERAGED_STEPS
-from polytempo.training.staged_resumption import check_staged, restore_stage, under
+from polytempo.training.staged_resumption import check_staged, restore_stage
 
 V = TypeVar("V")
 

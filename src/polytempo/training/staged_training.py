@@ -52,11 +52,6 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     stages, for weights that several stages share where the schedule is late, and for on_drift="restore".
     """
     schedule = schedule_of(spec.strategy)
-    if spec.strategy.parted is not None:
-        raise ValueError(
-            f"{spec.strategy} splits the layers of stages, whose checkpoints a job cannot write; use pt.pipeline in a "
-            "loop of your own, or split without stages"
-        )
     if spec.options.on_drift == "restore":
         raise ValueError(
             f'on_drift="restore": {spec.strategy} cuts the model into stages, and what is under way in a replica of a '

@@ -12,16 +12,20 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import PolytempoError, Program, Strategy, interpreted
 from polytempo.server.message import Ticket
+from polytempo.server.shard.state_copy import states_of
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import ServerCalls
+from polytempo.server.worker.stage_messages import StageMessages
+from polytempo.server.worker.stage_work import work_of
 from polytempo.server.worker.vector_format import VectorFormat
-from polytempo.server.worker.work_client import WorkClient
+from polytempo.training.local_decay import LocalDecay
 from polytempo.training.loop_facts import LoopFacts
+from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
 from polytempo.training.served_replica import ServedReplica, ServersModel
 from polytempo.training.shard_rule import rates_of
 from polytempo.worlds.mail import Mail, MailWorld
@@ -69,7 +73,10 @@ class Dealt(NamedTuple):
 
 
 class TicketLoop:
-    """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had."""
+    """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had.
+
+    Where the model is cut, `model` and `optimizer` are those of this rank's stage: see `train`.
+    """
 
     def __init__(
         self,
@@ -81,29 +88,41 @@ class TicketLoop:
         link: ServerLink,
         *,
         life: int = 1,
+        stage: ServedStage | None = None,
     ) -> None:
         topology, service = facts.topology, facts.service
-        self.rank, self._service, self._size, self._optimizer = rank, service, facts.workers, optimizer
+        self.rank, self._service, self._size, self._optimizer = rank, service, len(topology.firsts), optimizer
+        parameters, spans = facts.of_rank(rank)
         self._client = Client(
-            rank,
-            life,
-            facts.spans,
+            topology.replica_of(rank)[0],
+            facts.incarnation + life - 1,
+            spans,
             topology.chains,
             topology.coordinator,
             facts.timing,
-            VectorFormat(facts.weights.dtype, facts.parameters, service.codec, service.pull_codec),
+            VectorFormat(facts.weights.dtype, parameters, service.codec, service.pull_codec),
         )
         self._world = MailWorld(rank, link.mail, facts.node_hosts, max_events=0)
-        self._port = self._world.port.among(topology.workers)
-        self._calls = ServerCalls(self._client, self._world.port)
-        self._work = WorkClient(self._client)
+        port = self._world.port
+        self._port = port.among(topology.beside(rank))
+        self._calls = ServerCalls(self._client, port)
+        self._stage = stage
+        self._messages: StageMessages | None = None
+        if stage is not None:
+            self._messages = StageMessages(port, topology.replica_of(rank), self._client.incarnation, facts.timing)
+            stage.serve(self._exchange_stage, lambda: tuple(self._client.versions))
+        stages = None if stage is None else port.among(topology.replica_of(rank))
+        self._work = work_of(self._client, stages, 0 if stage is None else stage.late)
+        self._decay = LocalDecay(optimizer) if stage is not None and service.decays == "workers" else None
         self._greeting = link.greeting
         self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client)
         self.dealt: list[Dealt] = []
         """What the loop has been given since its last step."""
+        self.losses: list[Tensor] = []
+        """Of batches that have come back otherwise than by a step, since the loop has asked."""
         self._tickets: deque[Ticket] = deque()
         self._clock = 0
-        self._begun = False
+        self._begun = self._met = False
         self._alone = False
 
     # ------------------------------------------------------------------ batches
@@ -164,6 +183,37 @@ class TicketLoop:
         self._clock += 1
         return self._drive(self.replica.exchange_gradients(empty=False))
 
+    def train(self, batch: Any) -> Tensor | None:
+        """The batch that was dealt last, through this rank's stage, with the exchange of the gradient that is then
+        there. The first stage answers the loss that comes back with it."""
+        return self._drive(self._train(batch))
+
+    async def _train(self, batch: Any) -> Tensor | None:
+        assert self._stage is not None
+        [(ticket, samples)] = self.dealt
+        self.dealt.clear()
+        loss = await self._stage.step(batch, ticket, samples)
+        if ticket.again:
+            await self._push_all()
+        return loss
+
+    async def _exchange_stage(self, late: LateGradient) -> None:
+        """What this rank's stage does at an update of its parameters."""
+        replica, self._clock = self.replica, self._clock + 1
+        replica.look_up()
+        versions = None if replica.is_apart else late.versions
+        self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
+        if self._decay is not None:
+            self._decay.add_()
+        if await replica.exchange_gradients(empty=False):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        await replica.exchange_parameters()
+
+    def finish(self) -> None:
+        """Push all that is under way or held back."""
+        self._drive(self._push_all())
+
     def _count_dealt(self) -> None:
         """The next push is of the batches that the loop has been given."""
         for ticket, samples in self.dealt:
@@ -186,6 +236,8 @@ class TicketLoop:
 
     async def _push_all(self) -> None:
         """Let the strategy push the gradients that it holds back, by steps without a gradient."""
+        if self._stage is not None:
+            self.losses += await self._stage.drain()
         self._count_dealt()  # batches that no step has used: their gradients are in `.grad`, or the loop left them out
         for _ in range(_MOST_EMPTY_STEPS):
             if not self._client.held:
@@ -207,6 +259,16 @@ class TicketLoop:
     def servers(self) -> ServersModel:
         """The server's weights, in memory of their own."""
         return self._drive(self.replica.servers(self._clock))
+
+    def states(self) -> list[Tensor]:
+        """The states of all shards, between two epochs; one rank calls it, while the others wait."""
+        heads = [asked.head for asked in self._client.asked]
+        return self._drive(states_of(self._port, heads, self._client.timing))
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters and buffers of all stages, by the whole model's names; all stages of a replica call it."""
+        assert self._stage is not None
+        return self._drive(self._stage.whole_model())
 
     def leave(self, *, fetch: bool) -> None:
         """Push what is held back, want no more batches, and wait until no rank wants any; `fetch`: the final weights.
@@ -235,4 +297,13 @@ class TicketLoop:
         await self._work.ask(self._port, [LEAVE % self.rank])
 
     def _drive(self, program: Program[T]) -> T:
+        if self._messages is not None:
+            program = self._among_stages(program, self._messages)
         return self._world.drive(interpreted(program, self._calls.perform))
+
+    async def _among_stages(self, program: Program[T], messages: StageMessages) -> T:
+        """With what passes between the stages of the replica, which meet before the first of it."""
+        if not self._met:
+            self._met = True
+            await messages.meet()
+        return await interpreted(program, messages.perform)

@@ -34,7 +34,7 @@ from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.collective_observer import CollectiveObserver
-from polytempo.training.distillation import data_of_group, grouped, of_group
+from polytempo.training.distillation import data_of_group, of_group
 from polytempo.training.drift_watch import watch
 from polytempo.training.evaluate import Evaluation
 from polytempo.training.gradients import gradients_of
@@ -45,8 +45,8 @@ from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import check_measured
 from polytempo.training.norm_growth import norm_growth
-from polytempo.training.parted_training import laid_out_parts, parted_model
-from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out
+from polytempo.training.parted_training import laid_out_run, parted_model
+from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
@@ -95,7 +95,7 @@ class Trainer:
             check_measured(strategy or sync_sgd(), self.world.size)
         spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
         check_growth(spec)
-        self.world.port = laid_out_parts(grouped(self.world.port, spec.strategy.groups), spec.strategy.parted)
+        self.world.port = laid_out_run(self.world.port, spec.strategy)
         self.model, optimizer = replica_of(of_group(spec, self.world.port))
         if split_models(self.model) or divided_layers(self.model):
             raise ValueError(
@@ -245,7 +245,7 @@ def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: O
 
 def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) -> _Part:
     keep_memory()  # of activations
-    port, parts = laid_out(world.port, spec.strategy.stages), cut_of(spec, model, data)
+    port, parts = world.port, cut_of(spec, model, data)
     world.drive(agree(port, {"strategy": str(spec.strategy), "begins of stages": list(parts.begins)}))
     world.drive(broadcast_model(port, model))
     stage = staged(spec, model, parts, port)

@@ -17,6 +17,7 @@ from torch import Tensor
 from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.training.checkpoint_writer import about, complete, write_when_landed
+from polytempo.training.divided_tensors import Cuts
 from polytempo.training.evaluate import Evaluation, Score, tensors_of
 from polytempo.training.goals import meets
 from polytempo.training.model_parts import ModelParts
@@ -72,6 +73,8 @@ class VirtualObserver:
         self._means: dict[int, _Mean] = {}
         self._parts: dict[int, dict[int, _Mean]] = {}
         """Of models in stages or parts: after each step, what is there of each by its number."""
+        self._cuts: dict[int, Cuts] = {}
+        """How the tensors at each of these numbers are cut."""
         self._begun: dict[int, int] = {}
         self._stop: int | None = None
         self._newest: tuple[int, Score] | None = None
@@ -149,11 +152,11 @@ class VirtualObserver:
         averaged, others = own.replica.averaged_tensors()
         if data.size == 1 or own.replica.strategy.synchronized:
             averaged, others = {}, averaged | others
-        means[own.number].add(data.rank, averaged, others)
+        means[own.place].add(data.rank, averaged, others)
+        self._cuts[own.place] = own.divisions
         if sum(mean.count for mean in means.values()) == self.size:
-            parameters, buffers = own.of_all(
-                {number: mean.taken() for number, mean in self._parts.pop(moment.step).items()}
-            )
+            found = {place: mean.taken() for place, mean in self._parts.pop(moment.step).items()}
+            parameters, buffers = own.of_all(found, self._cuts)
             self._complete(context, moment, parameters | buffers, self.size)
 
     def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:

@@ -43,7 +43,7 @@ def split_cross_entropy(
             f"(…, {classes.sizes[group.rank]}) and the target (…); got {tuple(logits.shape)} and {tuple(target.shape)}"
         )
     counted = target != ignore_index
-    if bool((((target < 0) | (target >= classes.total)) & counted).any()):
+    if not target.is_meta and bool((((target < 0) | (target >= classes.total)) & counted).any()):
         raise IndexError(
             f"there are {classes.total} classes, and targets from {int(target.min())} to {int(target.max())}"
         )

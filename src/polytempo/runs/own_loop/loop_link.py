@@ -48,7 +48,7 @@ _LINGER_S = 1.0
 
 
 class LoopServerStart:
-    """See `training.served_handle.ServerStart`. Rank 0 starts an interpreter at once: it loads torch meanwhile."""
+    """See `training.dealt_epochs.ServerStart`. Rank 0 starts an interpreter at once: it loads torch meanwhile."""
 
     def __init__(self, world: ProcessWorld) -> None:
         self._process = ServerProcess() if world.rank == 0 else None

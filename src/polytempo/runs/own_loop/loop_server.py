@@ -42,6 +42,7 @@ from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
+from polytempo.server.coordinator.saved_schedule import encoded
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, RunFailed
 from polytempo.spec.options import RunOptions
@@ -90,7 +91,7 @@ class LoopServer:
     ) -> None:
         self.facts, self._order, self._say, self._orders = facts, order, say, orders
         os.set_blocking(orders, False)
-        self.topology, self.incarnation = facts.topology, 1
+        self.topology, self.incarnation = facts.topology, facts.incarnation
         self.options = RunOptions(timeout_s=facts.timeout_s)
         self.most_lives = facts.most_lives
         self.events = RunEvents()
@@ -101,16 +102,20 @@ class LoopServer:
             batches_per_epoch=facts.batches_per_epoch,
             num_tickets=_MOST_EPOCHS * facts.batches_per_epoch,
             deals=service.deals,
-            workers=facts.workers,
+            workers=len(self.topology.firsts),
             warm_start=service.warm_start,
             most_held=_MOST_HELD,
             rests=service.waits,
             pauses=True,
         )
+        if facts.epochs_done:
+            done = facts.epochs_done * facts.batches_per_epoch
+            self.scheduler.load(encoded(facts.batches_per_epoch, done, ((0, done - 1),)))
         self.coordinator = Coordinator(
-            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains),
+            Nodes(self.topology.coordinator, self.topology.firsts, self.topology.chains),
             self.scheduler,
             facts.timing,
+            incarnation=self.incarnation,
             listeners=Listeners(on_row=self._hear, on_event=lambda event: self.on_event(event)),
             reshaper=Reshaper(facts.parameters, facts.spans),
         )
@@ -118,6 +123,8 @@ class LoopServer:
         self.out = None
         self._folder: Path | None = None
         self._ranks = _Ranks(order["processes"])
+        self._lost = set[int]()
+        """The first ranks of the replicas that are lost."""
         self._zero_s = time.monotonic()
 
     # ------------------------------------------------------------------ the process's life
@@ -216,13 +223,31 @@ class LoopServer:
         """Called now and then: have ranks ended, has rank 0 said something?"""
         self._read_orders()
         for rank, how in self._ranks.gone():
-            out += self.coordinator.lose(now_s, rank)
-            if not self.coordinator.scheduler.finished:
-                self.events.add(f"rank {rank}", how, now_s, "its batches go to the others")
+            out += self._lose(now_s, rank, how)
         if not self._ranks.present:
             self.coordinator.finished = True
         for rank in self._ranks.present:
             self.coordinator.failure_detector.note_alive(now_s, rank)
+
+    def _lose(self, now_s: float, rank: int, how: str) -> Outbox:
+        """A rank has gone; where it held a stage, the others of its replica cannot go on, and hear why."""
+        replica = self.topology.replica_of(rank)
+        out = [] if replica[0] in self._lost else self.coordinator.lose(now_s, replica[0])
+        if self.coordinator.scheduler.finished or replica[0] in self._lost:
+            return out
+        self._lost.add(replica[0])
+        then = "its batches go to the others"
+        if len(replica) > 1:
+            then = f"ranks {', '.join(map(str, replica))} held a model together; {then}"
+            stage = self.topology.stage_of(rank)
+            reason = (
+                f"rank {rank}, which held stage {stage} of the model that ranks {', '.join(map(str, replica))} held "
+                f"together, {how}; go on from the last training_state(), or make a job of it: pt.run starts it again"
+            )
+            for other in replica:
+                self._line.post(other, RunFailed(reason))
+        self.events.add(f"rank {rank}", how, now_s, then)
+        return out
 
     def _hear(self, row: bytes) -> None:
         told = json.loads(row)
@@ -231,6 +256,7 @@ class LoopServer:
         elif told["kind"] == "return":
             here = told["host"] == host_digest()
             self._ranks.come_back(told["worker"], told["process"] if here else None)
+            self._lost.discard(told["worker"])
             self.events.add(f"rank {told['worker']}", "has come back", self._now_s(), "it takes part again")
 
     def _now_s(self) -> float:

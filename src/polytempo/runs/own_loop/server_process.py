@@ -17,8 +17,8 @@ from typing import Any
 from polytempo.engines.fork import held_signals
 
 _MODULE = "polytempo.parameter_server"
-LENGTHS = struct.Struct(">QQQ")
-"""Of the three parts of an order."""
+LENGTHS = struct.Struct(">QQQQ")
+"""Of the four parts of an order."""
 _MOST_BYTES = 64 << 20
 _END_S = 5.0
 """How long it may take to end its processes after the order to end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from polytempo.engines.engine import Role
@@ -13,6 +14,7 @@ from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.state_copy import begin_with
 from polytempo.training.loop_facts import LOOP_FORMAT, LoopFacts
 from polytempo.wire.keys import Keys
 from polytempo.worlds.mail import MailWorld
@@ -28,9 +30,9 @@ def is_loop(text: Mapping[str, Any]) -> bool:
 def hold_shard_of(
     text: Mapping[str, Any], data: bytes, role: Role, setting: Mapping[str, Any], host: str
 ) -> dict[str, Any]:
-    """Be `role` on the host where others reach this process at `host`. `data`: the two vectors of `LoopFacts`."""
-    first = text["sizes"][0]
-    facts = LoopFacts.from_plain(text, data[:first], data[first:])
+    """Be `role` on the host where others reach this process at `host`. `data`: `LoopFacts.blobs` together."""
+    first, second, _ = accumulate(text["sizes"])
+    facts = LoopFacts.from_plain(text, data[:first], data[first:second], data[second:])
     now, (node, address) = Setting.from_plain(setting), setting["keeper"]
     mail = HostMailboxes(role.life, host, Keys.from_plain(setting["keys"]), facts.mail_bytes, (node, address))
     return hold_shard(facts, role, now.view, mail, now.zero_s)
@@ -40,9 +42,17 @@ def hold_shard(facts: LoopFacts, role: Role, view: View, mail: Mailboxes, zero_s
     """Be a copy of a shard until the loop ends. `zero_s`: the zero of the run's clock, on the monotonic one."""
     held, coordinator = view.spans[role.shard], facts.topology.coordinator
     shard = Shard(
-        role.shard, facts.parameters, held, part(facts.weights, held).clone(), facts.service, running=facts.running
+        role.shard,
+        facts.parameters,
+        held,
+        part(facts.weights, held).clone(),
+        facts.service,
+        running=facts.running_of(role.shard),
     )
-    node = Node(role.node, shard, coordinator, facts.timing, blank=role.blank)
+    if facts.states and not role.blank:
+        begin_with(shard, facts.states[role.shard])
+    first = facts.first_worker(role.shard)
+    node = Node(role.node, shard, coordinator, facts.timing, blank=role.blank, first_worker=first)
     line = mail.mailbox(role.node, own_process=True)
     world = MailWorld(role.node, line, facts.node_hosts, zero_s=zero_s, max_events=0)
     try:

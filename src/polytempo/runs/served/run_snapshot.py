@@ -43,8 +43,6 @@ from polytempo.server.shard.state import decode
 
 FORMAT = "polytempo-run-snapshot"
 VERSION = 1
-LIVES = 1_000_000
-"""A resumed run numbers the lives of workers from here on, times its generation: above all that were before."""
 _LEAST_STEPS = 4
 _PATIENCE_S = 30.0
 """A shard that has not written its part by then is asked again: its head may have died with the order."""

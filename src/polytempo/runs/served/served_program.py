@@ -22,7 +22,7 @@ from polytempo.core import Port
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
-from polytempo.runs.served.served_stages import ServedStages, check_staged
+from polytempo.runs.served.served_stages import ServedStages, stages_of_job
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
 from polytempo.server.pieces import without_tables
@@ -93,6 +93,7 @@ class ServedProgram:
         )
         model, optimizer = replica_of(spec)
         see(model, self.data)
+        with_values = model
         self._without_values: tuple[nn.Module, Optimizer] | None = None
         """The one model of all workers, where it has no values."""
         if meta:
@@ -109,8 +110,7 @@ class ServedProgram:
         if spec.strategy.schedule is None:
             self.spans = shard_map(self.parameters, service.shards)
         else:
-            check_staged(spec)
-            self.stages = ServedStages(spec, model, self.data, self.parameters, service.shards)
+            self.stages = stages_of_job(spec, with_values, self.data, self.parameters, meta=meta)
             self.spans = self.stages.spans
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
         self.service = self._service(service, optimizer)

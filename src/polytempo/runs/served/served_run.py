@@ -21,7 +21,7 @@ from polytempo.runs.served.host_mail import KeeperMail
 from polytempo.runs.served.lost_launcher import LauncherPart, number_after
 from polytempo.runs.served.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.recording import Recording, facts_now, has_ended, leave_end
-from polytempo.runs.served.run_snapshot import LIVES, SnapshotSaves, discard, go_on, resumed
+from polytempo.runs.served.run_snapshot import SnapshotSaves, discard, go_on, resumed
 from polytempo.runs.served.served_node import Mailboxes, Setting, act
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
@@ -29,6 +29,7 @@ from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper
+from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.record import Entry

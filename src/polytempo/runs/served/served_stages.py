@@ -1,4 +1,4 @@
-"""`ServedStages`: the stages of a run with parameter servers, worked out from its `RunSpec`: who has which parameters.
+"""`ServedStages`: the stages of a training with parameter servers: who has which parameters.
 
 whole model ──▶ Cut ──▶ own[k]: the parameters of stage k      ──▶ shards S·k … S·k + S - 1 hold them, S of each stage
                         local[k]: where they lie in its vector       and its workers push to these alone
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +23,43 @@ from polytempo.server.service import check_service
 from polytempo.server.stage_layout import stage_spans
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
+from polytempo.spec.objective import loss_of_pair, pair_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.loop_facts import LoopStage
+from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import schedule_of
-from polytempo.training.pipeline.served_stage import ServedStage
+from polytempo.training.pipeline.priced_stage import on_meta
+from polytempo.training.pipeline.served_stage import ServedStage, StagedTraining
 from polytempo.training.pipeline.stage_model import StageModel
+from polytempo.training.pipeline.stage_program import MicroBatch
 from polytempo.training.running_statistics import Running
 from polytempo.training.shard_rule import parameters_of
-from polytempo.training.staged_training import cut_of
+from polytempo.training.staged_training import cut_of, first_batch
 
 _MOST_MESSAGES = 200
 """On their way from one process to another: a mailbox drops what is more than 256."""
 
 
 class ServedStages:
-    """Of `model`, the run's, whose trained parameters are `parameters`, in so many `shards` in all.
+    """Of `model`, cut as `cut` says, whose trained parameters are `parameters`, in so many `shards` in all.
 
-    The model is kept, and copied for each worker.
+    The model is kept, and copied for each worker; where it has no values (`training.priced`) all have the same.
 
     Errors: ValueError for weights that several stages use, for sparse embeddings, for parameter groups that differ from
     stage to stage, for more messages at a time than a mailbox takes, and for norms whose statistics are out of reach.
     """
 
     def __init__(
-        self, spec: RunSpec, model: nn.Module, data: Data, parameters: tuple[Parameter, ...], shards: int
+        self, training: StagedTraining, model: nn.Module, cut: Cut, parameters: tuple[Parameter, ...], shards: int
     ) -> None:
-        self._spec, self._schedule = spec, schedule_of(spec.strategy)
-        cut = cut_of(spec, model, data)
-        self._whole = model, cut
+        self._training, self._schedule = training, schedule_of(training.strategy)
         self._check(cut, parameters)
+        self._with_values = cut
+        self._priced: list[MicroBatch] | None = None
+        self._whole = model, cut
+        self._places = self._running_places(model)
+        if training.priced is not None:
+            self._whole = model, on_meta(cut)
         self.own = tuple(self._own(stage, parameters) for stage in range(self._schedule.stages))
         """The parameters of each stage, in the order in which its model has them."""
         self.most_bytes = max(cost.bytes_out for cost in cut.costs)
@@ -59,7 +70,6 @@ class ServedStages:
         self.spans = tuple(shard.whole for shards in self._shards for shard in shards)
         """Of each shard its ranges of the vector of all parameters."""
         self._running = [Running(self._model(stage)).vector() for stage in range(self._schedule.stages)]
-        self._places = self._running_places(model)
 
     def local(self, stage: int) -> tuple[Spans, ...]:
         """Of every shard what it holds of the stage's own vector: of another stage's shard nothing."""
@@ -68,8 +78,27 @@ class ServedStages:
 
     def stage(self, stages: Port, flops_per_sample: float) -> ServedStage:
         """That of position `stages.rank` of a replica, in memory of its own."""
-        model, cut = deepcopy(self._whole)
-        return ServedStage(self._spec, model, cut, self.own, stages, flops_per_sample)
+        training = self._training
+        if training.priced is None:
+            return ServedStage(training, *deepcopy(self._whole), self.own, stages, flops_per_sample)
+        if self._priced is None:
+            batches = MicroBatches(self._with_values, self._schedule, training.loss, 0, 0, flops_per_sample)
+            self._priced = batches.of(*training.pair(training.priced), 0)
+        return ServedStage(training, *self._whole, self.own, stages, flops_per_sample, self._priced)
+
+    @property
+    def facts(self) -> tuple[LoopStage, ...]:
+        """What a server must know of each stage."""
+        sizes = [0 if vector is None else vector.numel() for vector in self._running]
+        return tuple(
+            LoopStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)
+        )
+
+    @property
+    def running_of_all(self) -> Tensor | None:
+        """The running statistics of all stages, one after the other."""
+        found = [vector for vector in self._running if vector is not None]
+        return torch.cat(found) if found else None
 
     def running(self, shard: int) -> Tensor | None:
         """The running statistics of norms that a shard begins with: those of its stage."""
@@ -93,7 +122,7 @@ class ServedStages:
         buffers = Running(model).buffers
         if any(id(buffer) not in known for buffer in buffers):
             raise ValueError(
-                f"job {self._spec.job.name}: the model is cut by torch.export, in which its norms are no modules any "
+                f"{self._training.who}: the model is cut by torch.export, in which its norms are no modules any "
                 "more, so their running statistics do not reach a parameter server; use GroupNorm or LayerNorm, or an "
                 "inner strategy without a server"
             )
@@ -103,22 +132,22 @@ class ServedStages:
         return StageModel(self._whole[1].stages[stage :: self._schedule.stages])
 
     def _own(self, stage: int, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        spec, model = self._spec, self._model(stage)
+        strategy, model = self._training.strategy, self._model(stage)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"stage {stage} of {spec.strategy} has no trained parameters; use fewer stages")
-        found = parameters_of(model, optimizer_of(spec.job, model, lr=spec.lr), spec.strategy)
+            raise ValueError(f"stage {stage} of {strategy} has no trained parameters; use fewer stages")
+        found = parameters_of(model, self._training.optimizer(model), strategy)
         known = {each.name: each for each in parameters}
         for each in found:
             if known.get(each.name) != each:
                 raise ValueError(
                     f"the optimizer of stage {stage} has {each.name} in parameter group {each.group}, and that of the "
                     "whole model has it elsewhere; a parameter server knows learning rates by the number of their "
-                    "group, so let the job's optimizer have the same groups for the parameters of each stage"
+                    "group, so let the optimizer have the same groups for the parameters of each stage"
                 )
         return found
 
     def _check(self, cut: Cut, parameters: tuple[Parameter, ...]) -> None:
-        strategy, stages = self._spec.strategy, self._schedule.stages
+        strategy, stages = self._training.strategy, self._schedule.stages
         for name, users in cut.shared.items():
             if len({part % stages for part in users}) > 1:
                 raise ValueError(
@@ -143,6 +172,33 @@ class ServedStages:
                 f"{strategy} may have {most} tensors on their way from one stage to another, and their mailboxes take "
                 f"{_MOST_MESSAGES} at a time; use fewer micro_batches or stages"
             )
+
+
+def stages_of_job(
+    spec: RunSpec, model: nn.Module, data: Data, parameters: tuple[Parameter, ...], *, meta: bool
+) -> ServedStages:
+    """Those of a run, worked out from its `RunSpec`. `model` has values, also with `meta`.
+
+    Errors: ValueError as of `ServedStages`, and for what a run with stages and parameter servers cannot have.
+    """
+    service, job = spec.strategy.server, spec.job
+    assert service is not None
+    check_staged(spec)
+
+    def pair(batch: Any) -> tuple[tuple[Any, ...], Any]:
+        inputs, target = pair_of(job, batch)
+        return (inputs,), target
+
+    training = StagedTraining(
+        strategy=spec.strategy,
+        optimizer=partial(optimizer_of, job, lr=spec.lr),
+        loss=partial(loss_of_pair, job),
+        pair=pair,
+        seed=spec.seed,
+        who=f"job {job.name}",
+        priced=first_batch(job, data, spec.batch_size, spec.seed) if meta else None,
+    )
+    return ServedStages(training, model, cut_of(spec, model, data), parameters, service.shards)
 
 
 def check_staged(spec: RunSpec) -> None:

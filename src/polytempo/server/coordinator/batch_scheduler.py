@@ -54,12 +54,12 @@ from polytempo.server.message import Deal, Order, Ticket
 class _Worker:
     """One life of a worker."""
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, epoch: int = 0) -> None:
         self.incarnation = incarnation
         self.sequence = 0
         self.answer: Deal | None = None
         self.held: dict[int, Ticket] = {}
-        self.epoch = 0  # where epochs are apart: the one that it asks for
+        self.epoch = epoch  # where epochs are apart: the one that it asks for
         self.retires = False
 
     @property
@@ -114,6 +114,7 @@ class BatchScheduler:
         self.rests, self._pauses = rests, pauses
         self._holds_back = False
         self._uneven = False
+        self._first_epoch = 0  # where epochs are apart: the one that workers ask for first
         self._changed = False  # whether an ask that waits may have an answer now
         self._step = workers if deals == "evenly" else 1
         self._barrier: int | None = None  # no ticket from this one on is dealt for now
@@ -131,7 +132,7 @@ class BatchScheduler:
         if known is not None:
             self.lose(worker)
         self._lives[worker] = incarnation
-        self._workers[worker] = _Worker(incarnation)
+        self._workers[worker] = _Worker(incarnation, self._first_epoch)
         self._supply.join(worker)
         self._uneven |= self._supply.uneven
         self._changed = True
@@ -377,7 +378,7 @@ class BatchScheduler:
             raise ValueError("this scheduler has begun already; load into a new one")
         saved = decoded(state, self.batches_per_epoch)
         left = remaining(saved, applied, self._step if self.deals == "evenly" else 0)
-        self._done = left.done
+        self._done, self._first_epoch = left.done, left.frontier // self.batches_per_epoch
         self._again = [*left.again, *self._supply.skip_to(left.frontier)]
         heapify(self._again)
         self._uneven = True

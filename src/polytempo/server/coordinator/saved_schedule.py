@@ -13,6 +13,8 @@ import msgspec
 
 from polytempo.core.ranges import Range, Ranges
 
+LIVES = 1_000_000
+"""A resumed run numbers the lives of workers from here on, times its generation: above all that were before."""
 _VERSION = 2
 _MOST_ABSENT = 10_000_000
 

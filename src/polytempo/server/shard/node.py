@@ -43,6 +43,7 @@ from polytempo.server.message import (
     View,
 )
 from polytempo.server.shard.shard import Shard
+from polytempo.server.shard.state_copy import AskState, copy_of
 from polytempo.server.timing import Timing
 
 _BLANK = -1
@@ -135,6 +136,8 @@ class Node:
                 return self._confirmed(now_s, source, message)
             case Install() if message.shard == self.shard.number:
                 return self._installed(now_s, source, message)
+            case AskState() if self.is_head and self.committed == self.index:
+                return [(source, copy_of(self.shard))]
             case View():
                 return self._see(now_s, message)
             case Fenced() if message.epoch > self.epoch:

@@ -117,10 +117,20 @@ def read(folder: Place, number: int, shard: int, disk: Disk | None = None) -> Sn
     if hashlib.sha256(content).hexdigest() != sha256:
         raise SnapshotError(f"{file} is damaged (its sha256 is not its manifest's); restart from an earlier snapshot")
     try:
-        named = load(content)
-        return SnapshotPart(named.pop(_STATE).numpy().tobytes(), tuple(named[str(i)] for i in range(len(named))))
+        return unpacked(content)
     except (SafetensorError, *FORGED) as error:
         raise SnapshotError(f"{file} holds no shard's tensors ({error}); restart from an earlier snapshot") from error
+
+
+def packed(part: SnapshotPart) -> bytes:
+    """A part as the bytes of one file, in memory of their own."""
+    return b"".join(_contents(*part))
+
+
+def unpacked(content: bytes) -> SnapshotPart:
+    """What `packed` was given. Errors: SafetensorError, and those of `FORGED`, for other bytes."""
+    named = load(content)
+    return SnapshotPart(named.pop(_STATE).numpy().tobytes(), tuple(named[str(i)] for i in range(len(named))))
 
 
 @contextmanager

@@ -41,6 +41,9 @@ class WorkSource(Protocol):
     async def deal(self, port: Port) -> Deal | None:
         """The answer to the open call; None if the run is over."""
 
+    def drop(self) -> None:
+        """Wait no more for the answer to the open call, if there is one: the next call takes its place."""
+
 
 class FirstStageWork:
     """The first stage's calls. `stages`: the group of the replica's processes, in the order of stages.
@@ -83,6 +86,11 @@ class FirstStageWork:
             await self._stages.send(_written(deal), stage, _DEAL)
         return deal
 
+    def drop(self) -> None:
+        """See `WorkSource`. All that was trained on is pushed: the next call waits for what all stages say."""
+        self._work.drop()
+        self._trains = False
+
     async def _collect(self, stage: int) -> None:
         """What a stage has acknowledged from one of its calls to the next."""
         count = int(await self._stages.recv(torch.empty(1, dtype=torch.int64), stage, _COUNT))
@@ -105,6 +113,10 @@ class LaterStageWork:
         await self._stages.send(torch.tensor([len(done)]), 0, _COUNT)
         if done:
             await self._stages.send(torch.tensor(done), 0, _NUMBERS)
+
+    def drop(self) -> None:
+        """See `WorkSource`."""
+        self.is_open = False
 
     async def deal(self, port: Port) -> Deal | None:
         """What the first stage was dealt."""

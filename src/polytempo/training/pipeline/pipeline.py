@@ -1,4 +1,4 @@
-"""`pipeline`: a model whose layers lie on several ranks, trained in a loop of one's own."""
+"""`Pipeline`: one rank's part of a model whose layers lie on several ranks, trained in a loop of one's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Codec, Strategy
+from polytempo.core import Port, Strategy
 from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
@@ -30,63 +30,7 @@ from polytempo.training.pipeline.pipeline_stage import (
     schedule_of,
 )
 from polytempo.wire.memory import keep_memory
-from polytempo.worlds import ProcessWorld, current
-
-
-def pipeline(
-    model: nn.Module,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-    loss: Loss,
-    schedule: Schedule | Strategy,
-    *,
-    sample: Any,
-    by: By | Sequence[str] = "operations",
-    inner: Strategy | None = None,
-    max_norm: float | None = None,
-    activations: Codec | None = None,
-    gradients: Codec | None = None,
-    seed: int = 0,
-    on_drift: Literal["stop", "ignore"] = "stop",
-    world: ProcessWorld | None = None,
-) -> Pipeline:
-    """Cut `model` into the stages of `schedule`, and give this rank its own.
-
-        pt.init()
-        pipe = pt.pipeline(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            nn.functional.cross_entropy,
-            pt.strategies.one_f_one_b(stages=2, micro_batches=8),
-            sample=x,
-        )
-        for x, y in loader:
-            loss = pipe.step(x, y)
-        state = pipe.state_dict()
-
-    `schedule` is a strategy with stages, or a schedule of `pt.partition.schedules`. Every rank makes the whole model,
-    takes rank 0's parameters, and keeps its stage. Rank r is stage r mod K of replica
-    r // K, unless `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same
-    batches, replicas different ones; gradients between replicas go by `inner` (default `sync_sgd()`).
-
-    With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, each stage is held by two
-    ranks, between which its layers are split (`pt.split`): a mesh of data, stages and parts of layers.
-
-    `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
-    clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
-
-    `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
-    gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
-
-    `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
-    raise `Drifted` where these differ; "ignore" compares nothing.
-
-    Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
-    a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
-    """
-    whole = _wired(strategy_of(schedule, inner), Wires(activations, gradients))
-    made = Pipeline(world or current(), model, optimizer, loss, whole, sample, by, max_norm, seed)
-    made.watch(on_drift)
-    return made
+from polytempo.worlds import ProcessWorld
 
 
 class Pipeline:
@@ -107,19 +51,8 @@ class Pipeline:
         keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
         ranks = 1 if strategy.parted is None else strategy.parted.ranks
-        whole, schedule = laid_out(world.port, self.schedule.stages, ranks), self.schedule
-        self.cut = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
-        if not isinstance(by, str) and whole.rank == 0:
-            _warn_unbalanced(self.cut)
-        if by == "time" and whole.size > 1:  # each rank has measured for itself
-            begins = world.drive(gather_json(whole, list(self.cut.begins)))[0]
-            self.cut = cut(model, sample=sample, by=begins)
-        told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
-        told |= {"strategy": str(strategy), "begins": list(self.cut.begins), "seed": seed, "max_norm": max_norm}
-        told |= {"wires": str(schedule.wires)}
-        self._told = told
-        """What ranks agree about."""
-        world.drive(agree(whole, told))
+        whole = laid_out(world.port, self.schedule.stages, ranks)
+        self.cut, self._told = agreed_cut(world, whole, model, strategy, sample, by, seed, max_norm)
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
@@ -230,23 +163,44 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+def agreed_cut(
+    world: ProcessWorld,
+    port: Port,
+    model: nn.Module,
+    strategy: Strategy,
+    sample: Any,
+    by: By | Sequence[str],
+    seed: int,
+    max_norm: float | None,
+) -> tuple[Cut, dict[str, Any]]:
+    """The same cut on all ranks of `port`, and what they have agreed about. All call it. Errors: `Mismatch`."""
+    schedule = schedule_of(strategy)
+    found = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
+    if not isinstance(by, str) and port.rank == 0:
+        _warn_unbalanced(found)
+    if by == "time" and port.size > 1:  # each rank has measured for itself
+        begins = world.drive(gather_json(port, list(found.begins)))[0]
+        found = cut(model, sample=sample, by=begins)
+    told = {"schedule": str(schedule), "stages": schedule.stages, "micro_batches": schedule.micro_batches}
+    told |= {"strategy": str(strategy), "begins": list(found.begins), "seed": seed, "max_norm": max_norm}
+    told |= {"wires": str(schedule.wires)}
+    world.drive(agree(port, told))
+    return found, told
+
+
 def _warn_unbalanced(found: Cut) -> None:
     """A cut by hand may be far from the best."""
     if said := unbalanced(found.costs, [cost.operations for cost in found.costs], most=1.5):
-        warnings.warn(f"{said}, by the operations counted; cut by other names, or by='operations'", stacklevel=4)
+        warnings.warn(f"{said}, by the operations counted; cut by other names, or by='operations'", stacklevel=5)
 
 
-def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None) -> Strategy:
-    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do.
+def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None, wires: Wires = AS_THEY_ARE) -> Strategy:
+    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do, with codecs
+    between its stages. ValueError for one that cuts nothing, and for what is said twice."""
+    return _wired(_staged(schedule, inner), wires)
 
-    ValueError for one with a parameter server, which a loop of one's own does not start.
-    """
-    for given in (schedule, inner):
-        if isinstance(given, Strategy) and given.server is not None:
-            raise ValueError(
-                f"{given} has parameter servers, which pt.pipeline does not start; make a job of it and use "
-                "pt.run(job, strategy, workers=4) or `polytempo train`"
-            )
+
+def _staged(schedule: Schedule | Strategy, inner: Strategy | None) -> Strategy:
     if isinstance(schedule, Schedule):
         between = inner or sync_sgd()
         return over_stages(f"{schedule}, {between} between replicas", schedule, between)

@@ -19,6 +19,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.training.clipping import clip_grad_norm_
+from polytempo.training.divided_tensors import Cuts
 from polytempo.training.pipeline.delay_mail import DelayMail
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.gathered import gathered
@@ -27,7 +28,7 @@ from polytempo.training.pipeline.loss_mail import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
-from polytempo.training.pipeline.split_stage import split_stage
+from polytempo.training.pipeline.split_stage import cut_parameters, split_stage
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.training.ports import DATA, Ports, ports_of
@@ -73,11 +74,12 @@ class PipelineStage:
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, _stage_ports(port)
         self.number = self.ports.model.rank
-        self._holders: Port | None = None
-        """Those that hold this stage together, where its layers are split."""
-        ranks = 1
+        self.split = isinstance(strategy.parted, SplitLayers)
+        """Whether the layers of stages are split."""
+        self.holders = port.along(MODEL) if self.split else port.among([port.rank])
+        """Those that hold this stage together: this rank alone, where its layers are whole."""
+        ranks = self.holders.size
         if isinstance(strategy.parted, SplitLayers):
-            self._holders, ranks = port.along(MODEL), strategy.parted.ranks
             parts = split_stage(model, parts, strategy.parted, self.schedule.stages, port)
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
@@ -96,7 +98,7 @@ class PipelineStage:
             shares_of(parts),
             estimators=self.estimators,
             late=self.late_stage,
-            suspends=self._holders is not None,
+            suspends=self.split,
         )
         both = {"estimators": self.estimators, "late": self.late_stage}
         self._remembering = {path: part for path, part in both.items() if part is not None}
@@ -183,7 +185,9 @@ class PipelineStage:
 
     async def whole(self) -> WholeModel:
         """The model on every rank: the mean over replicas where these differ. Cost: each stage broadcasts once."""
-        found = await gathered(self.ports, self.replica, self.cut, self.schedule.stages, self._holders)
+        found = await gathered(
+            self.ports, self.replica, self.cut, self.schedule.stages, self.holders if self.split else None
+        )
         return self.named(found)
 
     def named(self, found: dict[str, Tensor]) -> WholeModel:
@@ -193,9 +197,30 @@ class PipelineStage:
             {name: found.get(name, buffer) for name, buffer in self._whole.named_buffers()},
         )
 
-    def of_all(self, found: Mapping[int, Mapping[str, Tensor]]) -> WholeModel:
-        """The model of the tensors that each stage has, by the stages' numbers."""
-        return self.named({name: tensor for each in found.values() for name, tensor in each.items()})
+    @property
+    def holder(self) -> int:
+        """Which of those this rank is that hold the stage together."""
+        return self.holders.rank
+
+    @property
+    def place(self) -> int:
+        """The number of what this rank holds of the model: of all holders of the first stage, then of the next one."""
+        return self.number * self.holders.size + self.holder
+
+    @property
+    def divisions(self) -> Cuts:
+        """How the parameters of this stage are cut, by the whole model's names."""
+        return cut_parameters(self.model) if self.split else {}
+
+    def of_all(self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Cuts]) -> WholeModel:
+        """The model of the tensors at each place, and of how they are cut there."""
+        held = self.holders.size
+        whole: dict[str, Tensor] = {}
+        for place in range(0, len(found), held):
+            several, cut = [found[place + holder] for holder in range(held)], cuts[place]
+            for name, tensor in several[0].items():
+                whole[name] = cut[name].join([each[name] for each in several]) if name in cut else tensor
+        return self.named(whole)
 
     async def state_dict(self) -> dict[str, Tensor]:
         """`whole` as a state that the model loads; tied parameters by all of their names."""

@@ -13,29 +13,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polytempo.core import Port, Program
+from polytempo.core import Bundle, Port, Program, Strategy
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.facts import steps_late
 from polytempo.server.layout import Parameter
 from polytempo.server.message import Ticket
-from polytempo.spec.job_calls import optimizer_of
-from polytempo.spec.objective import loss_of_pair, pair_of
-from polytempo.spec.run_spec import RunSpec
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.late_stage import late_stage
 from polytempo.training.pipeline.loss_mail import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
-from polytempo.training.pipeline.pipeline_stage import schedule_of, shares_of, stage_report
+from polytempo.training.pipeline.pipeline_stage import Loss, MakeOptimizer, schedule_of, shares_of, stage_report
+from polytempo.training.pipeline.priced_work import PricedWork
 from polytempo.training.pipeline.stage_model import StageModel
-from polytempo.training.pipeline.stage_program import StageProgram
+from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
+from polytempo.training.pipeline.stage_work import computed
+from polytempo.training.tensor_groups import by_kind
 
 _CHANNEL = 970
+
+
+class StagedTraining(NamedTuple):
+    """What the stages of a model are trained by."""
+
+    strategy: Strategy
+    optimizer: MakeOptimizer
+    loss: Loss
+    pair: Callable[[Any], tuple[tuple[Any, ...], Any]]
+    """A batch as the model's inputs and the target."""
+    seed: int
+    who: str
+    """Whose model it is, as errors say it."""
+    priced: Any = None
+    """The batch of every step where parameters have no values and nothing is computed; None: all is."""
 
 
 class LateGradient(NamedTuple):
@@ -52,38 +66,41 @@ class ServedStage:
     """The stage of `model`, cut as `parts` says, that position `stages.rank` of the replica's processes has.
 
     `own`: each stage's trained parameters, in the order in which its workers push them. Estimators of gradients are the
-    replica's own: they are at no server, and begin anew with it.
+    replica's own: they are at no server, and begin anew with it. `priced`: what every step takes where parameters have
+    no values; then nothing is computed.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
+        training: StagedTraining,
         model: nn.Module,
         parts: Cut,
         own: Sequence[Sequence[Parameter]],
         stages: Port,
         flops_per_sample: float = 0.0,
+        priced: list[MicroBatch] | None = None,
     ) -> None:
-        schedule = self._schedule = schedule_of(spec.strategy)
+        schedule = self._schedule = schedule_of(training.strategy)
         self.whole = model
         """The whole model; `collected` makes the first stage's that of all stages."""
-        self.number, self._parts, self._own, self._job, self._port = stages.rank, parts, own, spec.job, stages
+        self.number, self._parts, self._own, self._training, self._port = stages.rank, parts, own, training, stages
         self.model = StageModel(parts.stages[self.number :: schedule.stages])
-        self.optimizer = optimizer_of(spec.job, self.model, lr=spec.lr)
+        self.optimizer = training.optimizer(self.model)
         self.late = steps_late(schedule)
         """Steps after its own in which a batch's last gradient is back at all stages."""
-        parameters = list(self.model.parameters())
+        parameters, computes = list(self.model.parameters()), priced is None
         self.program = StageProgram(
             parts,
             schedule,
             self.number,
             self._update,
             shares_of(parts),
-            estimators=estimators_of(schedule, self.number, spec.seed),
-            late=late_stage(schedule, self.number, parameters, self.optimizer),
+            estimators=estimators_of(schedule, self.number, training.seed),
+            late=late_stage(schedule, self.number, parameters, self.optimizer) if computes else None,
+            work=computed if computes else PricedWork,
         )
-        loss = partial(loss_of_pair, spec.job)
-        self._batches = MicroBatches(parts, schedule, loss, spec.seed, 0, flops_per_sample)
+        self._batches = MicroBatches(parts, schedule, training.loss, training.seed, 0, flops_per_sample)
+        self._priced = priced
         self._losses = LossMail(self.late)
         self._entered: deque[tuple[Ticket, int]] = deque()
         """The tickets, with their samples, whose gradients have made no update yet."""
@@ -104,9 +121,14 @@ class ServedStage:
         self._computed_with[self.program.versions.current] = self._versions()
         self._entered.append((ticket, samples))
         self._under_way = True
-        inputs, target = pair_of(self._job, batch)
-        loss = await self.program.step(self._port, self._batches.of((inputs,), target, ticket.number))
+        loss = await self.program.step(self._port, self.micro_batches(batch, ticket.number))
         return await self._losses.step(self._port, loss)
+
+    def micro_batches(self, batch: Any, number: int) -> list[MicroBatch]:
+        """What the step on ticket `number` makes of its batch."""
+        if self._priced is not None:
+            return self._priced
+        return self._batches.of(*self._training.pair(batch), number)
 
     async def drain(self) -> list[Tensor]:
         """Take all gradients back that are under way, and update by them. The first stage answers their losses."""
@@ -137,6 +159,25 @@ class ServedStage:
             flat = await port.recv(like, stage)
             for parameter, found in zip(theirs, flat.split([p.numel() for p in theirs]), strict=True):
                 parameter.copy_(found.view_as(parameter))
+
+    async def whole_model(self) -> dict[str, Tensor]:
+        """All stages' parameters and buffers as they are now, on every stage. Cost: two messages from each to each."""
+        port, found = self._port.on_channel(_CHANNEL), dict[str, Tensor]()
+        for stage in range(port.size):
+            model = StageModel(self._parts.stages[stage :: self._schedule.stages])
+            parameters = {name: each.detach() for name, each in model.named_parameters()}
+            buffers = {name: each for name, each in model.named_buffers() if each.numel()}
+            for group in [*by_kind(parameters).values(), *by_kind(buffers).values()]:
+                bundle = Bundle(group).copy()
+                flat = bundle.flat
+                if stage == port.rank:
+                    for other in range(port.size):
+                        if other != stage:
+                            await port.send(flat, other)
+                else:
+                    flat = await port.recv(torch.empty_like(flat), stage)
+                found |= bundle.with_flat(flat).views
+        return found
 
     def report(self) -> dict[str, Any]:
         """What this stage did, as plain values; see `Result.stages`."""

@@ -1,0 +1,81 @@
+"""`pipeline`: a model whose layers lie on several ranks, trained in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from polytempo.core import Codec, Strategy
+from polytempo.partition.cutting import By
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.wires import Wires
+from polytempo.runs.own_loop.loop_link import LoopServerStart
+from polytempo.runs.own_loop.served_pipeline import ServedPipeline
+from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
+from polytempo.training.pipeline.pipeline_stage import Loss
+from polytempo.worlds import ProcessWorld, current
+
+
+def pipeline(
+    model: nn.Module,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    loss: Loss,
+    schedule: Schedule | Strategy,
+    *,
+    sample: Any,
+    by: By | Sequence[str] = "operations",
+    inner: Strategy | None = None,
+    max_norm: float | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
+    seed: int = 0,
+    on_drift: Literal["stop", "ignore"] = "stop",
+    world: ProcessWorld | None = None,
+) -> Pipeline | ServedPipeline:
+    """Cut `model` into the stages of `schedule`, and give this rank its own.
+
+        pt.init()
+        pipe = pt.pipeline(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            nn.functional.cross_entropy,
+            pt.strategies.one_f_one_b(stages=2, micro_batches=8),
+            sample=x,
+        )
+        for x, y in loader:
+            loss = pipe.step(x, y)
+
+    `schedule` is a strategy with stages, or a schedule of `pt.partition.schedules`. Every rank makes the whole model,
+    takes rank 0's parameters, and keeps its stage. Rank r is stage r mod K of replica r // K, unless
+    `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same batches, replicas
+    different ones; gradients between replicas go by `inner` (default `sync_sgd()`).
+
+    With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, each stage is held by two
+    ranks, between which its layers are split (`pt.split`): a mesh of data, stages and parts of layers.
+
+    With an `inner` that has a parameter server (`downpour()`, …) each stage has its own, which rank 0 starts beside
+    itself; rank r is stage r // D of replica r mod D, of D replicas. Batches are those of `pt.shard(loader)`, which
+    deals them by tickets, the same to all stages of a replica; see `ServedPipeline`.
+
+    `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
+    clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
+
+    `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
+    gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
+
+    `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
+    raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
+
+    Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
+    a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
+    """
+    whole, world = strategy_of(schedule, inner, Wires(activations, gradients)), world or current()
+    if whole.server is not None:
+        given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed
+        return ServedPipeline(world, *given, LoopServerStart(world))
+    made = Pipeline(world, model, optimizer, loss, whole, sample, by, max_norm, seed)
+    made.watch(on_drift)
+    return made
