@@ -126,7 +126,8 @@ def run_elastic_actors(
     elastic: ElasticSettings,
     watch: Callable[[ElasticRanks], object] = lambda ranks: None,
 ) -> list[Any]:
-    """What the processes of the last group returned, by rank. Errors: `RanksFailed`, as `run_elastic_ranks`."""
+    """What the processes of the last group returned, by rank. Errors: `RanksFailed`, as `run_elastic_ranks`; ValueError
+    where there was no group."""
     discover = NodeDiscovery(ray, needs)
     with ExitStack() as stack:
         nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -137,4 +138,6 @@ def run_elastic_actors(
         stack.callback(lives.stop)
         ranks = ElasticRanks(lives, rendezvous, OutputRelay(), discover, LaunchSettings(), elastic)
         answers: Sequence[str | None] = ranks.conduct(watch)
+        if ranks.view is None:
+            raise ValueError("no process has called hvd.init(), and an elastic run answers what its group returns")
         return [None if answer is None else lives.values[int(answer)] for answer in answers]
