@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """The answer of `pt_abi_version`; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
