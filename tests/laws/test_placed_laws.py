@@ -36,6 +36,7 @@ class Block(nn.Module):
         x = torch.tanh(self.begin(x))
         out, (hidden, _) = self.recurrent(x.unsqueeze(1))
         first, second, third = (branch(x) for branch in self.branches)
+        third = third.reshape(second.shape[0], -1) / len(second)
         scores: Tensor = self.scores(torch.cat([first * second, third, out.squeeze(1), hidden[0]], dim=1))
         return scores
 

@@ -162,9 +162,9 @@ def placed(model: nn.Module, sample: Any, group: ModelGroup) -> PlacedModel:
 
 def _keep_own(model: nn.Module, owners: Mapping[int, int], rank: int) -> None:
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        for held, where in ((module._parameters, 0), (module._buffers, rank)):
             for name, tensor in held.items():
-                if tensor is not None and owners.get(id(tensor), 0) != rank:
+                if tensor is not None and owners.get(id(tensor), where) != rank:
                     held[name] = None
 
 

@@ -192,10 +192,16 @@ def parameters_of(model: nn.Module, task: PlacedTask) -> list[Tensor]:
 # ---------------------------------------------------------------------- sending
 
 
-def _pieces(boundary: Boundary) -> list[tuple[int, Tensor]]:
-    """The tensors of a value, with their numbers among its leaves."""
-    leaves = enumerate(tree_leaves(boundary.example))
-    return [(number, leaf) for number, leaf in leaves if isinstance(leaf, Tensor)]
+def _pieces(value: Any) -> list[tuple[int, Tensor]]:
+    """What of a value is sent, with its place among the value's leaves: tensors, and numbers as tensors of one."""
+    leaves = enumerate(map(_sendable, tree_leaves(value)))
+    return [(number, leaf) for number, leaf in leaves if leaf is not None]
+
+
+def _sendable(leaf: Any) -> Tensor | None:
+    if isinstance(leaf, bool | int | float):
+        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+    return leaf if isinstance(leaf, Tensor) else None
 
 
 def _tag(boundary: Boundary, kind: int) -> int:
@@ -203,11 +209,11 @@ def _tag(boundary: Boundary, kind: int) -> int:
 
 
 async def _sent(port: Port, boundary: Boundary, value: Any, *, with_sizes: bool) -> list[Work[None]]:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = [tensor for _, tensor in _pieces(value)]
     sending = []
     for place in boundary.targets:
         if with_sizes:
-            told = torch.tensor([size for tensor in tensors for size in tensor.shape])
+            told = torch.tensor([size for tensor in tensors for size in tensor.shape], dtype=torch.int64)
             sending.append(await port.start(port.send(told, place, _tag(boundary, 0))))
         for tensor in tensors:
             sending.append(await port.start(port.send(tensor.detach().contiguous(), place, _tag(boundary, 1))))
@@ -215,17 +221,21 @@ async def _sent(port: Port, boundary: Boundary, value: Any, *, with_sizes: bool)
 
 
 async def _sizes(port: Port, boundary: Boundary) -> list[torch.Size]:
-    dims = [tensor.dim() for _, tensor in _pieces(boundary)]
+    dims = [tensor.dim() for _, tensor in _pieces(boundary.example)]
     told = await port.recv(torch.empty(sum(dims), dtype=torch.int64), boundary.source, _tag(boundary, 0))
     return [torch.Size(each.tolist()) for each in told.split(dims)]
 
 
 async def _received(port: Port, boundary: Boundary, sizes: Sequence[torch.Size]) -> Any:
     leaves, structure = tree_flatten(boundary.example)
-    for (number, like), shape in zip(_pieces(boundary), sizes, strict=True):
+    for (number, like), shape in zip(_pieces(boundary.example), sizes, strict=True):
         room = torch.empty(shape, dtype=like.dtype)
         tensor = await port.recv(room, boundary.source, _tag(boundary, 1))
-        leaves[number] = tensor.requires_grad_() if like.requires_grad else tensor
+        example = leaves[number]
+        if not isinstance(example, Tensor):
+            leaves[number] = type(example)(tensor.item())
+        else:
+            leaves[number] = tensor.requires_grad_() if like.requires_grad else tensor
     return tree_unflatten(leaves, structure)
 
 
@@ -238,7 +248,7 @@ async def _returned(
         return
     made = dict(record.answer)
     for place in boundary.users:
-        for number, like in _pieces(boundary):
+        for number, like in _pieces(boundary.example):
             if like.requires_grad:
                 tensor = made[node, number]
                 room = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -251,7 +261,7 @@ async def _sent_back(
     """The sum over this place's uses; zeros where there are none."""
     given = {leaf: tensor for leaf, tensor in record.leaves if leaf[0] is node}
     sending = []
-    for number, like in _pieces(boundary):
+    for number, like in _pieces(boundary.example):
         if like.requires_grad:
             own = arrived[node, number]
             total = reduce(add, own) if own else torch.zeros_like(given[node, number])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from polytempo.partition.branches.parts import BranchedModel, Code, Region
 from polytempo.partition.branches.units import Facts
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
     returns: Mapping[int, tuple[fx.Node, ...]]
     """By the number of a task: values of other places whose gradient is complete at its place behind its backward."""
     owners: Mapping[int, int]
-    """Of parameters and buffers, by their `id`: the place. What no task uses is at place 0."""
+    """Of parameters, and buffers of layers, by their `id`: the place. A parameter that no task uses is at place 0."""
 
 
 def placement(model: nn.Module, parts: BranchedModel, facts: Facts, places: int) -> Placement:
@@ -126,11 +126,13 @@ class _Placing:
 
 
 def _tensors_of(model: nn.Module, code: Code) -> Iterator[tuple[int, str]]:
-    """Parameters and buffers that operations use, by `id`, with the module's name."""
+    """Parameters and layers' buffers that operations use, by `id`, with the name. Other buffers are everywhere."""
     for name, _ in code.modules:
         used = attrgetter(name)(model)
-        tensors: Sequence[Tensor] = [*used.parameters(), *used.buffers()] if isinstance(used, nn.Module) else [used]
-        yield from ((id(each), name) for each in tensors)
+        if isinstance(used, nn.Module):
+            yield from ((id(each), name) for each in (*used.parameters(), *used.buffers()))
+        elif isinstance(used, nn.Parameter):
+            yield id(used), name
 
 
 def _takes(code: Code, node: fx.Node) -> bool:
