@@ -29,11 +29,11 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts elastic_loop \
 	elastic_round elastic_rounds engines held_agent host_mail \
 	hybrid init large_batch_runs lbfgs_runs loop_servers lost_launcher mesh_training noise_scale norm_growth parted_runs pipeline_replicas \
-	pipeline_runs preemption probe remote_engine scheduled served_faults served_pipelines served_resume served_stages split \
+	pipeline_runs precision preemption probe remote_engine scheduled served_faults served_pipelines served_resume served_stages split \
 	split_stage_runs split_stages url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples predictions) \
-	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training parted_jobs pipeline_convergence priced_stages \
+	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training parted_jobs pipeline_convergence precision priced_stages \
 	scheduled served_late_stages split_choice) \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
 

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from polytempo.spec.explanation import explain
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.options import RunOptions
+    from polytempo.spec.precision import precision
     from polytempo.spec.result import Result
     from polytempo.training.attached import no_sync
     from polytempo.training.checkpoint_model import checkpoint_model
@@ -135,6 +136,7 @@ _HOMES = {
     "polytempo.training.pipeline.pipeline": ("Pipeline",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.options": ("RunOptions",),
+    "polytempo.spec.precision": ("precision",),
     "polytempo.spec.result": ("Result",),
     "polytempo.training.served_handle": ("ServedHandle",),
     "polytempo.training.shard": ("shard",),
@@ -204,6 +206,7 @@ __all__ = [
     "pipeline",
     "place",
     "plan_layers",
+    "precision",
     "run",
     "schedule",
     "shard",

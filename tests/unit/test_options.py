@@ -13,15 +13,17 @@ from polytempo.core.url_path import UrlPath
 from polytempo.partition.branches import Threads
 from polytempo.spec.batch_growth import BatchGrowth
 from polytempo.spec.options import OptionKeywords, with_keywords
+from polytempo.spec.precision import Precision
 
 
 def test_the_keywords_are_those_of_the_object() -> None:
-    """By name, in order and by type; folders and rules of growth may be given as text, threads as `pt.threads` says."""
+    """By name, in order and by type; some may be given as text, and threads as `pt.threads` answers."""
     fields = get_type_hints(pt.RunOptions)
     keywords = get_type_hints(OptionKeywords)
     assert list(keywords) == list(fields)
+    precision = {"precision": Precision | str | None}
     folders = {"data": Path | str | None, "out": Path | UrlPath | str | None}
-    texts = folders | {"batch_growth": BatchGrowth | str}
+    texts = folders | precision | {"batch_growth": BatchGrowth | str}
     assert keywords == fields | texts | {"threads": int | Threads | None}
 
 

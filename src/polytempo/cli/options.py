@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from polytempo.cli import bounded_yaml
 from polytempo.spec.batch_growth import NormTest, parse_growth
+from polytempo.spec.precision import parse_precision
 
 MAX_FILE_BYTES = 100_000
 
@@ -83,6 +84,10 @@ def url_of(path: Path) -> str | None:
     return f"file:///{rest}" if scheme[1] == "file" else f"{scheme[1]}://{rest}"
 
 
+def _checked_precision(text: str | None) -> str | None:
+    return text if text is None else str(parse_precision(text))
+
+
 Named = Annotated[str, BeforeValidator(_named)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -119,6 +124,7 @@ class TrainOptions(BaseModel):
     allow_nan: bool = False
     checkpoint_every: Count | None = None
     ema: Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1)] | None = None
+    precision: Annotated[Named | None, AfterValidator(_checked_precision)] = None
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
     noise_scale: Count | None = None
     batch_growth: Annotated[dict[int, Positive] | NormTest, BeforeValidator(_growth)] = Field(default_factory=dict)

@@ -104,6 +104,13 @@ MovingAverage = Annotated[
     float | None,
     typer.Option("--ema", metavar="D", help="Score a moving average of the weights with decay D, such as 0.9999."),
 ]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Compute with 16-bit parameters that have float32 masters: bf16, or 'fp16(loss_scale=dynamic)'.",
+    ),
+]
 OnDrift = Annotated[
     str | None,
     typer.Option(

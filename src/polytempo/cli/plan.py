@@ -41,7 +41,7 @@ def show_plan(
     if options.global_batch_size is not None:
         taken.pop("batch_size")
     own = {key: getattr(job, key) for key in ("epochs", "batch_size", "lr") if taken.get(key, options) is None}
-    paths = {key: str(taken[key]) for key in ("data", "out") if taken[key] is not None}
+    texts = {key: str(getattr(options, key)) for key in ("data", "out", "precision") if taken[key] is not None}
     plan: dict[str, object] = {
         "job": job.name,
         "strategies": list(strategies),
@@ -49,7 +49,7 @@ def show_plan(
         "workers": workers,
         **taken,
         **own,
-        **paths,
+        **texts,
     }
     if as_json:
         show_json(plan)

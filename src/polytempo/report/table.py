@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polytempo.report.names import plural, short_labels
 from polytempo.report.runs import RunRecord
@@ -144,6 +144,9 @@ def _of(lines: Sequence[Summary]) -> str:
     return f'<span title="{calls}">{breakable(lines[0].label)}{more}</span>'
 
 
+_HELD = (("parameter_bytes", "weights a worker"), ("master_bytes", "masters"))
+
+
 def facts(runs: Sequence[RunRecord]) -> str:
     """One line of what all runs have in common."""
     words = [plural(len(runs), "run")]
@@ -158,7 +161,18 @@ def facts(runs: Sequence[RunRecord]) -> str:
         values = {run.result.get(key) for run in runs}
         if len(values) == 1 and None not in values:
             words += [words_for(value) for value in values]
-    return " · ".join(words)
+    bits = {_precision_words(run.result.get("precision")) for run in runs}
+    return " · ".join(words + [each for each in bits if each and len(bits) == 1])
+
+
+def _precision_words(precision: Mapping[str, Any] | None) -> str:
+    """In how many bits models computed: "bf16 (19.2 kB of weights a worker, 38.4 kB of masters)"."""
+    if precision is None:
+        return ""
+    held = [f"{human_bytes(precision[key])} of {what}" for key, what in _HELD]
+    if precision["loss_scale"] != 1:
+        held.append(f"loss scale {precision['loss_scale']:g}, {plural(precision['skipped_steps'], 'step')} left out")
+    return f"{precision['dtype']} ({', '.join(held)})"
 
 
 def details_table(runs: Sequence[RunRecord]) -> str:

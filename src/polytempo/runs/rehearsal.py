@@ -28,6 +28,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.evaluate import Evaluation, tensors_of
 from polytempo.training.goals import check_goals
 from polytempo.training.parted_training import check_parted_model
+from polytempo.training.precision.masters import masters_of
 from polytempo.training.requirements import check_model, fitted
 from polytempo.training.staged_training import cut_of
 
@@ -68,6 +69,7 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
         tuple(options.until),
         options.threads,
         options.inter_threads,
+        str(options.precision),
     )
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
@@ -119,6 +121,7 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
         check_goals(job, spec.options, has_test=data.test is not None)
         batch = next_batch(job, iter(shard))
         Threads(inter=spec.options.inter_threads).apply(model)
+        masters_of(model, optimizer_of(job, model, spec.lr), spec.options.precision)
         loss_of(job, model, batch).backward()
         if data.test is not None:
             evaluation = Evaluation(job, model, data)

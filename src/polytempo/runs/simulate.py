@@ -49,6 +49,7 @@ from polytempo.training.noise_watch import NoiseWatch
 from polytempo.training.norm_growth import norm_growth
 from polytempo.training.parted_training import laid_out_run, parted_model
 from polytempo.training.ports import ports_of
+from polytempo.training.precision.masters import masters_of
 from polytempo.training.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.replica import Replica
 from polytempo.training.scored_average import average_of
@@ -139,7 +140,8 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     check_simulated(model, data, workers)
     world = VirtualWorld(cluster, workers, seed=spec.seed)
     cost = step_cost(spec, model, data, cluster)
-    observer = VirtualObserver(workers, None if data.test is None else Evaluation(job, model, data))
+    test = None if data.test is None else Evaluation(job, model, data, options.precision)
+    observer = VirtualObserver(workers, test)
     updates = [_updates(spec, rank) for rank in range(workers)]
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     ports = [laid_out_run(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
@@ -204,7 +206,12 @@ def _context(
             model = parted_model(spec, model, data, port, drive)
             optimizer = optimizer_of(spec.job, model, spec.lr)
             cost = StepCost(cost.flops_per_sample / spec.strategy.parted.ranks)  # kernels are measured of whole layers
-        replica = Replica(model, optimizer, spec.strategy, spec.replicas, allow_nan=spec.options.allow_nan)
+        masters = masters_of(model, optimizer, spec.options.precision)
+        replica = Replica(
+            model, optimizer, spec.strategy, spec.replicas, allow_nan=spec.options.allow_nan, masters=masters
+        )
+        if masters is not None:
+            masters.watch()
         if isinstance(model, PartedModel):
             parts = ModelParts(model, replica, port, names)
         if together is None:
@@ -258,9 +265,11 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     with torch.device("meta"):
         model = model_of(job)
     optimizer = optimizer_of(job, model, spec.lr)
+    masters = masters_of(model, optimizer, options.precision)
 
     async def program(port: Port) -> None:
-        replica, updates = Replica(model, optimizer, spec.strategy, workers), _updates(spec, port.rank)
+        replica = Replica(model, optimizer, spec.strategy, workers, masters=masters)
+        updates = _updates(spec, port.rank)
         samples = global_batch * _part(spec, port.rank)
         for step in range(steps):
             await port.mark(step)
@@ -270,7 +279,7 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
 
     with _seldom_collected():
         priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
-    return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers), priced, steps)
+    return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers, masters=masters), priced, steps)
 
 
 def _only_time(

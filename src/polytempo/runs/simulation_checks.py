@@ -13,6 +13,11 @@ def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, bat
             "batched computes all workers' gradients in one pass, and looks at none of them; leave out batched, or "
             "noise_scale and batch_growth"
         )
+    if batched and options.precision is not None:
+        raise ValueError(
+            f"batched computes all workers' gradients in one pass of float32; leave out batched, or "
+            f"precision={options.precision}"
+        )
     if batched and meta:
         raise ValueError("meta computes nothing, so there is nothing to compute together; leave out batched or meta")
     if options.resume:
@@ -28,6 +33,11 @@ def _check_without_values(strategy: Strategy, options: RunOptions) -> None:
     if strategy.parted is not None and strategy.schedule is not None:
         raise ValueError(
             f"{strategy} has stages whose layers are split; leave out meta, or look at stages or at parts alone"
+        )
+    if options.precision is not None and strategy.schedule is not None:
+        raise ValueError(
+            f"{strategy} has stages, which without values are priced in float32; leave out meta, or "
+            f"precision={options.precision}"
         )
     if strategy.distillation is not None:
         raise ValueError(f"{strategy} computes what models of other groups predict; leave out meta")

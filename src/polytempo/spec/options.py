@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 from polytempo.core.url_path import Place, place
 from polytempo.partition.branches import Threads
 from polytempo.spec.batch_growth import BatchGrowth, NormTest, check_growth_option, parse_growth
+from polytempo.spec.precision import Precision, precision_of
 
 _BOUNDS = ("min_workers", "max_workers")
 
@@ -50,6 +51,8 @@ class RunOptions:
     `large_batch.WeightAverage`). Training does not see it; checkpoints have both."""
     on_drift: Literal["stop", "restore", "ignore"] = "stop"
     """Where ranks that promise equal models differ: end the run, take the state of the majority, or compare nothing."""
+    precision: Precision | None = None
+    """Compute with 16-bit parameters that have float32 masters (`pt.precision("bf16")`, or its text); None: float32."""
     noise_scale: int | None = None
     """Steps between two looks at the gradient noise scale, which rows of metrics then have; None: no look. It changes
     no bit of the run."""
@@ -88,6 +91,7 @@ class RunOptions:
             object.__setattr__(self, "out", place(self.out))
         if isinstance(self.batch_growth, str):
             object.__setattr__(self, "batch_growth", parse_growth(self.batch_growth))
+        object.__setattr__(self, "precision", precision_of(self.precision))
         for name in (
             "epochs",
             "steps",
@@ -164,6 +168,7 @@ class OptionKeywords(TypedDict, total=False):
     checkpoint_every: int | None
     ema: float | None
     on_drift: Literal["stop", "restore", "ignore"]
+    precision: Precision | str | None
     noise_scale: int | None
     timeout_s: float
     transport: Literal["shared", "tcp"]

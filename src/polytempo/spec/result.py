@@ -63,6 +63,10 @@ class Result:
     """Where layers lie in parts, each layer: how many of its outputs, or other indices, each worker of a model holds
     (`sizes`, along the weight's dimension `dim`; none: each has the whole), its parameters, and the bytes that all
     workers of a model send for it in a step, forward and backward. Else None."""
+    precision: dict[str, Any] | None = None
+    """Where models compute in 16 bits: the `dtype`, the bytes of a worker's parameters (`parameter_bytes`, as many are
+    their gradients') and of their float32 masters (`master_bytes`), the last loss scale (1: none), and how many steps
+    all workers left out (`skipped_steps`). Else None."""
     membership: list[dict[str, Any]] | None = None
     """Of an elastic run, each group of workers: its generation, the step at which it began, the lives of its members,
     how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""

@@ -20,6 +20,7 @@ from polytempo.spec.batch_growth import growth_of_plain, plain_growth
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
+from polytempo.spec.precision import Precision, check_precision
 from polytempo.spec.topology import Topology, num_added
 
 FORMAT = "polytempo-run-spec"
@@ -59,6 +60,8 @@ class RunSpec:
             )
         if options.ema is not None:
             _check_average(strategy, options)
+        if options.precision is not None:
+            _check_precision(options.precision, strategy, options)
         if options.inter_threads > 1 and strategy.stages > 1:
             raise ValueError(
                 f"{strategy} cuts the model into stages, whose branches run one after the other; leave out "
@@ -177,6 +180,16 @@ def _check_average(strategy: Strategy, options: RunOptions) -> None:
     raise ValueError(f"{why}; leave out ema={options.ema:g}")
 
 
+def _check_precision(precision: Precision, strategy: Strategy, options: RunOptions) -> None:
+    """ValueError where the run's workers could not compute in 16 bits."""
+    check_precision(precision, strategy)
+    if options.elastic:
+        raise ValueError(
+            f"precision={precision}: workers of an elastic run take over each other's models between two steps, and "
+            "not their float32 masters; leave out precision, or min_workers and max_workers"
+        )
+
+
 def _found(plain: Mapping[str, Any], find_job: Callable[[str], Job]) -> Job:
     """The job that `plain` names, with its numbers."""
     origin, found = plain["origin"], find_job(plain["origin"])
@@ -205,9 +218,10 @@ def _plain(options: RunOptions) -> dict[str, Any]:
     """Options as JSON takes them; folders by their whole paths, for another process may be elsewhere."""
     folders = {name: str(folder.absolute()) for name in ("data", "out") if (folder := getattr(options, name))}
     return (
-        asdict(replace(options, until=dict(options.until)))
+        asdict(replace(options, until=dict(options.until), precision=None))
         | folders
         | {"reshape": list(options.reshape.items()), "batch_growth": plain_growth(options.batch_growth)}
+        | {"precision": None if options.precision is None else str(options.precision)}
     )
 
 

@@ -20,6 +20,7 @@ from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
+from polytempo.spec.precision import Precision, check_precision
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attached import handle_of, set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
@@ -33,6 +34,8 @@ from polytempo.training.noise_post import watch_noise
 from polytempo.training.optimizer_state import broadcast_optimizer
 from polytempo.training.ownership import check_hooks
 from polytempo.training.ports import ports_of
+from polytempo.training.precision.masters import check as check_masters
+from polytempo.training.precision.masters import masters_of
 from polytempo.training.replica import Replica
 from polytempo.training.requirements import fitted
 from polytempo.training.trainable_parameters import sparse_tables, trainable
@@ -50,6 +53,7 @@ class AttachOptions(NamedTuple):
     on_drift: OnDrift = "stop"
     allow_nan: bool = True
     noise_scale: NoiseProbe | None = None
+    precision: Precision | None = None
     grows: bool = False
     """Whether a rank that is alone may have others later, so that it counts the steps of what it exchanges."""
 
@@ -57,7 +61,8 @@ class AttachOptions(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """As ranks compare them."""
         every = None if self.noise_scale is None else self.noise_scale.every
-        return self._asdict() | {"scaler": scaler_facts(self.scaler), "noise_scale": every}
+        bits = None if self.precision is None else str(self.precision)
+        return self._asdict() | {"scaler": scaler_facts(self.scaler), "noise_scale": every, "precision": bits}
 
 
 def attach_replica(
@@ -71,6 +76,8 @@ def attach_replica(
     """`attach` for strategies whose ranks exchange among themselves: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
     check_restorable(model, options.on_drift)
+    if options.precision is not None:
+        _check_precision(options.precision, model, optimizer, strategy, options)
     world = world or current()
     _check_meeting(world, strategy)
     handle = _handle(world, model, optimizer, strategy, options)
@@ -107,6 +114,18 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_hooks(optimizer)
     check_divided(model, optimizer, strategy)
+
+
+def _check_precision(
+    precision: Precision, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: AttachOptions
+) -> None:
+    check_precision(precision, strategy)
+    check_masters(model, optimizer, precision)
+    if options.scaler is not None:
+        raise ValueError(
+            f"precision={precision} scales losses itself, where it is needed, and a GradScaler would do it once more; "
+            "leave out scaler, and write handle.scaled(loss).backward() under fp16"
+        )
 
 
 def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
@@ -165,6 +184,7 @@ def _hooked(
         buffer_rule=options.buffers,
         empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged
         allow_nan=options.allow_nan or (options.scaler is not None and options.scaler.is_enabled()),
+        masters=masters_of(model, optimizer, options.precision),
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)

@@ -142,8 +142,12 @@ class Bucket:
             for parameter in self.parameters.values():
                 parameter.grad = None
             return
-        views = answer.views
-        self._point(views | {name: _rows(views[name]) for name in self._row_sparse}, answer, answered=answered)
+        self._show(answer.views, answer, answered=answered)
+
+    def _show(self, views: Mapping[str, Tensor], answer: Bundle, *, answered: bool) -> None:
+        """Let `.grad` be `views`, which lie in `answer`, or their rows where gradients come as rows."""
+        rows = {name: _rows(views[name]) for name in self._row_sparse}
+        self._point({**views, **rows}, answer, answered=answered)
 
     def _point(self, views: dict[str, Tensor], answer: Bundle, *, answered: bool) -> None:
         for parameter, view in zip(self.parameters.values(), views.values(), strict=True):

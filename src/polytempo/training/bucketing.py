@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
 
-from polytempo.training.bucket import Bucket, Empty
+from polytempo.training.bucket import Bucket
 from polytempo.training.table_bucket import TableBucket
+
+MakeBucket = Callable[[int, Mapping[str, nn.Parameter]], Bucket]
+"""From a bucket's number and its parameters."""
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 _FIRST_BUCKET_BYTES = 2**20
@@ -18,7 +21,7 @@ _MAX_BUCKETS = 400
 def buckets(
     parameters: Mapping[str, nn.Parameter],
     bucket_bytes: int | None,
-    empty: Empty | None = None,
+    make: MakeBucket = Bucket,
     tables: Collection[str] = (),
 ) -> list[Bucket]:
     """Cut parameters into buckets in the order in which backward reaches them; none spans two dtypes or devices.
@@ -26,7 +29,7 @@ def buckets(
     One bucket of each dtype and device is open at a time. It is closed as soon as it holds `bucket_bytes`, so a
     large layer does not wait for the small ones below it, and the first much sooner, so communication begins
     early. They are numbered in the order in which backward completes them. Very large models get larger
-    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype. `empty` makes their memory.
+    buckets, at most 401 and one of each kind. None: one bucket, which needs one dtype. `make` makes each of them.
     `tables`: parameters of which only rows travel, each in a bucket of its own.
     """
     backward_order = list(reversed(list(parameters.items())))
@@ -51,7 +54,7 @@ def buckets(
     reached = {name: position for position, (name, _) in enumerate(backward_order)}
     groups.sort(key=lambda group: reached[next(reversed(group))])
     return [
-        TableBucket(i, *next(iter(group.items()))) if group.keys() & set(tables) else Bucket(i, group, empty)
+        TableBucket(i, *next(iter(group.items()))) if group.keys() & set(tables) else make(i, group)
         for i, group in enumerate(groups)
     ]
 

@@ -143,6 +143,8 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
         scalars["schedule"] = schedule_saved(context.scheduler)
     if context.growth is not None:
         scalars["growth"] = context.growth.saved()
+    if context.replica.masters is not None:
+        scalars |= context.replica.masters.saved()
     if context.stage is not None:
         pipeline = pipeline_part(context.stage, whole=whole)
         tensors |= pipeline.tensors

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polytempo.collectives import tree
 from polytempo.core import Port
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
 
@@ -26,15 +26,21 @@ async def clip_grad_norm_(
     """
     if model.size == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
-    gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
+    norm = await gradient_norm(model, parameters, again)
+    scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    for gradient in [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]:
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    return norm
+
+
+async def gradient_norm(
+    model: Port, parameters: Collection[nn.Parameter], again: Collection[nn.Parameter] = ()
+) -> Tensor:
+    """√(Σ over ranks Σ over parameters ‖g‖²), in float64, where ranks hold parts of one model, as above."""
     others = {id(parameter) for parameter in again}
     counted = [p.grad.detach() for p in parameters if p.grad is not None and id(p) not in others]
     values = [gradient if gradient.layout == torch.strided else gradient.coalesce().values() for gradient in counted]
     squares = torch.zeros(1, dtype=torch.float64)
     for value in values:
         squares += torch.linalg.vector_norm(value, dtype=torch.float64).cpu() ** 2
-    norm = (await tree(model, squares)).sqrt()[0]
-    scale = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
-    return norm
+    return (await tree(model, squares) if model.size > 1 else squares).sqrt()[0]

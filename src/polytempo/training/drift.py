@@ -48,10 +48,10 @@ def compared(replica: Replica) -> Compared | None:
 def comparable(replica: Replica, what: Compared) -> dict[str, Tensor]:
     """The tensors that must be equal on all ranks after a step, by what they are; without buffers."""
     found: dict[str, Tensor] = {}
-    for name, parameter in replica.model.named_parameters():
-        if name in replica.own:
-            continue
-        found[f"parameter {name!r}"] = parameter
+    with replica.in_float32():
+        parameters = {name: (p, p.detach()) for name, p in replica.model.named_parameters() if name not in replica.own}
+    for name, (parameter, value) in parameters.items():
+        found[f"parameter {name!r}"] = value
         state: dict[str, Any] = replica.optimizer.state.get(parameter, {}) if what.optimizer else {}
         for key in sorted(state, key=str):
             if isinstance(state[key], Tensor):

@@ -193,7 +193,8 @@ async def _gathered(port: Port, look: DriftLook) -> list[DriftLook]:
 
 async def _restored(port: Port, replica: Replica, what: Compared, verdict: DriftVerdict) -> None:
     source, into = verdict.healthy[0], frozenset(verdict.others)
-    await broadcast_model(port, replica.model, source=source, into=into)
+    with replica.in_float32():
+        await broadcast_model(port, replica.model, source=source, into=into)
     if what.optimizer:
         await broadcast_optimizer(port, replica.optimizer, source=source, into=into)
 

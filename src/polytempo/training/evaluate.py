@@ -18,6 +18,8 @@ from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged
+from polytempo.spec.precision import Precision
+from polytempo.training.precision.reduced_forward import dtype_of, install
 from polytempo.training.sample_batches import SampleBatches
 
 _FEWEST = 8
@@ -36,14 +38,17 @@ class Evaluation:
 
     Memory: the model's modules once more; parameters are lent for the time of a score, buffers copied. So a module
     must allow `copy.deepcopy`; attributes that are neither parameters nor buffers stay as they are when this is made.
+    With a `precision` a score is computed in its 16 bits.
     """
 
-    def __init__(self, job: Job, model: nn.Module, data: Data) -> None:
+    def __init__(self, job: Job, model: nn.Module, data: Data, precision: Precision | None = None) -> None:
         assert data.test is not None
         self._job = job
         self._test = SampleBatches(data.test, data.collate, "a test set")
         self.length = self._test.length
         self._model = copied_modules(model).eval()
+        if precision is not None:
+            install(self._model, dtype_of(precision))
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
         """[samples, summed loss, summed accuracy, predictions] of `rank`'s part of the test set, float64.

@@ -24,7 +24,7 @@ def gradients_of(handle: Handle, spec: RunSpec) -> Callable[[Any, int], Tensor]:
             loss = objective(part)
             if replica.guard is not None:
                 replica.guard.loss(loss, replica.step, rank)
-            (loss if weight == 1 else weight * loss).backward()
+            replica.scaled(loss if weight == 1 else weight * loss).backward()
             return loss
 
         replica.optimizer.zero_grad()

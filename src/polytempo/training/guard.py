@@ -88,10 +88,10 @@ def check_score(loss: float | None, step: int) -> None:
 
 class Guard:
     """Looks on behalf of one replica of `model` whose trained `parameters` are known by name. Each look may raise
-    NotFinite, which names `step`, `rank` and the parameter."""
+    NotFinite, which names `step`, `rank` and the parameter. Gradients that `overflow` are another's affair."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._model, self._parameters = model, parameters
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, overflow: bool = False) -> None:
+        self._model, self._parameters, self._overflow = model, parameters, overflow
         self._losses: list[tuple[int, Tensor]] = []
 
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
@@ -110,6 +110,8 @@ class Guard:
 
     def bundle(self, bundle: Bundle, step: int, rank: int) -> None:
         """This rank's own gradients, before they are exchanged. Packs nothing."""
+        if self._overflow:
+            return
         if bundle.packed and (bundle.flat.device.type != "cpu" or first_bad([("", bundle.flat)]) is None):
             return
         self._look_at_gradients((bundle.views if bundle.packed else bundle.tensors).items(), step, rank)
@@ -133,6 +135,8 @@ class Guard:
             self.catch_up(rank)
 
     def _look_at_gradients(self, gradients: Iterable[tuple[str, Tensor]], step: int, rank: int) -> None:
+        if self._overflow:
+            return
         bad = first_bad((name, gradient) for name, gradient in gradients if gradient.device.type == "cpu")
         if bad is not None:
             _raise(bad, f"the gradient of {bad.name!r}", step, rank)

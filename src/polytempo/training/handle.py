@@ -19,7 +19,6 @@ from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.one_copy import OneCopy, own_parameters
 from polytempo.partition.branches import ThreadedModel
 from polytempo.training.backward import Backward
-from polytempo.training.clipping import clip_grad_norm_
 from polytempo.training.divided_parameters import shared_elsewhere
 from polytempo.training.join import JoinMembership
 from polytempo.training.loss_scale import LossScale
@@ -67,6 +66,8 @@ class Handle:
         self._checks = StepChecks(replica, feels_scales=feels_scales, has_scaler=self._has_scaler)
         self._step = StepHooks(world, ports, replica, self._checks, self._members, self._backward, copy)
         self._hooks: list[RemovableHandle] = self._step.before()
+        if replica.masters is not None:
+            self._hooks += replica.masters.watch()
         self._ownership = Ownership(replica.model, replica.optimizer) if _meets(replica, copy, turns) else None
         if turns is not None:
             turns.watch()
@@ -126,17 +127,18 @@ class Handle:
             self.world.drive(_met(port))  # so that no rank writes while others read
         agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
         named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
-        own = [(tensor, tensor.data) for name, tensor in named if name in agreed]
-        for name, tensor in named:
-            if name in agreed:
-                tensor.data = agreed[name]
-        self._checks.lends = True
-        try:
-            yield
-        finally:
-            self._checks.lends = False
-            for tensor, data in own:
-                tensor.data = data
+        with replica.in_float32():
+            own = [(tensor, tensor.data) for name, tensor in named if name in agreed]
+            for name, tensor in named:
+                if name in agreed:
+                    tensor.data = agreed[name]
+            self._checks.lends = True
+            try:
+                yield
+            finally:
+                self._checks.lends = False
+                for tensor, data in own:
+                    tensor.data = data
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -150,9 +152,11 @@ class Handle:
         Raises ValueError where the strategy would hear those that have left (gossip, adasum, robust merges), and with
         `scaler=`; RuntimeError for a backward pass whose gradients no step uses: those that have left take it for one.
         """
-        if self._has_scaler:
+        masters = self.replica.masters
+        if self._has_scaler or (masters is not None and masters.scaling.dynamic):
+            who = "a GradScaler" if self._has_scaler else f"precision={masters.precision}" if masters else ""
             raise ValueError(
-                "a GradScaler skips steps, which ranks that have left join() do not see; give all ranks equally many "
+                f"{who} skips steps, which ranks that have left join() do not see; give all ranks equally many "
                 "batches, as pt.shard does"
             )
         if self.replica.noise is not None:
@@ -171,6 +175,15 @@ class Handle:
         """Exchange now what the next step is made of, as `optimizer.step()` would do, unless that has been done."""
         if self.replica.exchanges_gradients:
             self._backward.complete()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale of `precision`: what `backward()` is called of under fp16.
+
+            handle.scaled(loss).backward()
+
+        Without a loss scale it is the loss.
+        """
+        return self.replica.scaled(loss)
 
     # ------------------------------------------------------------------ saving and ending
 
@@ -202,6 +215,8 @@ class Handle:
         if self.replica.drift is not None:
             self.replica.drift.check(buffers=False)
         tensors, scalars = self.replica.state()
+        if self.replica.masters is not None:
+            scalars |= self.replica.masters.saved()
         return {
             "strategy": str(self.replica.strategy),
             "tensors": {k: t.clone() for k, t in tensors.items()},
@@ -213,6 +228,8 @@ class Handle:
         if state["strategy"] != str(self.replica.strategy):
             raise ValueError(f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached")
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
+        if self.replica.masters is not None:
+            self.replica.masters.restore(state["scalars"])
         self.world.step = self.replica.step
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -221,7 +238,8 @@ class Handle:
         The norm is that of the ranks' mean gradient. `.grad` holds it where the strategy exchanges gradients in
         `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Where a model lies in parts on several
         ranks, it is the norm of all parts, and all of these ranks call this. Under `shared_memory()` `.grad` is this
-        rank's own: all ranks call this, and the step does the scaling.
+        rank's own: all ranks call this, and the step does the scaling. So does a step of float32 masters: `.grad` stays
+        as it is, and the norm is that of what the optimizer will see, without the loss scale.
         """
         if self.one_copy is None:
             parameters = self.replica.trainable.values()
@@ -229,7 +247,7 @@ class Handle:
             if own := self.replica.own:
                 holders = self.ports.data
                 again = shared_elsewhere(self.replica.trainable, own, holders.rank)
-            return self.world.drive(clip_grad_norm_(holders, parameters, max_norm, again))
+            return self.world.drive(self.replica.clip_grad_norm_(holders, parameters, max_norm, again))
         if self._members.joining:
             raise ValueError(
                 "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"
@@ -244,6 +262,8 @@ class Handle:
         """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
+        if self.replica.masters is not None:
+            self.replica.masters.end()
         if self.threaded is not None:
             self.threaded.remove()
         if self._watch is not None:

@@ -88,6 +88,7 @@ class JoinMembership:
     def _take_consensus(self) -> None:
         data, replica = self._data, self._replica
         agreed = self._world.drive(replica.consensus(data)) | self._world.drive(replica.consensus_buffers(data))
-        for name, tensor in [*replica.model.named_parameters(), *replica.model.named_buffers()]:
-            if name in agreed:
-                tensor.copy_(agreed[name])
+        with replica.in_float32():
+            for name, tensor in [*replica.model.named_parameters(), *replica.model.named_buffers()]:
+                if name in agreed:
+                    tensor.copy_(agreed[name])

@@ -26,7 +26,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.evaluate import Score, tensors_of
+from polytempo.training.evaluate import Score
 from polytempo.training.goals import check_goals
 from polytempo.training.growth import Pieces, follow, grow, next_pieces
 from polytempo.training.guard import check_final, check_score
@@ -131,7 +131,7 @@ class TrainingContext:
 
     def scored(self) -> dict[str, Tensor]:
         """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
-        return tensors_of(self.replica.model) | ({} if self.average is None else self.average.tensors)
+        return self.replica.tensors() | ({} if self.average is None else self.average.tensors)
 
     @property
     def job(self) -> Job:
@@ -260,7 +260,8 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         if port.rank == 0:  # whose rows and summary tell of it
             meter.add(loss)
         if context.average is not None:
-            context.average.update()
+            with context.replica.in_float32():
+                context.average.update()
         if context.scheduler is not None:
             _next_rate(context, context.scheduler)
         if context.growth is not None and await context.growth.grows(data, context.shard):
@@ -345,7 +346,8 @@ async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: 
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
     grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
-    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | delays | noise | grown)
+    more = delays | noise | grown | context.replica.row
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | more)
 
 
 def _position(context: TrainingContext) -> tuple[float, int]:

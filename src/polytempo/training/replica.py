@@ -10,7 +10,9 @@ parameters and see other samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +27,15 @@ from polytempo.partition.tensor.split_model import split_models
 from polytempo.training.bucket import Bucket, Empty
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES, buckets
 from polytempo.training.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
+from polytempo.training.clipping import clip_grad_norm_, gradient_norm
 from polytempo.training.divided_parameters import own_parameters
 from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
 from polytempo.training.noise_watch import NoiseWatch
 from polytempo.training.parameter_exchange import ParameterExchange
+from polytempo.training.precision.masters import Masters
+from polytempo.training.precision.wide_bucket import ScaleNow, WideBucket
 from polytempo.training.replicated_parameters import check_optimizer
 from polytempo.training.requirements import fitted
 from polytempo.training.tensor_groups import by_kind
@@ -41,7 +46,7 @@ class Replica:
     """One rank's training state. `share` is its part of the present global batch (None: equal parts).
 
     `empty` makes the memory that gradients are exchanged in, where it has to be of a certain kind. Without `allow_nan`
-    what is not finite is refused before another rank gets it.
+    what is not finite is refused before another rank gets it. `masters`: of the model, where it computes in 16 bits.
     """
 
     def __init__(
@@ -55,9 +60,12 @@ class Replica:
         buffer_rule: BufferRule = "average",
         empty: Empty | None = None,
         allow_nan: bool = True,
+        masters: Masters | None = None,
     ) -> None:
         _check(strategy)
         strategy = fitted(strategy, optimizer)
+        self.masters = masters
+        """The float32 parameters, where the model computes in 16 bits."""
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.splits = split_models(model)
         """Models in it whose layers lie on several ranks."""
@@ -73,12 +81,14 @@ class Replica:
         self.trainable = trainable(model, optimizer)
         self.numel = sum(parameter.numel() for parameter in self.trainable.values())
         """Numbers that are trained."""
-        self.guard = None if allow_nan else Guard(model, self.trainable)
+        self.guard = None if allow_nan else Guard(model, self.trainable, overflow=self._may_overflow)
         self.buffers = ModelBuffers(model, buffer_rule)
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
         self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
         self.buckets = self._made_buckets(bucket_bytes, empty) if self.exchanges_gradients else []
-        self.parameters = ParameterExchange(strategy, optimizer, self.trainable) if self.exchanges_parameters else None
+        with self.in_float32():
+            exchanges = self.exchanges_parameters
+            self.parameters = ParameterExchange(strategy, optimizer, self.trainable) if exchanges else None
         self.restored = False
         """Whether the state was taken over from a saved one since the last step."""
         self._applied: AppliedTransform | None = None
@@ -93,14 +103,31 @@ class Replica:
 
     def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
         transform = self.strategy.gradients
+        wide = self.masters is not None and not transform.linear
+        make = partial(WideBucket, scale=self._scale_now) if wide else partial(Bucket, empty=empty)
         shared = {name: p for name, p in self.trainable.items() if name not in self.own}
         sparse = sparse_tables(self.model)
         tables = {name for name in sparse & shared.keys() if self._travels_by_rows(shared[name])}
-        made = buckets(shared, bucket_bytes if transform.separable else None, empty, tables)
+        size = bucket_bytes if transform.separable else None
+        with self.in_float32() if wide else nullcontext():
+            made = buckets(shared, size, make, tables)
         for bucket in made:
-            bucket.begin(transform.init(Bundle(bucket.parameters)))
+            with self.in_float32():
+                bucket.begin(transform.init(Bundle(bucket.parameters)))
             bucket.sparse_tables = sparse
         return made
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Inside, the parameters are float32 also where the model computes in 16 bits."""
+        return nullcontext() if self.masters is None else self.masters.in_float32()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward is to be called of: the loss, times the loss scale where there is one."""
+        return loss if self.masters is None else self.masters.scaled(loss)
+
+    def _scale_now(self) -> ScaleNow:
+        assert self.masters is not None
+        return ScaleNow(self.masters.scaling.scale, self.masters.scaling.dynamic)
 
     def _travels_by_rows(self, table: nn.Parameter) -> bool:
         """Whether the answer for some rows depends on nothing but these rows of this step."""
@@ -142,17 +169,49 @@ class Replica:
             bucket.place(answer, answered=answered)
         return answered
 
+    async def agree_to_step(self, port: Port) -> None:
+        """Before `optimizer.step`: have gradients of any rank of `port` overflowed, so that all leave the step out?
+
+        Only where a loss scale is dynamic. Cost: a pass over the gradients, and one number to all where ranks do not
+        all see the same gradients.
+        """
+        if self.masters is None or not self._may_overflow:
+            return
+        overflowed = any(bucket.overflowed for bucket in self.buckets if isinstance(bucket, WideBucket))
+        overflowed = overflowed or not self.masters.finite()
+        if port.size > 1 and not (self.exchanges_gradients and self.strategy.gradients.linear):
+            overflowed = bool((await tree(port, torch.tensor([float(overflowed)]))).any())
+        self.masters.overflowed = overflowed
+        self.masters.scaling.check(self.step)
+
+    @property
+    def _may_overflow(self) -> bool:
+        return self.masters is not None and self.masters.scaling.dynamic
+
+    async def clip_grad_norm_(
+        self, holders: Port, parameters: Collection[nn.Parameter], max_norm: float, again: Collection[nn.Parameter] = ()
+    ) -> Tensor:
+        """`clipping.clip_grad_norm_` of what the optimizer will see; with masters the step does the scaling."""
+        if self.masters is None:
+            return await clip_grad_norm_(holders, parameters, max_norm, again)
+        return self.masters.clip(await gradient_norm(holders, parameters, again), max_norm)
+
     async def finish_step(self, data: Port) -> None:
-        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet."""
+        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet.
+
+        Where all ranks left out the step, what gradients' transforms remember is as before it.
+        """
         self.step += 1
         self.restored = False
-        committed = [bucket.commit() for bucket in self.buckets]
+        left_out = self.masters is not None and self.masters.left_out
+        committed = [] if left_out else [bucket.commit() for bucket in self.buckets]
         applied = self._applied or (self._tentative if any(committed) else None)
         self._applied = self._tentative = None
         if self.parameters is not None:
-            if self.guard is not None:
-                self.guard.parameters(self.step - 1, data.world_rank)
-            applied = await self.parameters.exchange(data, self.member.weight) or applied
+            with self.in_float32():
+                if self.guard is not None:
+                    self.guard.parameters(self.step - 1, data.world_rank)
+                applied = await self.parameters.exchange(data, self.member.weight) or applied
         await self.buffers.meet(data, applied, self.member)
         if self.noise is not None:
             self.noise.after_step(self.step, met=applied is not None)
@@ -189,7 +248,8 @@ class Replica:
 
         `instead`: what takes the place of this rank's parameters, by name.
         """
-        tensors = {name: p.detach() for name, p in self.model.named_parameters()} | dict(instead or {})
+        with self.in_float32():
+            tensors = {name: p.detach() for name, p in self.model.named_parameters()} | dict(instead or {})
         out: dict[str, Tensor] = {}
         for group in by_kind(tensors).values():
             bundle = Bundle(group, self.member.weight).copy()
@@ -198,9 +258,20 @@ class Replica:
             out |= bundle.views
         return {name: out[name] for name in tensors}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, in float32 where there are masters, and buffers as they lie in the model, by name."""
+        averaged, others = self.averaged_tensors()
+        return averaged | others
+
+    @property
+    def row(self) -> dict[str, float]:
+        """What rows of metrics say of it."""
+        return {} if self.masters is None else self.masters.row
+
     def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Parameters and buffers as they lie in the model, by name: those that `consensus` averages, and the others."""
-        averaged = {name: p.detach() for name, p in self.model.named_parameters()} | self.buffers.averaged()
+        with self.in_float32():
+            averaged = {name: p.detach() for name, p in self.model.named_parameters()} | self.buffers.averaged()
         return averaged, {name: b for name, b in self.model.named_buffers() if name not in averaged}
 
     async def consensus_buffers(self, data: Port) -> dict[str, Tensor]:
@@ -235,13 +306,14 @@ class Replica:
 
         `debts`: the states whose `Residual` this rank takes over; without them, those of `source`.
         """
-        for bucket in self.buckets:
-            layout = Bundle(bucket.parameters)
-            state = self.strategy.gradients.init(layout)
-            held = source.holds("gradients")
-            bucket.begin(restored(state, source, "gradients", layout, debts) if held else state)
-        if self.parameters is not None:
-            self.parameters.restore(source, debts)
+        with self.in_float32():
+            for bucket in self.buckets:
+                layout = Bundle(bucket.parameters)
+                state = self.strategy.gradients.init(layout)
+                held = source.holds("gradients")
+                bucket.begin(restored(state, source, "gradients", layout, debts) if held else state)
+            if self.parameters is not None:
+                self.parameters.restore(source, debts)
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step, self.restored = step, True

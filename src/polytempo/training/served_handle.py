@@ -157,6 +157,10 @@ class ServedHandle:
             "and the shards' optimizer begins anew there; or make a job of it: pt.run(job, strategy, out=…) saves all"
         )
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss: with a parameter server there is no `precision` that would scale it."""
+        return loss
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Let this rank's gradient have a norm of at most `max_norm`; returns the norm that it had."""
         return nn.utils.clip_grad_norm_([p for g in self._optimizer.param_groups for p in g["params"]], max_norm)

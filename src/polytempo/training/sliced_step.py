@@ -85,7 +85,7 @@ class SlicedGradients:
         loss = loss_of(self._job, replica.model, piece.batch)
         if replica.guard is not None:
             replica.guard.loss(loss, replica.step, rank)
-        loss.backward()
+        replica.scaled(loss).backward()
         if (changed := _versions(replica.model)) != versions:
             self._refuse_buffers(versions, changed)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self._parameters]

@@ -32,6 +32,7 @@ def staged(spec: RunSpec, model: nn.Module, parts: Cut, port: Port, flops_per_sa
         seed=spec.seed,
         allow_nan=spec.options.allow_nan,
         flops_per_sample=flops_per_sample,
+        precision=spec.options.precision,
     )
 
 

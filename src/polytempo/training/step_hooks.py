@@ -51,7 +51,8 @@ class StepHooks:
         hooks.append(register(self._begin))
         if self._replica.guard is not None and not self._exchanges:
             hooks.append(register(self._look_at_gradients))
-        if self._copy is not None or self._exchanges or self._checks.feels_scales:
+        scaled = self._replica.masters is not None and self._replica.masters.scaling.dynamic
+        if self._copy is not None or self._exchanges or self._checks.feels_scales or scaled:
             hooks.append(register(self._before_step))
         return hooks
 
@@ -78,6 +79,7 @@ class StepHooks:
             self._loaded.honour(self._world, self._ports.data)
         if closure is None:
             self._complete()
+            self._world.drive(self._replica.agree_to_step(self._ports.whole))
             return None
         evaluated = self._evaluated(closure, self._backward.exchanged)
         return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}

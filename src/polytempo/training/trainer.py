@@ -108,7 +108,7 @@ class Trainer:
         facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
         facts |= {"global_batch_size": options.global_batch_size, "batch_growth": plain_growth(options.batch_growth)}
         facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
-        facts |= {"mesh": str(mesh_of(self.world.port))}
+        facts |= {"mesh": str(mesh_of(self.world.port)), "precision": str(options.precision)}
         self.world.drive(agree(self.world.port, facts))
         part = _part(self.world, spec, self.model, optimizer, self.data)
         self.port, data = part.port, ports_of(part.port).data
@@ -163,7 +163,7 @@ class Trainer:
             if watch is not None:
                 watch.end()
         final = summary.parameters | summary.buffers
-        with torch.no_grad():
+        with torch.no_grad(), context.replica.in_float32():
             for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 if name in final:
                     tensor.copy_(final[name])
@@ -237,6 +237,7 @@ def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: O
             seed=spec.seed,
             on_drift=spec.options.on_drift,
             allow_nan=spec.options.allow_nan,
+            precision=spec.options.precision,
             noise_scale=None if (every := spec.options.looks_every) is None else NoiseProbe(1, every),
         ),
     )
@@ -283,6 +284,7 @@ def result_of(
     learned, one_model = bool(summary.parameters), context.spec.strategy.groups == 1
     return Result(
         layers=None if context.parts is None else context.parts.report(),
+        precision=None if context.replica.masters is None else context.replica.masters.report(),
         job=context.job.name,
         strategy=str(context.replica.strategy),
         world=world,
@@ -312,7 +314,7 @@ def _observer(
     world: ProcessWorld, job: Job, model: nn.Module, data: Data, options: RunOptions, strategy: Strategy
 ) -> Observer:
     """What scores and saves: all ranks together, or, where none waits for another, each rank in the background."""
-    evaluation = None if data.test is None else Evaluation(job, model, data)
+    evaluation = None if data.test is None else Evaluation(job, model, data, options.precision)
     if is_hogwild(strategy) and world.size > 1:
         return BackgroundObserver(world, evaluation, world.drive(_token(world.port)))
     return CollectiveObserver(world, evaluation)

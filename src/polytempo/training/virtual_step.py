@@ -67,7 +67,7 @@ def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, se
             loss = objective(part)
             if guard is not None:
                 guard.loss(loss, replica.step, rank)
-            (loss if weight == 1 else weight * loss).backward()
+            replica.scaled(loss if weight == 1 else weight * loss).backward()
             return loss
 
         replica.optimizer.zero_grad()
@@ -124,6 +124,7 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
         exchanges.append(await port.start(replica.exchange(port, bucket)))
     for exchange in exchanges:
         await exchange
+    await replica.agree_to_step(port)
     await updates.perform(port, work.update, _UPDATE_FLOPS * size, uses.update)
     work.updated()
     await replica.finish_step(port)

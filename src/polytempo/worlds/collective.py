@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polytempo.collectives import ring_price
@@ -144,7 +145,9 @@ def _dealt_bytes(op: AllToAll, position: int) -> int:
 
 
 def _sum(buffers: list[Tensor]) -> Tensor:
-    total = buffers[0].clone()
+    """16-bit numbers are added in float32, and the sum is rounded once, as the native core does."""
+    first = buffers[0]
+    total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first.clone()
     for buffer in buffers[1:]:
         total.add_(buffer)
-    return total
+    return total.to(first.dtype)

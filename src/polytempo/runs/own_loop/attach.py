@@ -10,6 +10,7 @@ from polytempo.core import Strategy
 from polytempo.large_batch.probe import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.runs.own_loop.loop_link import LoopServerStart
+from polytempo.spec.precision import Precision, check_precision, precision_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
@@ -40,6 +41,7 @@ def attach(
     allow_nan: bool = True,
     threads: Threads | None = None,
     noise_scale: NoiseProbe | None = None,
+    precision: Precision | str | None = None,
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself stays as it is.
 
@@ -47,44 +49,51 @@ def attach(
         for x, y in pt.shard(loader):
             optimizer.zero_grad(); loss_fn(model(x), y).backward(); optimizer.step()
 
-    One model has exactly one optimizer, and all that it trains are parameters of the model: put two models that train
-    together into one nn.ModuleList, and settings that differ into parameter groups of one optimizer. What begins to
-    train later (`add_param_group`, thawed layers, a new optimizer) needs detach() and a new attach; `step` says so. Of
-    an optimizer that wraps another, as SAM and Lookahead do, attach the one whose `step` is called.
-    All ranks take rank 0's parameters, buffers and optimizer state, once all have the same strategy, model and versions
-    (`Mismatch` names both values). In a mesh (`pt.init(mesh=…)`) "all ranks" are those along "data", for each part.
-    When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look at it, then step. What the
-    strategy remembers is tentative until `step()`, closures included: a backward pass whose gradients no step uses (a
-    GAN's other loss, a first pass of SAM) leaves nothing behind. A step of gradients that were added to an answer is
-    refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers stay where they are.
-    Gradients put into `.grad` by hand are exchanged by `step` where no backward pass came since the last step, and are
-    edits of its answer where one did: let that pass be inside `no_sync()`. After `model.load_state_dict()` (by all
-    ranks) the strategy begins anew from there; other changes in place, as clipped weights, are movements of the step.
-    A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank used keeps
-    `.grad` None, for one more small all-reduce a step. Under `shared_memory()` `.grad` is this rank's own gradient,
-    `step` does all the rest and waits for all (so all take or skip it alike), clipping is the handle's
-    `clip_grad_norm_`, and other changes of parameters are made by one rank.
+    One model has one optimizer, and all that it trains are parameters of the model: put two models that train together
+    into one nn.ModuleList, and settings that differ into parameter groups. What begins to train later (thawed layers, a
+    new optimizer) needs detach() and a new attach; `step` says so. Of optimizers around others, as SAM, attach that
+    whose `step` is called. All ranks take rank 0's parameters, buffers and optimizer state, once all have the same
+    strategy, model and versions (`Mismatch` names both values). In a mesh (`pt.init(mesh=…)`) "all ranks" are those
+    along "data", for each part. When `backward()` returns, `.grad` holds the strategy's answer: clip it, scale it, look
+    at it, then step. What the strategy remembers is tentative until `step()`, closures included: a backward pass whose
+    gradients no step uses (a GAN's other loss, SAM's first pass) leaves nothing behind. A step of gradients that were
+    added to an answer is refused by all but plain means (RuntimeError): accumulate inside `no_sync()`. Frozen layers
+    stay where they are. Gradients set by hand are exchanged by `step` where no backward pass came since the last step,
+    and are edits of its answer where one did: let that pass be inside `no_sync()`. After `model.load_state_dict()` (by
+    all ranks) the strategy begins anew from there; other changes in place, as clipped weights, are movements of the
+    step. A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank used
+    keeps `.grad` None, for one more small all-reduce a step. Under `shared_memory()` `.grad` is this rank's own
+    gradient, `step` does the rest and waits for all, clipping is the handle's `clip_grad_norm_`, other changes of
+    parameters are one rank's.
 
-    `buffers`: what happens when ranks meet: the running statistics of torch's batch and instance norms meet on the
-    strategy's own way, with no other ranks (their mean; a gossip's mix; a robust merge), other buffers and counts of
-    batches are left alone ("average"); all ranks get rank 0's buffers, all of them ("broadcast"); or nothing ("leave").
-    `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps, for
-    one small all-reduce a backward pass where the strategy is no plain mean, which without it refuses a GradScaler.
-    `on_drift`: where the strategy promises equal models, ranks compare hashes of all that is equal then, and find a
-    flipped bit within 256 steps (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), their minority
-    takes over the others' state ("restore"), or nothing is compared ("ignore"). `allow_nan`: NaN and infinities travel
-    as in DDP; with False the rank that brings one raises `NotFinite`, with step and parameter, before another rank gets
-    it (on the CPU; a `scaler` goes on skipping steps that overflow). `seed` is the same on all ranks. `threads`: this
-    rank's (`pt.threads`). `noise_scale`: estimated from own gradients, for `handle.noise_scale`. `world`: by default
-    the one that `pt.init()` joined, or a world of one. A parameter server (`downpour`, …) is beside rank 0, or on
-    processes of `pt.init(servers=…)`; `pt.shard` deals its batches. Memory: one flat copy of the gradients.
+    `buffers`: when ranks meet, the running statistics of torch's batch and instance norms meet on the strategy's own
+    way, with no other ranks, other buffers and counts of batches are left alone ("average"); all ranks get rank 0's
+    buffers, all of them ("broadcast"); or nothing ("leave"). `scaler`, the loop's GradScaler: gradients are exchanged
+    without its scale, and all ranks skip the same steps, for one small all-reduce a backward pass where the strategy is
+    no plain mean, which without it refuses a GradScaler. `on_drift`: where a strategy promises equal models, ranks
+    compare hashes of them (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), their minority takes
+    over the others' state ("restore"), or none is compared ("ignore"). `allow_nan`: NaN and infinities travel as in
+    DDP; with False the rank that brings one raises `NotFinite` before another rank gets it (on the CPU; a `scaler`
+    skips steps that overflow). `seed`: equal on all ranks. `threads`: this rank's (`pt.threads`). `noise_scale`:
+    estimated from own gradients, for `handle.noise_scale`. `precision`: 16-bit parameters with float32 masters.
+    `world`: by default that of `pt.init()`, or a world of one. A parameter server (`downpour`, …) is beside rank 0, or
+    on processes of `pt.init(servers=…)`; `pt.shard` deals its batches. Memory: one flat copy of the gradients.
     """
-    strategy, world = sync_sgd() if strategy is None else strategy, world or current()
-    options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale)
+    strategy, world, bits = sync_sgd() if strategy is None else strategy, world or current(), precision_of(precision)
+    options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale, bits)
     threads, served = (threads or Threads()).checked(model), getattr(strategy, "server", None) is not None
+    _check_threads(threads, bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
     handle.threaded = threads.apply(model)
     return handle
+
+
+def _check_threads(threads: Threads, precision: Precision | None) -> None:
+    if precision is not None and threads.inter > 1:
+        raise ValueError(
+            f"precision={precision} and inter={threads.inter} both replace the model's forward, and a loop of your own "
+            "can have one of them; leave one out, or make a job of it"
+        )
 
 
 def attach_served(
@@ -97,6 +106,8 @@ def attach_served(
             f"{strategy} has a parameter server, whose workers hold different parameters, and in a loop of your own "
             "their batches cannot be halved to measure the noise scale; make a job of it, or leave noise_scale out"
         )
+    if options.precision is not None:
+        check_precision(options.precision, strategy)
     if dealer_of(world) is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; put both models into one "

@@ -68,7 +68,7 @@ class ParameterVersions:
             with self.seen(version, keep):
                 yield
             return
-        self._lie_in(predicted)
+        self._lie_in([value.to(p.dtype) for value, p in zip(predicted, self._parameters, strict=True)])
         try:
             with self._kept(keep, self._memory[self.current]):
                 yield

@@ -18,7 +18,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.partition.tensor.split_layers import SplitLayers
-from polytempo.training.clipping import clip_grad_norm_
+from polytempo.spec.precision import Precision
 from polytempo.training.divided_tensors import Cuts
 from polytempo.training.pipeline.delay_mail import DelayMail
 from polytempo.training.pipeline.estimators import estimators_of
@@ -32,6 +32,7 @@ from polytempo.training.pipeline.split_stage import cut_parameters, split_stage
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.training.ports import DATA, Ports, ports_of
+from polytempo.training.precision.masters import masters_of
 from polytempo.training.replica import Replica
 from polytempo.training.replicated_parameters import align, counted_elsewhere
 from polytempo.training.split import MODEL
@@ -71,6 +72,7 @@ class PipelineStage:
         max_norm: float | None = None,
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
+        precision: Precision | None = None,
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, _stage_ports(port)
         self.number = self.ports.model.rank
@@ -84,7 +86,12 @@ class PipelineStage:
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
         self.optimizer = optimizer(self.model)
-        self.replica = Replica(self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan)
+        masters = masters_of(self.model, self.optimizer, precision, called=list(self.model.parts))
+        self.replica = Replica(
+            self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan, masters=masters
+        )
+        if masters is not None:
+            masters.watch()
         self._shared = SharedGradients(parts, self.schedule, self.number)
         own = list(self.model.parameters())
         device = next((parameter.device for parameter in own), None)
@@ -243,7 +250,7 @@ class PipelineStage:
         if self._max_norm is not None:
             own = list(self.model.parameters())
             others = [*self._shared.counted_elsewhere, *counted_elsewhere(replica.splits)]
-            await clip_grad_norm_(ports_of(ports.whole).model, own, self._max_norm, others)
+            await replica.clip_grad_norm_(ports_of(ports.whole).model, own, self._max_norm, others)
         numel = sum(parameter.numel() for parameter in replica.trainable.values())
         await ports.whole.compute(self.optimizer.step, UPDATE_FLOPS * numel, "update")
         await replica.finish_step(ports.data)

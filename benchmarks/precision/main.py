@@ -1,0 +1,141 @@
+"""What 16-bit parameters with float32 masters cost in accuracy, and save in memory.
+
+    export POLYTEMPO_DATA=…              # a folder with mnist/
+    python benchmarks/precision/main.py accuracy [--seeds 3] [--epochs 3]
+    python benchmarks/precision/main.py memory [--parameters 100e6]
+
+`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision, then two stages with what
+passes between them in 32, 16 and 8 bits. `memory`: a process for each precision trains three steps by SGD without
+momentum, alone; its peak beyond what it had before the model was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.bench.machine import machine
+from polytempo.bench.tables import markdown
+from polytempo.core import Strategy
+
+PRECISIONS = (None, "bf16", "fp16(loss_scale=dynamic)")
+DIGITS_EPOCHS = 10.0
+LAYERS, BATCH, STEPS = 12, 8, 3
+_KIB, _MIB = 1024, 2**20
+_RUN_S = 600.0
+
+
+def accuracy(seeds: int, epochs: float) -> str:
+    """A row for each job and setting: mean test accuracy over seeds, and its difference to float32's."""
+    rows = []
+    for job, many in (("digits", DIGITS_EPOCHS), ("mnist", epochs)):
+        synchronous = pt.strategies.sync_sgd()
+        base, base_bytes = scores(job, synchronous, None, seeds, many)
+        rows.append(row(job, "sync_sgd()", None, base, base, 1.0))
+        for precision in PRECISIONS[1:]:
+            found, sent = scores(job, synchronous, precision, seeds, many)
+            rows.append(row(job, "sync_sgd()", precision, found, base, sent / base_bytes))
+        staged, staged_bytes = scores(job, pt.strategies.gpipe(stages=2), None, seeds, many)
+        rows.append(row(job, "gpipe(stages=2)", None, staged, staged, 1.0))
+        for codec in ("bf16", "int8"):
+            text = f"gpipe(stages=2, activations={codec}, gradients={codec})"
+            found, sent = scores(job, pt.parse_strategy(text), "bf16", seeds, many)
+            rows.append(row(job, text, "bf16", found, staged, sent / staged_bytes))
+    return markdown(
+        (["job", "strategy", "precision", "accuracy, %", "spread", "difference, points", "bytes sent"], rows)
+    )
+
+
+def scores(job: str, strategy: Strategy, precision: str | None, seeds: int, epochs: float) -> tuple[list[float], float]:
+    """The accuracy in percent of each seed, and the bytes that a worker sent."""
+    found, sent = [], 0.0
+    for seed in range(seeds):
+        result = pt.run(
+            pt.jobs.find(job), strategy, workers=2, precision=precision, seed=seed, epochs=epochs, threads=1
+        )
+        assert result.accuracy is not None
+        found.append(100 * result.accuracy)
+        sent = result.bytes_sent_per_rank
+    return found, sent
+
+
+def row(
+    job: str, strategy: str, precision: str | None, found: Sequence[float], base: Sequence[float], sent: float
+) -> list[str]:
+    """One line of the table."""
+    mean, difference = statistics.mean(found), statistics.mean(found) - statistics.mean(base)
+    spread = f"{min(found):.2f} to {max(found):.2f}"
+    return [job, f"`{strategy}`", precision or "float32", f"{mean:.2f}", spread, f"{difference:+.2f}", f"{sent:.2f} x"]
+
+
+def memory(parameters: float) -> str:
+    """A row for each precision, each measured in a process of its own."""
+    peaks = {}
+    for precision in PRECISIONS:
+        command = [sys.executable, __file__, "peak", "--parameters", str(parameters), "--precision", str(precision)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_RUN_S)
+        numel, peak = (int(number) for number in answer.stdout.split())
+        peaks[precision] = peak - (0 if precision is None else 4 * numel), peak, numel
+    base = peaks[None][0]
+    rows = [
+        [precision or "float32", f"{numel / 1e6:.1f}", f"{peak / _MIB:.0f}", f"{own / _MIB:.0f}", f"{own / base:.2f} x"]
+        for precision, (own, peak, numel) in peaks.items()
+    ]
+    columns = ["precision", "million parameters", "peak, MiB", "without masters, MiB", "beside float32"]
+    return markdown((columns, rows))
+
+
+def peak_of(parameters: float, precision: str | None) -> tuple[int, int]:
+    """Parameters of a model, and the bytes by which training it raised this process's peak."""
+    width = round((parameters / LAYERS) ** 0.5)
+    pt.init()
+    warm_up(precision)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
+    train(model, precision, width)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return sum(parameter.numel() for parameter in model.parameters()), (peak - before) * _KIB
+
+
+def warm_up(precision: str | None) -> None:
+    """What torch and its libraries load when they are first used is not the model's."""
+    train(nn.Sequential(nn.Linear(64, 64, bias=False)), precision, 64)
+
+
+def train(model: nn.Module, precision: str | None, width: int) -> None:
+    """Three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = pt.attach(model, optimizer, precision=precision)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        handle.scaled(model(torch.randn(BATCH, width)).square().mean()).backward()
+        optimizer.step()
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("accuracy", "memory", "peak"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--parameters", type=float, default=100e6)
+    parser.add_argument("--precision", default="None")
+    asked = parser.parse_args()
+    if asked.what == "peak":
+        print(*peak_of(asked.parameters, None if asked.precision == "None" else asked.precision))
+        return
+    print(accuracy(asked.seeds, asked.epochs) if asked.what == "accuracy" else memory(asked.parameters))
+    print(f"\n{machine()}", Path(__file__).name)
+
+
+if __name__ == "__main__":
+    main()

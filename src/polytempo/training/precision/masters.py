@@ -1,0 +1,307 @@
+"""`Masters`: a model's parameters in float32, while the model computes with 16-bit copies of them.
+
+                   forward, backward        step of the optimizer                exchange of parameters, saving, loading
+    parameter      16 bits                  float32                              float32
+    gradient       16 bits, times S         float32, a chunk at a time           -
+
+The parameters stay the same objects, so optimizers, hooks and names know them as before. What changes is the memory
+that they lie in: 16 bits, or, inside `in_float32`, the masters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from polytempo.core.state import Scalar
+from polytempo.spec.precision import Precision
+from polytempo.training.clipping import EPSILON
+from polytempo.training.precision.loss_scaling import LossScaling
+from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
+from polytempo.training.weak_hook import WeakHook
+
+SCALING = "loss scaling"
+"""What its state is saved under."""
+
+_CHUNK_BYTES = 32 * 2**20
+"""Of float32 gradients that there are at a time in a step."""
+_PARAMETER_BY_PARAMETER = ("torch.optim.", "polytempo.")
+"""Modules of optimizers whose step treats each parameter by itself, and skips those without a gradient."""
+
+
+class _Gradient(NamedTuple):
+    parameter: nn.Parameter
+    value: Tensor
+    """As backward and the strategy have left it."""
+
+
+class Masters:
+    """Float32 parameters of `model`, which computes with 16-bit ones from now on.
+
+    `called`: the modules that are called with batches; the model itself, unless it is made of stages.
+
+    Memory: 4 bytes for each parameter, of which `forward` and `backward` see 2 more. Errors: ValueError for a model
+    whose parameters are not float32, and for an optimizer that calls a closure.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, precision: Precision, called: Sequence[nn.Module] = ()
+    ) -> None:
+        check(model, optimizer, precision)
+        self.precision, self.scaling = precision, LossScaling.of(precision)
+        self.overflowed = False
+        """Whether all workers leave out the coming step."""
+        self.left_out = False
+        """Whether all have left out the last one."""
+        self._model, self._optimizer = model, optimizer
+        wide = kept_wide(model)
+        self._parameters = [p for p in model.parameters() if p.is_floating_point() and id(p) not in wide]
+        self._masters = [parameter.data for parameter in self._parameters]
+        self._low: list[Tensor] = []
+        """The 16-bit memory, while parameters lie in float32."""
+        self._depth = 0
+        self._gradients: list[_Gradient] | None = None
+        """Of a step that is being made."""
+        self._clip = 1.0
+        self._scaled = False
+        for parameter in self._parameters:
+            parameter.data = parameter.data.to(dtype_of(precision))
+        self._versions = [parameter._version for parameter in self._parameters]
+        modules = called or (model,)
+        self._remove = [install(module, dtype_of(precision)) for module in modules]
+        self._hooks = [hook for module in modules for each in module.modules() for hook in self._watched(each)]
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(WeakHook(self._begin_float32)))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(WeakHook(self._end_float32)))
+
+    def _watched(self, module: nn.Module) -> list[RemovableHandle]:
+        """States are saved and loaded in float32, of single layers, too."""
+        begin, end = WeakHook(self._begin_float32), WeakHook(self._end_float32)
+        return [
+            module.register_state_dict_pre_hook(begin),
+            module.register_state_dict_post_hook(end),
+            module.register_load_state_dict_pre_hook(begin),
+            module.register_load_state_dict_post_hook(end),
+        ]
+
+    def watch(self) -> list[RemovableHandle]:
+        """Hook the optimizer's steps, behind the hooks that it has: these have made `.grad` what the step is made of.
+        Hooks that are registered after these find the parameters in 16 bits again."""
+        return [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    # ------------------------------------------------------------------ float32
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Inside, the parameters are the float32 ones. What is written to them there is rounded at the end."""
+        self._begin_float32()
+        try:
+            yield
+        finally:
+            self._end_float32()
+
+    @torch.no_grad()
+    def _begin_float32(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._low = [parameter.data for parameter in self._parameters]
+        for i, (parameter, master) in enumerate(zip(self._parameters, self._masters, strict=True)):
+            if parameter._version != self._versions[i]:
+                _take_edits_(master, self._low[i])
+            parameter.data = master
+            self._versions[i] = parameter._version
+
+    @torch.no_grad()
+    def _end_float32(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        low, self._low = self._low, []
+        for i, (parameter, master) in enumerate(zip(self._parameters, self._masters, strict=True)):
+            parameter.data = low[i]
+            if parameter._version != self._versions[i]:
+                parameter.copy_(master)
+            self._versions[i] = parameter._version
+
+    # ------------------------------------------------------------------ losses and gradients
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for backward."""
+        self._scaled = True
+        return loss if self.scaling.scale == 1 else loss * self.scaling.scale
+
+    def finite(self) -> bool:
+        """Whether all gradients that the step is to be made of are finite. One pass over them."""
+        return all(bool(_values(gradient.value).isfinite().all()) for gradient in self._present())
+
+    def clip(self, norm: Tensor, max_norm: float) -> Tensor:
+        """Let the coming step have a gradient of norm at most `max_norm`. `norm`: that of what `.grad` holds now."""
+        own = norm.cpu() / self.scaling.scale
+        self._clip = min(1.0, max_norm / (float(own) + EPSILON))
+        return own
+
+    def _present(self) -> list[_Gradient]:
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        return [_Gradient(p, p.grad) for p in held if p.grad is not None]
+
+    @property
+    def row(self) -> dict[str, float]:
+        """What a row of metrics says of a loss scale that changes."""
+        if not self.scaling.dynamic:
+            return {}
+        return {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
+
+    def report(self) -> dict[str, Any]:
+        """What a result says; see `Result.precision`."""
+        every = list(self._model.parameters())
+        masters = sum(master.nbytes for master in self._masters)
+        low = sum(2 * master.numel() for master in self._masters)
+        return {
+            "dtype": str(self.precision),
+            "parameter_bytes": sum(4 * p.numel() for p in every) - masters + low,
+            "master_bytes": masters,
+            "loss_scale": self.scaling.scale,
+            "skipped_steps": self.scaling.skipped,
+        }
+
+    def saved(self) -> dict[str, Scalar]:
+        """What a run that goes on has to know beside the parameters."""
+        return {SCALING: json.dumps(self.scaling._asdict())}
+
+    def restore(self, scalars: Mapping[str, Scalar]) -> None:
+        """Go on from what `saved` returned, if losses were scaled alike then."""
+        if SCALING in scalars:
+            found = LossScaling(**json.loads(str(scalars[SCALING])))
+            if found.dynamic and self.scaling.dynamic:
+                self.scaling = found
+
+    # ------------------------------------------------------------------ the step
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the step of all chunks of the gradients but the last; torch's own step makes that."""
+        if self._gradients is not None:  # an optimizer whose `step` calls its parent's runs all hooks twice
+            return
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise ValueError(
+                f"precision={self.precision}: {type(optimizer).__name__}.step was given a closure, which would compute "
+                "with float32 parameters; call backward() before step()"
+            )
+        gradients = self._present()
+        if self.scaling.scale != 1 and gradients and not self._scaled:
+            raise RuntimeError(
+                f"precision={self.precision} divides gradients by the loss scale, and this loss was not multiplied by "
+                "it; write handle.scaled(loss).backward()"
+            )
+        factor, self._clip, self._scaled = self._clip / self.scaling.scale, 1.0, False
+        self._begin_float32()
+        self._gradients = gradients
+        for gradient in gradients:
+            gradient.parameter.grad = None
+        if self.overflowed:
+            return
+        *most, last = self._chunks(gradients)
+        for chunk in most:
+            _give(chunk, factor)
+            _plain_step(optimizer)
+            _take_back(chunk)
+        _give(last, factor)
+
+    def _after_step(self, *_: Any) -> None:
+        if self._gradients is None:
+            return
+        gradients, self._gradients = self._gradients, None
+        _take_back(gradients)
+        self._end_float32()
+        for gradient in gradients:
+            gradient.parameter.grad = gradient.value
+        self.scaling = self.scaling.after(overflowed=self.overflowed)
+        self.left_out, self.overflowed = self.overflowed, False
+
+    def _chunks(self, gradients: Sequence[_Gradient]) -> list[list[_Gradient]]:
+        """Those that are converted together; the last chunk may be empty."""
+        optimizer = type(self._optimizer)
+        if not f"{optimizer.__module__}.".startswith(_PARAMETER_BY_PARAMETER):
+            return [list(gradients)]
+        chunks: list[list[_Gradient]] = [[]]
+        room = _CHUNK_BYTES
+        for gradient in gradients:
+            num_bytes = 4 * gradient.value.numel()
+            if chunks[-1] and num_bytes > room:
+                chunks.append([])
+                room = _CHUNK_BYTES
+            chunks[-1].append(gradient)
+            room -= num_bytes
+        return chunks
+
+    def end(self) -> None:
+        """The model is one of float32 again, and computes as it did."""
+        for hook in self._hooks:
+            hook.remove()
+        for remove in self._remove:
+            remove()
+        self._begin_float32()
+        self._low = []
+        for parameter in self._parameters:
+            parameter.grad = None  # of another dtype
+
+
+def masters_of(
+    model: nn.Module, optimizer: Optimizer, precision: Precision | None, called: Sequence[nn.Module] = ()
+) -> Masters | None:
+    """The masters of `model`, which computes in 16 bits from now on; None without a precision."""
+    return None if precision is None else Masters(model, optimizer, precision, called)
+
+
+def check(model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:
+    """Raise ValueError where `model` and `optimizer` cannot train with `precision`."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"precision={precision}: parameter {name!r} is {dtype}, and masters are made of float32 parameters; "
+                "give a float32 model, model.float(), or leave precision out"
+            )
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"precision={precision}: {type(optimizer).__name__} calls a closure, which would compute with float32 "
+            "parameters; use an optimizer that makes its step of one gradient, or leave precision out"
+        )
+
+
+def _take_edits_(master: Tensor, low: Tensor) -> None:
+    """master ← low where these are not the same number: the 16-bit copy was changed in place."""
+    master.copy_(torch.where(low == master.to(low.dtype), master, low.to(master.dtype)))
+
+
+def _give(gradients: Sequence[_Gradient], factor: float) -> None:
+    """`.grad` becomes float32, times `factor`."""
+    for parameter, value in gradients:
+        wide = value.to(torch.float32)
+        if factor != 1:
+            wide = wide * factor if wide is value else wide.mul_(factor)
+        parameter.grad = wide
+
+
+def _take_back(gradients: Sequence[_Gradient]) -> None:
+    for gradient in gradients:
+        gradient.parameter.grad = None
+
+
+def _plain_step(optimizer: Optimizer) -> None:
+    """The optimizer's own step, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout == torch.strided else gradient._values()
