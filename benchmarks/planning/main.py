@@ -1,31 +1,26 @@
 """A plan beside the truth: every run of a grid is made, and the plan's first choice compared with the best of them.
 
-    python benchmarks/planning/main.py                             the grid under the virtual clock, in some minutes
-    export POLYTEMPO_NETLAB=…/netlab.sh POLYTEMPO_PLAN_HOSTS='name-h{host}' see compression/lab.py; needs root
-    python benchmarks/planning/main.py --lab --mbit-per-s 1000     the grid on processes between emulated hosts
+    python benchmarks/planning/main.py                        the grid under the virtual clock, in some minutes
+    python benchmarks/planning/main.py --namespaces h0 h1 h2 h3 --address 10.0.0.1         on processes, between hosts
 
 Regret: how much longer the first choice really takes than the fastest run of the grid. Coverage: in how many runs the
 time lies in the plan's interval, of nine in ten. A run's time is that until it reaches the target; each cell has
-`--repeats` runs, whose seeds the plan did not use, and the cell's truth is their median. On the lab hosts are calibrated first.
+`--repeats` runs, whose seeds the plan did not use, and the cell's truth is their median.
+
+Between hosts: run it as root in the first of four network namespaces. The hosts are calibrated first; the processes of
+each host get a PID namespace of their own, so no memory is shared between hosts.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "compression"))
-import lab  # the emulated hosts
 
 import polytempo as pt
 from polytempo.cluster import Cluster
@@ -45,7 +40,7 @@ STRATEGIES = (
     "local_sgd(period=16)",
 )
 BATCHES = (16, 64)
-WORKERS = {"virtual": (4, 16), "lab": (2, 4)}
+WORKERS = {"virtual": (4, 16), "hosts": (2, 4)}
 CLUSTERS = ("ethernet(gbit_per_s=0.1)", "ethernet(gbit_per_s=1)", "ethernet(gbit_per_s=10)")
 _FIRST_SEED = 1000
 _PATIENCE = 8
@@ -72,10 +67,16 @@ def main() -> None:
     asked = arguments()
     torch.set_num_threads(1)
     job, until = pt.jobs.find(asked.job), {"accuracy": asked.accuracy}
-    if asked.lab:
-        with hosts(asked) as (engine, cluster, spread):
-            measure = real(job, until, engine)
-            compare(job, until, cluster, spread, WORKERS["lab"], measure, asked)
+    if asked.namespaces:
+        engine = pt.engines.ssh(
+            hosts=asked.namespaces,
+            command=("ip", "netns", "exec", "{host}", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            python=sys.executable,
+            address=asked.address,
+        )
+        found = calibrate(engine, "hosts", len(asked.namespaces))
+        print(f"calibrated: {found.cluster.network}, {found.cluster.flops_per_s:.3g} flop/s, spread {found.spread}")
+        compare(job, until, found.cluster, found.spread, WORKERS["hosts"], real(job, until, engine), asked)
         return
     for text in CLUSTERS:
         cluster = parse_cluster(text)
@@ -167,31 +168,14 @@ def real(job: pt.Job, until: dict[str, float], engine: Any) -> Measure:
     return seconds
 
 
-@contextmanager
-def hosts(asked: argparse.Namespace) -> Iterator[tuple[Any, Cluster, dict[str, float]]]:
-    """Emulated hosts, measured."""
-    script, form = Path(os.environ["POLYTEMPO_NETLAB"]), os.environ["POLYTEMPO_PLAN_HOSTS"]
-    most = max(WORKERS["lab"])
-    with lab.lab(script, most, asked.mbit_per_s), tempfile.TemporaryDirectory(prefix="polytempo-plan-"):
-        engine = pt.engines.ssh(
-            hosts=[form.format(host=host) for host in range(most)],
-            command=("ip", "netns", "exec", "{host}", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
-            python=sys.executable,
-            address=asked.address,
-        )
-        found = calibrate(engine, "hosts", most)
-        yield engine, found.cluster, found.spread
-
-
 def arguments() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", default="digits")
     parser.add_argument("--accuracy", type=float, default=0.97)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--lab", action="store_true")
-    parser.add_argument("--mbit-per-s", type=int, default=1000)
-    parser.add_argument("--address", help="of this host, as the emulated hosts reach it")
+    parser.add_argument("--namespaces", nargs="+", help="network namespaces, of which this process is in the first")
+    parser.add_argument("--address", help="of the first, as the others reach it")
     return parser.parse_args()
 
 
