@@ -27,7 +27,7 @@ class RunPlan(NamedTuple):
     until: Mapping[str, float]
     limits: PlanLimits
     num_runs: int
-    """That were compared."""
+    """That were priced."""
     forecasts: list[RunForecast]
     """The best first; those of families that were given up are missing."""
     front: list[RunForecast]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from polytempo.planner.forecast import RunForecast
@@ -39,9 +40,8 @@ def reversal(winner: RunForecast, other: RunForecast, pricer: Pricer) -> Reversa
     return Reversal(found[0], found[1], other.seconds / winner.seconds)
 
 
-def _crossing(ahead: object, direction: float) -> float | None:
+def _crossing(ahead: Callable[[float], float], direction: float) -> float | None:
     """The factor nearest to 1 in that direction at which `ahead` is 0; None up to the furthest."""
-    assert callable(ahead)
     near, far = 0.0, None
     for exponent in (1.0, 3.0, math.log2(_FURTHEST)):
         if ahead(2 ** (direction * exponent)) < 0:
@@ -56,4 +56,4 @@ def _crossing(ahead: object, direction: float) -> float | None:
             far = half
         else:
             near = half
-    return float(2 ** (direction * far))
+    return 2.0 ** (direction * far)

@@ -62,8 +62,8 @@ def plan_run(
 ) -> RunPlan:
     """The plan for `job` to reach `until`, such as `{"accuracy": 0.97}`, on `cluster`, among the runs of `space`.
 
-    A pure function of its arguments: the same seed gives the same plan. KeyboardInterrupt ends the search; the plan
-    then has what was found. `spread`: how far the cluster's measurements lie apart (`cluster.prices.read_spread`).
+    A pure function of its arguments: the same seed gives the same plan, but for `took_s`. KeyboardInterrupt ends the
+    search, and the plan has what was found; it is raised again where that is nothing. `spread`: how far the cluster's measurements lie apart (`cluster.prices.read_spread`).
 
     Errors: ValueError for a target that the job cannot be scored by, an unknown strategy, and where no run is left.
     """
@@ -84,13 +84,16 @@ def plan_run(
     turned = None
     if winner is not None and second is not None and not interrupted:
         say("looking for what would change the choice")
-        turned = reversal(winner, second, search.pricer)
+        try:
+            turned = reversal(winner, second, search.pricer)
+        except KeyboardInterrupt:
+            interrupted = True
     return RunPlan(
         job=job.name,
         cluster=cluster.name,
         until=until,
         limits=limits,
-        num_runs=len(search.prices) + len(search.left_out),
+        num_runs=len(search.prices),
         forecasts=sorted(forecasts, key=lambda one: (one.seconds, one.run)),
         front=front([each for each in forecasts if limits._replace(deadline_s=None, budget=None).hold(each)]),
         winner=winner,
