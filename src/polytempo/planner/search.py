@@ -63,7 +63,8 @@ def plan_run(
     """The plan for `job` to reach `until`, such as `{"accuracy": 0.97}`, on `cluster`, among the runs of `space`.
 
     A pure function of its arguments: the same seed gives the same plan, but for `took_s`. KeyboardInterrupt ends the
-    search, and the plan has what was found; it is raised again where that is nothing. `spread`: how far the cluster's measurements lie apart (`cluster.prices.read_spread`).
+    search, and the plan has what was found; it is raised again where that is nothing. `spread`: how far the cluster's
+    measurements lie apart (`cluster.prices.read_spread`).
 
     Errors: ValueError for a target that the job cannot be scored by, an unknown strategy, and where no run is left.
     """
