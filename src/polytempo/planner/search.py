@@ -70,15 +70,7 @@ def plan_run(
     """
     began_s = time.perf_counter()
     search = _Search(job, space, until, cluster, data, seed, say, uncertain=uncertainty_of(cluster, spread or {}))
-    interrupted = False
-    try:
-        search.price_all()
-        search.try_families()
-        search.price_precisely()
-    except KeyboardInterrupt:
-        if not search.reached():
-            raise
-        interrupted = True
+    interrupted = _is_interrupted(search)
     forecasts = search.forecasts()
     order = ranked(forecasts, limits)
     winner, second = (order[0] if order else None), (runner_up(order) if order else None)
@@ -109,6 +101,19 @@ def plan_run(
         interrupted=interrupted,
         took_s=time.perf_counter() - began_s,
     )
+
+
+def _is_interrupted(search: _Search) -> bool:
+    """Search, to the end or until KeyboardInterrupt, which is raised again where nothing was found."""
+    try:
+        search.price_all()
+        search.try_families()
+        search.price_precisely()
+    except KeyboardInterrupt:
+        if not search.reached():
+            raise
+        return True
+    return False
 
 
 class _Search:
