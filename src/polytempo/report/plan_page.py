@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from polytempo.report.document import WITHOUT_SCRIPT, document, place_of
 from polytempo.report.figure import Figure, empty_figure
 from polytempo.report.names import arguments, short_call
-from polytempo.report.style import INK, LineStyle, css, look
+from polytempo.report.style import COLORS, INK, css, look
 from polytempo.report.summary import human_seconds
 
 _HEADINGS = ("Workers", "Batch", "Time", "From", "To", "Hosts", "{money}", "Memory")
 _MEBIBYTE = 1 << 20
 
 Forecast = Mapping[str, Any]
+
+
+class MarkerLook(NamedTuple):
+    """What the runs of a strategy are drawn with."""
+
+    color: str
+    symbol: str
+    """Its name in plotly."""
+    is_open: bool
+    """Drawn by its outline: beyond eight strategies colors and symbols come again."""
 
 
 def plan_page(plan: Mapping[str, Any], sentences: Sequence[str], commands: Sequence[str]) -> str:
@@ -44,12 +54,12 @@ is the choice. Point at a mark for its workers and batch.</p>{place_of("plan", f
     return document(f"Plan for {plan['job']}", facts, body, {"plan": figure})
 
 
-def time_against_money(plan: Mapping[str, Any], looks: Mapping[str, LineStyle]) -> Figure:
+def time_against_money(plan: Mapping[str, Any], looks: Mapping[str, MarkerLook]) -> Figure:
     """A mark for each forecast, both axes logarithmic."""
     unit = money_unit(plan)
     figure = empty_figure(460, "Time to the target (s)", unit.capitalize())
     for axis in (figure.xaxis, figure.yaxis):
-        axis["type"] = "log"
+        axis |= {"type": "log", "dtick": "D2", "exponentformat": "e"}
     front = plan["front"]
     figure.data.append(
         {
@@ -69,7 +79,7 @@ def time_against_money(plan: Mapping[str, Any], looks: Mapping[str, LineStyle]) 
             },
         }
     )
-    for call, style in looks.items():
+    for call, mark in looks.items():
         own = [each for each in plan["forecasts"] if each["strategy"] == call]
         figure.data.append(
             {
@@ -77,7 +87,7 @@ def time_against_money(plan: Mapping[str, Any], looks: Mapping[str, LineStyle]) 
                 "mode": "markers",
                 "x": [each["seconds"] for each in own],
                 "y": [each["money"] for each in own],
-                "marker": {"color": style.color, "symbol": style.symbol.plotly, "size": 8},
+                "marker": {"color": mark.color, "symbol": mark.symbol, "size": 8},
                 "text": [escape(_what(each)) for each in own],
                 "hovertemplate": f"%{{text}}<br>%{{x:.3g}} s, %{{y:.3g}} {unit}<extra></extra>",
             }
@@ -94,8 +104,12 @@ def money_unit(plan: Mapping[str, Any]) -> str:
     return "host hours" if plan["limits"]["price_per_host_hour"] is None else "money"
 
 
-def _looks(forecasts: Sequence[Forecast]) -> dict[str, LineStyle]:
-    return {call: look(number) for number, call in enumerate(sorted({each["strategy"] for each in forecasts}))}
+def _looks(forecasts: Sequence[Forecast]) -> dict[str, MarkerLook]:
+    calls, found = sorted({each["strategy"] for each in forecasts}), {}
+    for number, call in enumerate(calls):
+        style, is_open = look(number), number >= len(COLORS)
+        found[call] = MarkerLook(style.color, style.symbol.plotly + ("-open" if is_open else ""), is_open)
+    return found
 
 
 def _what(found: Forecast) -> str:
@@ -117,14 +131,18 @@ def _table(plan: Mapping[str, Any], rows: Sequence[Forecast]) -> str:
     return f'<div class="scroll" tabindex="0" role="region" aria-label="Table, scrolls sideways">{table}</div>'
 
 
-def _legend(looks: Mapping[str, LineStyle]) -> str:
+def _legend(looks: Mapping[str, MarkerLook]) -> str:
     calls = list(looks)
     items = "".join(
-        f'<li><span class="square" style="background:{css(style.color)}"></span>'
+        f'<li><span class="square" style="{_square(mark)}"></span>'
         f'<span title="{escape(call)}">{escape(short_call(call, calls))}</span></li>'
-        for call, style in looks.items()
+        for call, mark in looks.items()
     )
     return f'<ul class="legend" aria-label="Strategies">{items}</ul>'
+
+
+def _square(mark: MarkerLook) -> str:
+    return f"border:3px solid {css(mark.color)}" if mark.is_open else f"background:{css(mark.color)}"
 
 
 def _left_out(heading: str, rows: Sequence[Mapping[str, str]]) -> str:
