@@ -56,4 +56,4 @@ def _crossing(ahead: Callable[[float], float], direction: float) -> float | None
             far = half
         else:
             near = half
-    return 2.0 ** (direction * far)
+    return math.pow(2.0, direction * far)
