@@ -32,7 +32,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs cod
 	pipeline_runs precision preemption probe remote_engine scheduled served_faults served_pipelines served_resume served_stages split \
 	split_stage_runs split_stages url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
-	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples predictions) \
+	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training parted_jobs pipeline_convergence precision priced_stages \
 	scheduled served_late_stages split_choice) \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)

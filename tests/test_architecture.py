@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": {*BELOW_TRAINING, "large_batch", "one_host", "training", "interop", "report", "jobs", "engines"},
     "horovod": {*BELOW_TRAINING, "training", "interop", "engines", "runs.elastic", "runs.own_loop"},
     "replay": {*BELOW_TRAINING, "training", "report", "runs"},
+    "planner": {*BELOW_TRAINING, "training", "runs"},
     "bench": {
         "core",
         "native",
@@ -73,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "horovod",
         "replay",
         "jobs",
+        "planner",
         "bench",
     },
 }
@@ -98,6 +100,11 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.cut"): "torch takes seconds to load, and `--help` must not",
     ("cli/plan_commands.py", "polytempo.cli.plan_layers"): "torch takes seconds to load, and `--help` must not",
     ("cli/plan_commands.py", "polytempo.cli.plan_split"): "torch takes seconds to load, and `--help` must not",
+    ("cli/plan_commands.py", "polytempo.cli.plan_run"): "torch takes seconds to load, and `--help` must not",
+    (
+        "cli/plan_commands.py",
+        "polytempo.cli.plan_run_request",
+    ): "pydantic takes a tenth of a second to load, and `--help` must not",
     ("cli/sharpness_command.py", "polytempo.cli.sharpness"): "torch takes seconds to load, and `--help` must not",
     (
         "cli/sharpness_command.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.report.axes import axes_of
-from polytempo.report.page import PLOTLY
+from polytempo.report.document import PLOTLY
 from polytempo.report.style import (
     BACKDROP,
     COLORS,

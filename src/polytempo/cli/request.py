@@ -136,12 +136,12 @@ def simulate_request(given: Mapping[str, object], config: Path | None) -> RunReq
     if options.resume:
         raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
     check_strategies(options.strategy)
-    _check_cluster(options.cluster, options.stragglers)
+    check_cluster(options.cluster, options.stragglers)
     check_job(options.job)
     return RunRequest(options, _folder(options, _run_name(options, options.strategy, "simulated")))
 
 
-def _check_cluster(cluster: str | None, stragglers: str | None) -> None:
+def check_cluster(cluster: str | None, stragglers: str | None) -> None:
     """ValueError for a cluster or a distribution that does not exist."""
     if cluster is not None and cluster.endswith(".toml"):
         if not Path(cluster).is_file():
@@ -173,7 +173,7 @@ def schedule_request(
             f"--seed {numbers['seed']} draws the stragglers of simulated workers; write the program's own into its "
             "call, such as 'lasso(seed=1)', or add --cluster"
         )
-    _check_cluster(cluster, stragglers)
+    check_cluster(cluster, stragglers)
     usual = {"workers": 2, "sweeps": 100, "tolerance": 1e-6, "seed": 0, "timeout_s": 300.0}
     given = {**usual, **{name: number for name, number in numbers.items() if number is not None}}
     return ScheduleRequest(

@@ -20,7 +20,7 @@ def short_labels(runs: Sequence[RunRecord]) -> list[str]:
     `local_sgd(period=8)`.
     """
     calls = [str(run.result["strategy"]) for run in runs]
-    return _different([_short(call, calls) for call in calls], runs)
+    return _different([short_call(call, calls) for call in calls], runs)
 
 
 def arguments(call: str) -> tuple[str, list[str]]:
@@ -40,7 +40,8 @@ def arguments(call: str) -> tuple[str, list[str]]:
     return name, [argument.strip() for argument in found if argument.strip()]
 
 
-def _short(call: str, calls: Sequence[str]) -> str:
+def short_call(call: str, calls: Sequence[str]) -> str:
+    """The name of a call, with those of its arguments that tell it from the other `calls` of that name."""
     name, own = arguments(call)
     others = [given for other, given in map(arguments, calls) if other == name]
     telling = [argument for argument in own if not all(argument in given for given in others)]

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from base64 import b64encode
 from collections.abc import Callable, Sequence
 from html import escape
-from importlib.resources import files
 
 from polytempo.core.files import replace
 from polytempo.core.url_path import Place
 from polytempo.report import noise, parts, plots, served, stages
+from polytempo.report.document import WITHOUT_SCRIPT, document, place_of
 from polytempo.report.figure import Figure
 from polytempo.report.headline import headline, remarks
 from polytempo.report.names import labels, short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import DARK, css, css_variables, look
+from polytempo.report.style import css, look
 from polytempo.report.summary import TIMES, baseline_sentences
 from polytempo.report.table import breakable, details_table, facts, numbers, summary_table, swatch, tiles
 from polytempo.report.timeline import Timeline, timeline
 from polytempo.worlds.trace import COMMUNICATION
 
-PLOTLY = "plotly-basic.min.js.gz"
-"""plotly.js-basic-dist-min 4.1.1 of npm, gzipped: lines, bars and axes without the other forty kinds of figures."""
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SIMULATED = (
     "ran under a virtual clock: seconds, throughput and shares of time are what the described cluster would take, not "
     "what this computer took."
@@ -43,37 +37,12 @@ def page(runs: Sequence[RunRecord], *, title: str) -> str:
     figures: dict[str, Figure] = {}
     sections = _curves(runs, figures) + _noise(runs, figures) + _bars(runs, figures) + _servers(runs, figures)
     sections += _stages(runs, figures) + _parts(runs, figures) + _timelines(runs, figures)
-    plotly = files("polytempo.report").joinpath(PLOTLY).read_bytes()
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{escape(title)}</title>
-<style>{css_variables()}{_asset("page.css")}</style>
-</head>
-<body>
-<header>
-<h1>{escape(title)}</h1>
-<button type="button" id="mode"></button>
-<p>{escape(facts(runs))}</p>
-</header>
-<main>
-{_findings(runs)}
+    body = f"""{_findings(runs)}
 {_summary(runs)}
-<noscript><p>The figures below need JavaScript; the numbers above do not.</p></noscript>
+{WITHOUT_SCRIPT}
 {sections}
-{details_table(runs)}
-</main>
-<footer>Written by Polytempo. This file is complete in itself: it loads nothing from the network.</footer>
-<script type="text/plain" id="figures">{_packed(_embedded(figures))}</script>
-<script type="text/plain" id="plotly">{b64encode(plotly).decode()}</script>
-<script>const DARK = {json.dumps(DARK)};
-{_asset("page.js")}</script>
-</body>
-</html>
-"""
+{details_table(runs)}"""
+    return document(title, facts(runs), body, figures)
 
 
 def _findings(runs: Sequence[RunRecord]) -> str:
@@ -245,7 +214,7 @@ def _timeline_panel(number: int, drawing: Timeline, figures: dict[str, Figure]) 
     )
     return (
         f'<div data-timeline="{number}" hidden><p>{escape(drawing.caption)}</p>'
-        f'{_place(key, drawing.figure, "later")}<ul class="legend">{items}</ul></div>'
+        f'{place_of(key, drawing.figure, "later")}<ul class="legend">{items}</ul></div>'
     )
 
 
@@ -261,13 +230,8 @@ def _card(
 ) -> str:
     figures[key] = figure
     text = f"<p>{escape(caption)}</p>" if caption else ""
-    place = _place(key, figure, "", "data-lines" if lines else "")
+    place = place_of(key, figure, "", "data-lines" if lines else "")
     return f'<section class="card"><h3>{escape(heading)}</h3>{text}{place}{key_of_colors}</section>'
-
-
-def _place(key: str, figure: Figure, more_class: str = "", attribute: str = "") -> str:
-    height = figure.layout["height"]
-    return f'<div class="plot {more_class}" id="{key}" style="height:{height}px" {attribute}></div>'
 
 
 def _run_legend(runs: Sequence[RunRecord]) -> str:
@@ -292,25 +256,3 @@ def _run_key(runs: Sequence[RunRecord], shown: Callable[[RunRecord], bool]) -> s
 
 def _left(runs: Sequence[RunRecord], what: str) -> str:
     return f"{'This run' if len(runs) == 1 else 'These runs'} left {what}."
-
-
-def _embedded(figures: dict[str, Figure]) -> str:
-    """The figures as JSON; numbers with the six digits that a screen can show."""
-    return json.dumps({key: _rounded(figure._asdict()) for key, figure in figures.items()}, separators=(",", ":"))
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _packed(text: str) -> str:
-    """Text gzipped and in base64, which no text can break out of; the same for the same text."""
-    return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def _asset(name: str) -> str:
-    return files("polytempo.report").joinpath(name).read_text(encoding="utf-8")

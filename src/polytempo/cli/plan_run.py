@@ -1,0 +1,181 @@
+"""`polytempo plan JOB`: which strategy, how many workers, which batch; the front, and what would change the choice."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from polytempo.cli.failure import INTERRUPTED
+from polytempo.cli.plan import found_job
+from polytempo.cli.plan_run_request import RunPlanRequest
+from polytempo.cli.show import notes_on_stderr, show_json, show_table
+from polytempo.core import files
+from polytempo.planner.front import PlanLimits
+from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
+from polytempo.planner.search import plan_run as planned
+from polytempo.planner.search_space import SearchSpace, usual_strategies
+from polytempo.report.plan_page import money_unit, plan_page, short_names
+from polytempo.report.summary import human_seconds
+from polytempo.spec.call import split_calls
+from polytempo.spec.catalogue import parse_cluster
+from polytempo.spec.job import Job
+
+_COLUMNS = ("strategy", "workers", "batch", "time", "from", "to", "hosts")
+_LINE = 78
+
+
+def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: bool) -> None:
+    """Plan, and show the choice; exit code 130 where Ctrl-C ended the search and something was found."""
+    options = asked.options
+    cluster = parse_cluster(options.cluster or "ethernet", options.stragglers)
+    limits = PlanLimits(asked.memory_bytes, asked.deadline_s, asked.budget, asked.price)
+    with notes_on_stderr():
+        job = found_job(asked.job)
+        space = _space(asked, job)
+        show, clear = _progress()
+        try:
+            found = planned(
+                *(job, space, options.until, cluster, limits),
+                data=options.data,
+                spread=asked.spread,
+                seed=options.seed,
+                say=show,
+            )
+        finally:
+            clear()
+    plain = found.as_json()
+    commands, sentences = _commands(asked, found), _sentences(found, plain)
+    if page is not None:
+        files.replace(page, plan_page(plain, sentences, commands))
+    if as_json:
+        show_json({**plain, "commands": commands, "page": None if page is None else str(page)})
+    elif quote:
+        print("\n".join(commands))
+    else:
+        _show(plain, sentences)
+        if page is not None:
+            print(f"\nwritten to {page}")
+    if found.interrupted:
+        print("interrupted: this is what was found until then", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
+    if found.winner is None:
+        raise typer.Exit(1)
+
+
+def _space(asked: RunPlanRequest, job: Job) -> SearchSpace:
+    given: dict[str, Any] = asked.axes
+    strategies = usual_strategies(**given) if asked.strategies is None else tuple(split_calls(asked.strategies))
+    own = job.batch_size
+    batch_sizes = asked.batch_sizes or tuple(sorted({max(1, own // 4), max(1, own // 2), own, 2 * own}))
+    return SearchSpace(strategies, asked.workers, batch_sizes)
+
+
+def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
+    """A line on a terminal that tells what is done, and what takes it away."""
+    if not sys.stderr.isatty():
+        return (lambda text: None), (lambda: None)
+
+    def show(text: str) -> None:
+        print(f"\r{text[:_LINE]:<{_LINE}}", end="", file=sys.stderr, flush=True)
+
+    return show, lambda: print(f"\r{'':<{_LINE}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _commands(asked: RunPlanRequest, found: RunPlan) -> list[str]:
+    """That train the winner, the runner-up and the rest of the front, each once."""
+    best = [each for each in (found.winner, found.runner_up) if each is not None]
+    until = ",".join(f"{measure}={value:g}" for measure, value in found.until.items())
+    data = [] if asked.options.data is None else ["--data", str(asked.options.data)]
+    lines = [
+        shlex.join(
+            [
+                *("polytempo", "train", asked.job, *data, "--workers", str(each.run.workers)),
+                *("--strategy", each.run.strategy, "--batch-size", str(each.run.batch_size), "--until", until),
+            ]
+        )
+        for each in [*best, *found.front]
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
+    """The choice, the runner-up, and what would change the choice."""
+    winner, second, turned = found.winner, found.runner_up, found.reversal
+    names, unit = short_names(plain), money_unit(plain)
+    if winner is None:
+        fastest = min((each.seconds for each in found.forecasts), default=math.inf)
+        known = f"the fastest takes {human_seconds(fastest)}" if found.forecasts else "no trial reached the target"
+        return [f"No run keeps to the limits: {known}."]
+
+    def told(forecast: dict[str, Any]) -> str:
+        times = [human_seconds(forecast[key]) for key in ("seconds", "low_s", "high_s")]
+        return (
+            f"{names[forecast['strategy']]} on {forecast['workers']} workers x {forecast['batch_size']}: {times[0]} "
+            f"({times[1]} to {times[2]}), {forecast['money']:.3g} {unit}"
+        )
+
+    said = [f"{told(plain['winner'])}."]
+    if second is None:
+        return [*said, "No other strategy reached the target within the limits."]
+    said.append(f"Runner-up: {told(plain['runner_up'])}. The first is faster in {found.chance:.0%} of the draws.")
+    if turned is not None:
+        said += _turns(found, names[second.run.strategy])
+    return said
+
+
+def _turns(found: RunPlan, other: str) -> list[str]:
+    """What would make `other` the winner."""
+    turned, winner = found.reversal, found.winner
+    assert turned is not None
+    assert winner is not None
+    rates = [
+        f"{8e-9 * rate:.3g} Gbit/s {which}"
+        for rate, which in ((turned.slower_bytes_per_s, "and below"), (turned.faster_bytes_per_s, "and above"))
+        if rate is not None
+    ]
+    said = [f"On no link, from a 64th to 64 times this rate, {other} is as fast."]
+    if rates:
+        said = [f"On links of {' or '.join(rates)} {other} is as fast."]
+    if turned.more_samples > 1:
+        said.append(
+            f"It is as fast if the first needs {turned.more_samples:.3g} times the samples that are expected of it."
+        )
+    cheaper = [each for each in found.front if each.host_s < winner.host_s]
+    if cheaper:
+        less = 1 - cheaper[0].host_s / winner.host_s
+        said.append(
+            f"{less:.0%} of the price is saved by taking {human_seconds(cheaper[0].seconds)}: {cheaper[0].run}."
+        )
+    return said
+
+
+def _show(plain: dict[str, Any], sentences: list[str]) -> None:
+    names, unit = short_names(plain), money_unit(plain)
+    print("\n".join(sentences))
+    print("\nThe front: no other run is both faster and cheaper.")
+    rows = [
+        (
+            *(names[each["strategy"]], str(each["workers"]), str(each["batch_size"])),
+            *(human_seconds(each[key]) for key in ("seconds", "low_s", "high_s")),
+            *(str(each["hosts"]), f"{each['money']:.3g}"),
+        )
+        for each in plain["front"]
+    ]
+    show_table((*_COLUMNS, unit), rows)
+    print(f"\n{plain['runs']} runs compared, {len(plain['trials'])} trials, {human_seconds(plain['took_s'])}.")
+    if plain["given_up"]:
+        print("\nGiven up (slower, or not there):")
+        for each in plain["given_up"]:
+            print(f"- {each['what']}: {each['why']}")
+    if plain["left_out"]:
+        first = plain["left_out"][0]
+        print(f"\nLeft out: {len(plain['left_out'])} runs, such as {first['what']}: {first['why']}")
+    print("\nNot considered:")
+    for sentence in NOT_CONSIDERED:
+        print(f"- {sentence}")

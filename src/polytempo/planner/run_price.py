@@ -1,0 +1,119 @@
+"""`Pricer`: how fast a run goes through samples, by its priced simulation: no values, equal ranks simulated once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from polytempo.cluster import Cluster
+from polytempo.core import Bundle, Strategy
+from polytempo.core.transform import cost_of
+from polytempo.planner.search_space import PlannedRun
+from polytempo.runs.job_memory import estimated
+from polytempo.runs.simulate import simulate
+from polytempo.runs.simulation_checks import check_simulation
+from polytempo.spec.catalogue import parse_strategy
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, model_of
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job_profile import profiled
+
+_FEWEST_STEPS = 4
+_MOST_PERIOD = 64
+
+
+class RunPrice(NamedTuple):
+    """What a priced simulation says of a run."""
+
+    samples_per_s: float
+    step_s: float
+    communication_share: float
+
+
+class Pricer:
+    """Prices of one job on one cluster. Each is worked out once."""
+
+    def __init__(self, job: Job, data: Path | None, cluster: Cluster) -> None:
+        held = data_of(job, data)
+        self.job, self.data, self.cluster = with_data(job, held), held, cluster
+        with torch.device("meta"):
+            model = model_of(job)
+        self._bundle = Bundle({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
+        self._saved_bytes: float | None = None
+        self._found: dict[tuple[object, ...], RunPrice] = {}
+        self._memory: dict[tuple[object, ...], int] = {}
+
+    def price(self, run: PlannedRun, *, rounds: int = 1, network_factor: float = 1.0) -> RunPrice:
+        """Of the run, for at least `rounds` times its period, on links between hosts that are so much faster.
+
+        Cost: 20 to 100 ms for equal ranks; others take some 100 µs a message.
+        """
+        key = (run, rounds, network_factor)
+        if key not in self._found:
+            cluster = self.cluster if network_factor == 1.0 else faster_network(self.cluster, network_factor)
+            strategy = parse_strategy(run.strategy)
+            options = RunOptions(batch_size=run.batch_size, steps=self._steps(strategy, run.workers, rounds), threads=1)
+            result = simulate(
+                self.job, strategy, run.workers, cluster, options, meta=_is_without_values(strategy, options)
+            )
+            per_step = result.seconds / result.steps
+            self._found[key] = RunPrice(result.samples_per_s, per_step, result.communication_share)
+        return self._found[key]
+
+    def memory_bytes(self, run: PlannedRun) -> int:
+        """Of one of its workers, reckoned. A stage, or a part of layers, is counted as the whole model."""
+        key = (run.strategy, run.workers, run.batch_size)
+        if key not in self._memory:
+            options = RunOptions(batch_size=run.batch_size)
+            spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, options)
+            self._memory[key] = estimated(spec, round(self._saved_of_sample() * run.batch_size)).total
+        return self._memory[key]
+
+    def hosts(self, run: PlannedRun) -> int:
+        """That are paid for: the workers', and one for each copy of a shard."""
+        spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, RunOptions())
+        servers = max(0, spec.topology().num_servers - 1)  # the last is the coordinator, in the launcher
+        return len(set(self.cluster.hosts(run.workers))) + servers
+
+    def _saved_of_sample(self) -> float:
+        if self._saved_bytes is None:
+            batch_size = self.job.batch_size
+            found = profiled(self.job, model_of(self.job), self.data, 0, batch_size)
+            self._saved_bytes = found.saved_bytes / found.samples
+        return self._saved_bytes
+
+    def _steps(self, strategy: Strategy, workers: int, rounds: int) -> int:
+        """Whole periods: at least four steps, in which a server's queues fill, times `rounds`."""
+        period = 1
+        for transform in (strategy.gradients, strategy.parameters):
+            for exchange in cost_of(transform, self._bundle, workers).exchanges:
+                period = max(period, min(exchange.steps.period, _MOST_PERIOD))
+        return rounds * period * -(-_FEWEST_STEPS // period)
+
+
+def with_data(job: Job, held: Data) -> Job:
+    """The job whose data are read already."""
+    return replace(job, data=lambda path: held)
+
+
+def faster_network(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with links between hosts that carry `factor` times as many bytes a second."""
+    collectives = tuple(
+        (name, replace(link, bytes_per_s=factor * link.bytes_per_s) if name.startswith("network ") else link)
+        for name, link in cluster.collectives
+    )
+    network = replace(cluster.network, bytes_per_s=factor * cluster.network.bytes_per_s)
+    return replace(cluster, network=network, collectives=collectives)
+
+
+def _is_without_values(strategy: Strategy, options: RunOptions) -> bool:
+    """Whether the strategy can be simulated without computing anything."""
+    try:
+        check_simulation(strategy, options, meta=True, batched=False)
+    except ValueError:
+        return False
+    return True

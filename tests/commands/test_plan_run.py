@@ -1,0 +1,175 @@
+"""`polytempo plan JOB`: a small search, what it prints, and every way to ask wrongly."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from polytempo.cli.main import app
+from polytempo.cluster import ethernet
+from polytempo.jobs import find
+from polytempo.planner import search
+from polytempo.planner.front import PlanLimits
+from polytempo.planner.search_space import SearchSpace
+
+SMALL = ("--workers", "1,4", "--batch-sizes", "16,32", "--strategies", "sync_sgd, local_sgd(period=8)")
+TARGET = ("--until", "accuracy=0.93", "--cluster", "ethernet(gbit_per_s=1)")
+SPACE = SearchSpace(("sync_sgd()", "local_sgd(period=8)"), (1, 4), (16, 32))
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What the command prints to standard output and standard error."""
+    with pytest.raises(SystemExit) as end:
+        app(["plan", *arguments])
+    out = capsys.readouterr()
+    assert end.value.code == code, out.err
+    return out.out, out.err
+
+
+def planned(limits: PlanLimits = PlanLimits(), seed: int = 0) -> search.RunPlan:  # a constant
+    return search.plan_run(find("digits"), SPACE, {"accuracy": 0.93}, ethernet(gbit_per_s=1), limits, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def plan() -> search.RunPlan:
+    return planned()
+
+
+def test_it_chooses_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, _ = asked(capsys, "digits", *TARGET, *SMALL, "--price", "2", "--page", str(tmp_path / "plan.html"))
+    lines = out.splitlines()
+    assert lines[0].startswith("local_sgd on 4 workers")
+    assert lines[1].startswith("Runner-up: sync_sgd on ")
+    assert "The front: no other run is both faster and cheaper." in lines
+    assert "Not considered:" in lines
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "<title>Plan for digits</title>" in page
+    assert "polytempo train digits --workers 4" in page
+
+
+def test_its_commands_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = asked(capsys, "digits", *TARGET, *SMALL, "--quote")
+    assert out.startswith("polytempo train digits --workers 4 --strategy 'local_sgd(period=8, route=native)'")
+    for line in out.splitlines():
+        with pytest.raises(SystemExit) as end:
+            app([*shlex.split(line)[1:], "--dry-run"])
+        assert end.value.code == 0, line
+        capsys.readouterr()
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = asked(capsys, "digits", *TARGET, *SMALL, "--json", "--deadline-s", "1000")
+    found = json.loads(out)
+    assert found["winner"]["workers"] == 1, "with a deadline alone the cheapest run is chosen"
+    assert found["runs"] == 6
+    assert {each["strategy"] for each in found["forecasts"]} >= {"sync_sgd(route=native)"}
+    assert found["winner"]["low_s"] <= found["winner"]["seconds"] <= found["winner"]["high_s"]
+    assert all(trial["workers"] <= 4 for trial in found["trials"])
+
+
+def test_limits_that_no_run_keeps_are_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = asked(capsys, "digits", *TARGET, *SMALL, "--memory-gb", "1e-6", code=1)
+    assert out.startswith("No run keeps to the limits: the fastest takes ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "a plan needs a target: give --until"),
+        (("--until", "accuracy=97"), "97 % is accuracy=0.97"),
+        (("--until", "speed=3"), "--until speed=3: accepts accuracy and loss, not speed"),
+        (("--workers", "2;4"), "--workers 2;4: must be whole numbers with commas between"),
+        (("--workers", "0"), "--workers 0: must be from 1"),
+        (("--batch-sizes", "0,8"), "--batch-sizes 0,8: must be from 1"),
+        (("--budget", "5"), "--budget 5: it needs the price of a host for an hour"),
+        (("--deadline-s", "-1"), "--deadline-s -1: must be above 0"),
+        (("--strategies", "best_sgd"), "best_sgd"),
+        (("--strategies", "sync_sgd", "--periods", "4"), "it says all strategies; leave out --periods"),
+        (("--codecs", "zip"), "codec 'zip' is not one that a plan tries"),
+        (("--cluster", "none.toml"), "--cluster none.toml: there is no such file"),
+        (("--cluster", "moon()"), "moon"),
+        (("--page", "no/such/plan.html"), "name a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_planned(
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = () if not arguments or "--until" in arguments else ("--until", "accuracy=0.97")
+    _, err = asked(capsys, "digits", *target, *arguments, code=2)
+    assert said in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_job_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = asked(capsys, "digit", "--until", "accuracy=0.97", code=2)
+    assert "there is no job 'digit'" in err
+
+
+def test_a_job_without_a_test_set_has_no_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = "\n".join(
+        (
+            "from dataclasses import replace",
+            "import polytempo as pt",
+            'digits = pt.jobs.find("digits")',
+            "job = replace(digits, data=lambda path: pt.Data(digits.data(path).train, None))",
+        )
+    )
+    (tmp_path / "blind.py").write_text(source, encoding="utf-8")
+    _, err = asked(capsys, f"{tmp_path}/blind.py:job", "--until", "accuracy=0.97", *SMALL, code=2)
+    assert "has no test set, so no run can be seen to reach a target" in err
+
+
+def test_the_same_seed_gives_the_same_plan(plan: search.RunPlan) -> None:
+    again = planned()
+    assert again._replace(took_s=0.0) == plan._replace(took_s=0.0)
+
+
+def test_limits_change_the_choice_and_not_the_search(plan: search.RunPlan) -> None:
+    assert plan.winner is not None
+    cheap = planned(PlanLimits(budget=plan.winner.host_s / 3600 * 0.7))
+    assert cheap.trials == plan.trials
+    assert cheap.winner is not None
+    assert cheap.winner.seconds >= plan.winner.seconds
+    assert cheap.winner.host_s <= plan.winner.host_s * 0.7
+
+
+def test_every_run_is_told_of(plan: search.RunPlan) -> None:
+    """Compared, given up at its batch, or left out with the reason."""
+    assert plan.num_runs == len(SPACE.runs()[0])
+    forecast = {each.run for each in plan.forecasts}
+    for run in SPACE.runs()[0]:
+        assert run in forecast or any(each.what.startswith(run.family) for each in plan.given_up), run
+
+
+def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run, count = search.Trials.run, 0
+
+    def stopped(self: search.Trials, *given: object) -> object:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return run(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search.Trials, "run", stopped)
+    out, err = asked(capsys, "digits", *TARGET, *SMALL, code=130)
+    assert "workers x" in out.splitlines()[0]
+    assert err == "interrupted: this is what was found until then\n"
+
+
+def test_ctrl_c_before_anything_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(self: search.Trials, *given: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search.Trials, "run", stopped)
+    out, err = asked(capsys, "digits", *TARGET, *SMALL, code=130)
+    assert (out, err) == ("", "interrupted\n")
