@@ -109,8 +109,8 @@ def test_a_stage_that_dies_takes_its_replica_along_and_others_get_its_batches() 
     def work(world: ProcessWorld) -> Any:
         pipe, batches = piped(strategy)
         try:
-            for number, (x, y) in enumerate(batches):
-                if world.rank == 3 and number == 2:
+            for x, y in batches:
+                if world.rank == 3:  # in the first batch: the other replica may be faster, and take most of them
                     raise ValueError("the stage's own mistake")
                 pipe.step(x, y)
         except ValueError:

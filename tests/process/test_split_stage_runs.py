@@ -48,13 +48,13 @@ def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
     ids=["2 x 2", "2 x 2 x 2", "3 x 3", "late"],
 )
 def test_the_virtual_world_trains_it_as_stages_alone(strategy: Strategy, workers: int) -> None:
-    """Equal batches: replicas of half the size are one of the whole size."""
-    schedule = strategy.schedule
+    schedule, parted = strategy.schedule, strategy.parted
     assert schedule is not None
+    assert parted is not None
     alone = s.ddg(2) if "ddg" in str(strategy) else s.one_f_one_b(schedule.stages, 2)
     options: dict[str, Any] = {"steps": STEPS, "threads": 1, "global_batch_size": 12}
     ours = pt.simulate(small(), strategy, workers, **options)
-    expected = pt.simulate(small(), alone, schedule.stages, **options)
+    expected = pt.simulate(small(), alone, workers // parted.ranks, **options)
     assert ours.loss == pytest.approx(expected.loss, rel=1e-12)
     assert ours.train_loss == pytest.approx(expected.train_loss, rel=1e-12)
 

@@ -102,9 +102,9 @@ PRICED = {
 
 @pytest.mark.parametrize("name", PRICED)
 def test_without_values_times_and_bytes_are_those_with_values(name: str) -> None:
-    """But for the messages of rows of metrics."""
+    """But for the messages of rows of metrics. All batches are full."""
     strategy, workers = PRICED[name]
-    untested = job(data=lambda folder: pt.Data(classes(96, 0)))
+    untested = job(data=lambda folder: pt.Data(classes(108, 0)))
     cluster = pt.cluster.ethernet(gbit_per_s=1, gflops=0.1)
     computed, priced = (
         pt.simulate(untested, strategy, workers, cluster, steps=3, threads=1, meta=meta) for meta in (False, True)

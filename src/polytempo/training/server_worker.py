@@ -270,7 +270,7 @@ class _Worker:
         """The loss of a batch, as far as this stage hears of it."""
         if self._context.guard is not None and loss is not None:
             self._context.guard.loss(loss, step_of(self._context, ticket), self._client.worker)
-        self._meter.add(loss)
+        self._meter.add(loss if self._context.reads else None)
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
@@ -278,7 +278,7 @@ class _Worker:
         done = await reassigned.gradients(ticket, self._rates_at, self._steps + 1)
         self._idle_s += await self._port.now() - before_s - done.busy_s
         if done.loss is not None:
-            self._meter.add(done.loss)
+            self._meter.add(done.loss if self._context.reads else None)
         return done.samples
 
     async def push_all(self) -> None:
@@ -287,7 +287,7 @@ class _Worker:
         self._client.alone = True
         if self._context.stage is not None:
             for loss in await self._context.stage.drain():
-                self._meter.add(loss)
+                self._meter.add(loss if self._context.reads else None)
         for _ in range(_MOST_EMPTY_STEPS):
             if not self._client.held:
                 break

@@ -77,28 +77,33 @@ def split(
     """
     whole = port or (world or current()).port
     group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive, sequence)
-    plan = None
-    if isinstance(rules, str):
-        plan = _planned(model, rules, sample, group)
-        rules = plan.rules
+    named, plan = _named(model, rules, sample, group)
     if link is not None:
-        _warn_of_link(plan or _given(model, rules, sample, group), sample, link, gflops)
+        _warn_of_link(plan or _given(model, named, sample, group), sample, link, gflops)
     if group.size > 1:
-        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
-        group.drive(agree(group.port, told))
-        group.drive(take_first(group.port, model))
-    return apply_rules(model, rules, group)
+        group.drive(_begun_alike(group.port, model, named, sequence))
+    return apply_rules(model, named, group)
 
 
-def _planned(model: nn.Module, rules: str, sample: Any, group: ModelGroup) -> SplitPlan:
+async def _begun_alike(port: Port, model: nn.Module, rules: Rules, sequence: bool) -> None:
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
+    await agree(port, told)
+    await take_first(port, model)
+
+
+def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup) -> tuple[Rules, SplitPlan | None]:
+    """The rules by name, and the plan that has chosen them."""
+    if not isinstance(rules, str):
+        return rules, None
     SplitLayers(rules, group.size, group.sequence)
     if rules != AUTO or sample is None:
         raise ValueError(
             f'rules={rules!r}: give a dictionary such as {{"*.up": "column", "*.down": "row"}}, or "auto" with '
             "sample=x, which the model is called with"
         )
-    return split_plan(model, sample, group.size)
+    plan = split_plan(model, sample, group.size)
+    return plan.rules, plan
 
 
 def _given(model: nn.Module, rules: Rules, sample: Any, group: ModelGroup) -> SplitPlan:
