@@ -12,12 +12,14 @@ momentum, alone; its peak beyond what it had before the model was made.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,10 +60,10 @@ def accuracy(seeds: int, epochs: float) -> str:
 def scores(job: str, strategy: Strategy, precision: str | None, seeds: int, epochs: float) -> tuple[list[float], float]:
     """The accuracy in percent of each seed, and the bytes that a worker sent."""
     found, sent = [], 0.0
+    data = Path(os.environ["POLYTEMPO_DATA"]) / job if job == "mnist" else None
+    options: dict[str, Any] = {"precision": precision, "data": data, "epochs": epochs, "threads": 1}
     for seed in range(seeds):
-        result = pt.run(
-            pt.jobs.find(job), strategy, workers=2, precision=precision, seed=seed, epochs=epochs, threads=1
-        )
+        result = pt.run(pt.jobs.find(job), strategy, workers=2, seed=seed, **options)
         assert result.accuracy is not None
         found.append(100 * result.accuracy)
         sent = result.bytes_sent_per_rank
