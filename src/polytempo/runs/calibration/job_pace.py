@@ -26,7 +26,7 @@ from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 
-_STEPS, _SIMULATED = 80, 4
+_STEPS, _WARM_UP, _SIMULATED = 90, 10, 4
 _LEAST = 0.01
 """A pace is at least this: a step that takes no longer than its rest was measured while the machine was faster."""
 
@@ -34,7 +34,8 @@ _LEAST = 0.01
 def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, options: RunOptions) -> Cluster:
     """The cluster, knowing the job's pace and its stragglers. Of `options` count the batch size, the data and the seed.
 
-    Cost: 80 steps of the job. Raises ValueError for a cluster whose kernels were not measured; errors of `run`.
+    Cost: 90 steps of the job, of which the first 10 do not count. Raises ValueError for a cluster whose kernels were not
+    measured; errors of `run`.
     """
     if cluster.speeds is None:
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
@@ -62,7 +63,7 @@ def _measured_s(setup: EngineSetup, job: Job, workers: int, asked: RunOptions) -
     with tempfile.TemporaryDirectory(prefix="polytempo-calibrate-") as folder:
         out = Path(folder) / "run"
         run(job, NO_EXCHANGE, workers, replace(asked, steps=_STEPS, out=out), engine=setup)
-        return steps_of_ranks(load_run(out).events)
+        return [taken[_WARM_UP:] for taken in steps_of_ranks(load_run(out).events)]
 
 
 def _simulated_s(cluster: Cluster, job: Job, workers: int, asked: RunOptions) -> float:

@@ -138,9 +138,12 @@ def step_seconds() -> tuple[list[float], list[float]]:
 
 
 def quantiles_of(factors: list[float]) -> tuple[float, ...]:
-    """The least, the most, and those at equal distances between them."""
+    """The least, and those at equal distances behind it. The last is where a straight line from the one before it has
+    the mean of what lies beyond that: the most, where a single step took ten times as long, would double the mean."""
     ordered, last = sorted(factors), len(factors) - 1
-    return tuple(ordered[round(i * last / _QUANTILES)] for i in range(_QUANTILES + 1))
+    places = [round(i * last / _QUANTILES) for i in range(_QUANTILES)]
+    before = ordered[places[-1]]
+    return (*(ordered[place] for place in places), 2 * fmean(ordered[places[-1] :]) - before)
 
 
 def correlation_of(factors: list[float]) -> float:
