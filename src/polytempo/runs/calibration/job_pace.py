@@ -34,8 +34,8 @@ _LEAST = 0.01
 def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, options: RunOptions) -> Cluster:
     """The cluster, knowing the job's pace and its stragglers. Of `options` count the batch size, the data and the seed.
 
-    Cost: 90 steps of the job, of which the first 10 do not count. Raises ValueError for a cluster whose kernels were not
-    measured; errors of `run`.
+    Cost: 90 steps of the job, of which the first 10 do not count. Raises ValueError for a cluster whose kernels were
+    not measured; errors of `run`.
     """
     if cluster.speeds is None:
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
