@@ -156,3 +156,15 @@ def test_samples_name_the_kernels_that_are_charged() -> None:
     parts = {use.kernel for sample in _exchanges(low_rank(1, exact_below=0), (8, 8)) for use in sample.uses}
     assert parts == {"low_rank project", "low_rank answer", "low_rank settle"}
     assert Cluster(Link(0, 1)).speeds is None, "a declared cluster has none of these"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(["--batch-size", "4"], "give --job, too"), (["--job", "nope"], "there is no job 'nope'")],
+)
+def test_what_calibrate_cannot_measure_is_refused_before_it_measures(
+    asked: list[str], said: str, tmp_path: Path
+) -> None:
+    refused = CliRunner().invoke(app, ["calibrate", *asked, "--out", str(tmp_path / "cluster.toml")])
+    assert (refused.exit_code, said in refused.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())

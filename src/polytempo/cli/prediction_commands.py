@@ -24,6 +24,8 @@ def calibrate(
         from polytempo.cli.calibrate import Paced  # imports torch, which takes seconds
         from polytempo.cli.calibrate import calibrate as command
 
+        if job is None and (batch_size is not None or data is not None):
+            raise ValueError("--batch-size and --data say how a job is measured: give --job, too, or leave them out")
         paced = Paced(job, batch_size, data) if job is not None else None
         command(engine or "local", workers, out, paced, as_json=bool(json))
 
