@@ -154,7 +154,7 @@ class RayExecutor:
         self._made: Sequence[Any] | None = None
         """Of an elastic run: the object that each of its processes makes."""
         self._variables: dict[str, str] | None = None
-        """Of an elastic run: what its processes are told besides; None: not started."""
+        """Of an elastic run: further environment variables of its processes; None: not started."""
 
     def start(
         self,

@@ -206,7 +206,7 @@ class StepPlan:
     def layer_norms(
         self, hypers: ctypes.Array[Hyper] | None, weight: float, timeout_s: float | None = None
     ) -> list[LayerNorms]:
-        """The norms by which each tensor's step is scaled; the same on all members, all of whom call it.
+        """The norms by which each tensor's step is scaled: the same numbers on all members, which all call it.
 
         `hypers`: as `step` takes them, whose rule is Adam's; None: norms of the gradients. Cost: two meetings; of each
         rank its slice, of the gradients, weights and, with `hypers`, moments. Nothing of the copy changes.
