@@ -23,7 +23,7 @@ from polytempo.bench.tables import markdown
 from polytempo.core import Codec
 from polytempo.engines.worker import RankInfo
 from polytempo.partition.schedules import one_f_one_b
-from polytempo.training.pipeline.pipeline import pipeline
+from polytempo.runs.own_loop.pipeline import pipeline
 
 STAGES, MICRO_BATCHES, SAMPLES = 3, 4, 128
 EPOCHS = {"digits": 40, "mnist": 2}

@@ -37,7 +37,7 @@ from polytempo.core import Port
 from polytempo.partition import schedules
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
-from polytempo.training.pipeline.pipeline import pipeline
+from polytempo.runs.own_loop.pipeline import pipeline
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import ProcessWorld, VirtualWorld
 

@@ -28,7 +28,7 @@ from polytempo.partition.cutting import cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import turns
 from polytempo.partition.schedules.timetable import played
-from polytempo.training.pipeline.pipeline import pipeline
+from polytempo.runs.own_loop.pipeline import pipeline
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld, current
 
