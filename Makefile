@@ -29,12 +29,13 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts elastic_loop \
 	elastic_round elastic_rounds engines held_agent host_mail \
 	hybrid init large_batch_runs lbfgs_runs loop_servers lost_launcher mesh_training noise_scale norm_growth parted_runs pipeline_replicas \
-	pipeline_runs precision preemption probe remote_engine scheduled served_faults served_pipelines served_resume served_stages split \
-	split_stage_runs split_stages url_runs validate) \
+	pipeline_runs precision preemption probe remote_engine scheduled scripts served_faults served_learn served_pipelines served_resume \
+	served_stages split split_stage_runs split_stages url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training parted_jobs pipeline_convergence precision priced_stages \
-	scheduled served_late_stages split_choice) \
+	downpour scheduled served_late_stages split_choice) \
+	tests/laws/test_loops_of_two.py \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
@@ -133,7 +134,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	touch $@
 
 check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
-	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
+	$(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS)) tests/test_architecture.py tests/unit tests/laws tests/virtual
 
 lint: install
 	$(BIN)/ruff check .
