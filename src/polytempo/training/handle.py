@@ -258,7 +258,9 @@ class Handle:
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again.
 
-        Where ranks share one copy of the parameters all must call it, and each gets parameters of its own.
+        What is under way is let go of (`delayed_sgd`): call `state_dict` first, which finishes it, where the ranks are
+        to exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each
+        gets parameters of its own.
         """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
