@@ -1,4 +1,4 @@
-"""Which loop of a world deals its batches by tickets: what `attach` tells `shard`, as long as it is attached."""
+"""`EpochSource`: where the batches of a world come from, as long as a parameter server deals them by tickets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from polytempo.data.shard import DataShard
 from polytempo.worlds import ProcessWorld
 
 
-class Dealer(Protocol):
-    """Deals the batches of one data set."""
+class EpochSource(Protocol):
+    """A loop that gets the batches of one data set by tickets; `shard` asks it as long as it is attached."""
 
     def takes(self, shard: DataShard) -> bool:
         """Whether this shard's next epoch is to be dealt by tickets."""
@@ -23,17 +23,17 @@ class Dealer(Protocol):
         """Whether an epoch of `shard` is under way."""
 
 
-_dealers: WeakKeyDictionary[ProcessWorld, Dealer] = WeakKeyDictionary()
+_sources: WeakKeyDictionary[ProcessWorld, EpochSource] = WeakKeyDictionary()
 
 
-def dealer_of(world: ProcessWorld) -> Dealer | None:
-    """The one that `world` has."""
-    return _dealers.get(world)
+def source_of(world: ProcessWorld) -> EpochSource | None:
+    """The one that `world` has; None: every rank takes its own part."""
+    return _sources.get(world)
 
 
-def set_dealer(world: ProcessWorld, dealer: Dealer | None) -> None:
-    """Let `dealer` deal in `world`. None: every rank takes its own part again."""
-    if dealer is None:
-        _dealers.pop(world, None)
+def set_source(world: ProcessWorld, source: EpochSource | None) -> None:
+    """The batches of `world` come from `source`. None: every rank takes its own part again."""
+    if source is None:
+        _sources.pop(world, None)
     else:
-        _dealers[world] = dealer
+        _sources[world] = source

@@ -22,8 +22,8 @@ from polytempo.data.shard import DataShard
 from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
-from polytempo.training.dealers import dealer_of
 from polytempo.training.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
+from polytempo.training.epoch_source import source_of
 from polytempo.training.loop_facts import LoopFacts, facts_of_loop
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.pipeline.pipeline import agreed_cut
@@ -287,7 +287,7 @@ def _check(
         )
     if world.life > 1:
         _refuse_return(world, stages)
-    if dealer_of(world) is not None:
+    if source_of(world) is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; call detach() on it first"
         )
