@@ -226,7 +226,10 @@ class Handle:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank."""
         if state["strategy"] != str(self.replica.strategy):
-            raise ValueError(f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached")
+            raise ValueError(
+                f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the one "
+                "that saved it, or begin without its state"
+            )
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
         if self.replica.masters is not None:
             self.replica.masters.restore(state["scalars"])

@@ -14,7 +14,7 @@ from polytempo.spec.precision import Precision, check_precision, precision_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
-from polytempo.training.attached import set_handle
+from polytempo.training.attached_models import set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
 from polytempo.training.drift_watch import OnDrift
