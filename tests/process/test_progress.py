@@ -17,7 +17,8 @@ from torch.optim import SGD
 import polytempo as pt
 from polytempo.aggregation import exponential_graph
 from polytempo.collectives import halving_doubling, native, ring, star, tree
-from polytempo.core import PeerLost, Port, Strategy, TimedOut
+from polytempo.core import PeerLost, Strategy, TimedOut
+from polytempo.core.port import barrier
 from polytempo.engines.init import init
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
@@ -160,10 +161,6 @@ def test_a_deadline_holds_from_the_beginning_of_the_operation() -> None:
 
     text = "True rank 0, step 0: timed out: recv from rank 1 (tag 0) did not finish within 0.3 s"
     assert on_two_hosts(work) == [text, ""]
-
-
-async def barrier(port: Port) -> None:
-    await port.barrier()
 
 
 def stay_together(world: ProcessWorld) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.core import Port
 from polytempo.core.notice import Notice, preempting_signals
+from polytempo.core.port import barrier
 from polytempo.core.state import Saved
 from polytempo.large_batch.noise_scale import NoiseScale
 from polytempo.one_host.hogwild import TurnHooks
@@ -124,7 +124,7 @@ class Handle:
             yield
             return
         if self._turns is not None:
-            self.world.drive(_met(port))  # so that no rank writes while others read
+            self.world.drive(barrier(port))  # so that no rank writes while others read
         agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
         named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
         with replica.in_float32():
@@ -303,7 +303,3 @@ def _feels_scales(replica: Replica, copy: OneCopy | None, turns: TurnHooks | Non
     means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
     free = turns is not None and strategy.one_copy != "in_turn"
     return _meets(replica, copy, turns) and not means and not free
-
-
-async def _met(port: Port) -> None:
-    await port.barrier()

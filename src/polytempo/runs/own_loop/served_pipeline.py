@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Port, Strategy
+from polytempo.core import Strategy
+from polytempo.core.port import barrier
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
 from polytempo.partition.cutting import By
@@ -150,7 +151,7 @@ class ServedPipeline:
         names = {id(p): name for name, p in self._whole.named_parameters()}
         every = {n: found[names[id(p)]] for n, p in self._whole.named_parameters(remove_duplicate=False)}
         every |= {name: found.get(name, buffer) for name, buffer in self._whole.named_buffers()}
-        self._world.drive(_together(self._world.port))  # no replica trains on while another pulls
+        self._world.drive(barrier(self._world.port))  # no replica trains on while another pulls
         return {name: every[name] for name in self._whole.state_dict() if name in every}
 
     def training_state(self) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class ServedPipeline:
         state["batches"] = len(self._epochs.batches)
         if self._world.rank == 0:
             state["shards"] = loop.states()
-        self._world.drive(_together(self._world.port))  # no replica trains on before the states are there
+        self._world.drive(barrier(self._world.port))  # no replica trains on before the states are there
         return state
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
@@ -253,10 +254,6 @@ class ServedPipeline:
         with kept_random_states():
             seed_step(self._seed, 0, number, "data")
             yield
-
-
-async def _together(port: Port) -> None:
-    await port.barrier()
 
 
 def _pair(batch: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
