@@ -32,6 +32,8 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         "flops_per_s": 2e9,
         "steps": [1.0, 1.1] * 50,
         "small": {},
+        "whole": {},
+        "cores": 2,
     }
 
 
