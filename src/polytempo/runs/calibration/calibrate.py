@@ -143,27 +143,28 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
         if kernel == "exchange" and workers == 1:
             continue
         undisturbed = replace(cluster, stragglers=constant())
-        besides_s = median(one["small"][kernel] for one in told) - _simulated_s(run, undisturbed, workers)
+        besides_s = median(one["small"][kernel] for one in told) - simulated_s(run, undisturbed, workers)
         calls = run.batch_size if kernel == "sample" else 1
         cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
     if workers > 1:
-        cluster = _with_kernel(cluster, MESSAGE, _message_speed(cluster, told))
+        cluster = _with_kernel(cluster, MESSAGE, message_speed(cluster, told))
     return found._replace(cluster=cluster)
 
 
-def _simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
+def simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
+    """Seconds of a step."""
     result = simulate(run.job, run.strategy, workers, cluster, run.options(_SIMULATED))
     return result.seconds / result.steps
 
 
-def _message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
+def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
     """By how much the exchanges of two models take longer than their simulations, for each message and each byte."""
     undisturbed, workers = replace(cluster, stragglers=constant()), len(told)
     rounds, besides_s, num_bytes = 2 * (workers - 1), [], []
     for size in ("small", "large"):
         alone, by_ring = MESSAGE_RUNS[f"{size} alone"], MESSAGE_RUNS[f"{size} ring"]
         taken_s = median(one["whole"][f"{size} ring"] - one["whole"][f"{size} alone"] for one in told)
-        said_s = _simulated_s(by_ring, undisturbed, workers) - _simulated_s(alone, undisturbed, workers)
+        said_s = simulated_s(by_ring, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
         besides_s.append(max(0.0, taken_s - said_s) / rounds)
         num_bytes.append(4 * sum(p.numel() for p in by_ring.job.model().parameters()) / workers)
     byte_s = max(0.0, besides_s[1] - besides_s[0]) / (num_bytes[1] - num_bytes[0])

@@ -35,7 +35,7 @@ CALIBRATION = "calibration"
 _TIMEOUT_S = 300.0
 _STEPS, _BATCH = 300, 32
 _QUANTILES = 20
-_FEW, _TURNS = 20, 3
+_FEW, _TURNS = 5, 3
 
 
 class SmallRun(NamedTuple):
@@ -46,6 +46,7 @@ class SmallRun(NamedTuple):
     sizes: tuple[int, int] = (64, 64)
     """Inputs, and hidden units."""
     steps: int = 300
+    """That count; between slow hosts each takes up to a second."""
 
     @property
     def job(self) -> Job:
@@ -67,7 +68,7 @@ SMALL_RUNS = {
 """By the kernel that follows from it, once those before are known."""
 _SMALL_MODEL, _LARGE_MODEL = (64, 64), (512, 2048)
 MESSAGE_RUNS = {
-    f"{size} {how}": SmallRun(strategy, 4, sizes, 60)
+    f"{size} {how}": SmallRun(strategy, 4, sizes, 20)
     for size, sizes in (("small", _SMALL_MODEL), ("large", _LARGE_MODEL))
     for how, strategy in (("alone", NO_EXCHANGE), ("ring", sync_sgd(route=ring)))
 }
