@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,12 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from polytempo.cluster import Link
 from polytempo.cluster.rate import rate_of
-from polytempo.core import Port
+from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.plan import SplitPlan, given_plan, split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
 from polytempo.partition.tensor.rules import matched
 from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
+from polytempo.partition.wires import Wires
+from polytempo.spec.catalogue import codec_of
 from polytempo.training.agree import agree
 from polytempo.training.layer_plan import LATENCY_S
 from polytempo.worlds import ProcessWorld, current
@@ -30,6 +33,8 @@ def split(
     *,
     sample: Any = None,
     sequence: bool = False,
+    activations: Codec | str | None = None,
+    gradients: Codec | str | None = None,
     link: str | Link | None = None,
     gflops: float = 10.0,
     world: ProcessWorld | None = None,
@@ -64,6 +69,15 @@ def split(
     (`partition.plan.split_choice`), as far as `sample`, which the model is called with, shows them. The answer's `ways`
     are those of the layers that were split.
 
+    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", by which the layers exchange
+    these; None: as they are. A sum over ranks of p_r, in pieces p_r[j], is on all ranks
+
+        [Q(s_0) | Q(s_1) | …]        s_j = p_j[j] + Σ_{r≠j} Q(p_r[j]), in the order of ranks: the sender encodes
+
+    and a gather of x_r is [Q(x_0) | Q(x_1) | …], on the sender, too, so all ranks hold the same bits. Gradients pass Q
+    of activations as if it were the identity. With 16-bit weights (`pt.precision`) activations and gradients have 16
+    bits already; "int8" sends half of them.
+
     `link`: the network between these ranks, as its rate, such as "1gbit" (with 50 microseconds of latency), or a
     `pt.cluster.Link`. With it and a `sample`, which then has a whole batch, a UserWarning says where exchanges take
     longer than the computing that they save, at `gflops` (1e9 floating-point operations a second) of each rank.
@@ -73,23 +87,26 @@ def split(
 
     Errors: `Mismatch` where ranks of a model give other rules or models; ValueError for names that fit no layer, for
     layers that cannot be split so, for parameters that are tied and not split alike, for ranks without a mesh that has
-    the axis "model".
+    the axis "model", for a codec that remembers something or has wires of varying length.
     """
     whole = port or (world or current()).port
-    group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive, sequence)
+    wires = Wires(codec_of(activations), codec_of(gradients))
+    group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive, sequence, wires)
     named, plan = _named(model, rules, sample, group)
     if link is not None:
-        _warn_of_link(plan or _given(model, named, sample, group), sample, link, gflops)
+        found = plan or _given(model, named, sample, group)
+        _warn_of_link(replace(found, wires=wires), sample, link, gflops)
     if group.size > 1:
-        group.drive(_begun_alike(group.port, model, named, sequence))
+        group.drive(_begun_alike(group, model, named))
     return apply_rules(model, named, group)
 
 
-async def _begun_alike(port: Port, model: nn.Module, rules: Rules, sequence: bool) -> None:
+async def _begun_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
-    await agree(port, told)
-    await take_first(port, model)
+    ways = {pattern: str(way) for pattern, way in rules.items()}
+    told = {"rules": ways, "sequence": group.sequence, "codecs": str(group.wires), "model": shapes}
+    await agree(group.port, told)
+    await take_first(group.port, model)
 
 
 def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup) -> tuple[Rules, SplitPlan | None]:

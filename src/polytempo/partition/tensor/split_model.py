@@ -17,6 +17,7 @@ from polytempo.partition.tensor.linear import VocabularyLinear
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.partition.tensor.way import Way
+from polytempo.partition.wires import AS_THEY_ARE
 
 
 class LossOptions(TypedDict, total=False):
@@ -41,7 +42,7 @@ class SplitModel(PartedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's. The first time, ranks compare their random states and outputs; ValueError says what is amiss."""
-        self.group.passes += 1
+        self.group.begin_pass()
         check, self._checked = not self._checked, True
         if check and self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules()):
             self._check_random()
@@ -57,8 +58,8 @@ class SplitModel(PartedModel):
         return split_cross_entropy(self.group, logits, target, self._classes(logits), **options)
 
     def all_logits(self, logits: Tensor) -> Tensor:
-        """(…, this rank's classes) to (…, classes). Cost: a gather."""
-        return gathered(self.group, logits, self._classes(logits).sizes, -1)
+        """(…, this rank's classes) to (…, classes), as they are. Cost: a gather."""
+        return gathered(self.group, logits, self._classes(logits).sizes, -1, AS_THEY_ARE)
 
     def _vocabularies(self) -> list[VocabularyLinear]:
         return [module for module in self.modules() if isinstance(module, VocabularyLinear)]
