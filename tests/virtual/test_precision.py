@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from laws.catalogue import GROUPED, ROWS, SERVED, STAGED, Row, label
 from polytempo.cluster import one_host
+from polytempo.compression import int8
 from polytempo.core import NotFinite, Strategy
 from polytempo.spec.result import Result
 
@@ -56,7 +57,10 @@ def trained(
 
 
 def is_refused(strategy: Strategy) -> bool:
-    return strategy.one_copy is not None or strategy.server is not None
+    server = strategy.server
+    return strategy.one_copy is not None or (
+        server is not None and (strategy.schedule is not None or server.reassigns is not None)
+    )
 
 
 DECIDES = ("sign_sgd", "krum", "terngrad", "pipemare", "spectrain", "synthetic_gradients")
@@ -87,6 +91,9 @@ def test_layers_in_parts_exchange_16_bits() -> None:
     whole, low = (trained(pt.strategies.split(), precision, workers=2, steps=8) for precision in (None, "bf16"))
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
     assert low.bytes_sent_per_rank < 0.6 * whole.bytes_sent_per_rank
+    eight = trained(pt.strategies.split(activations=int8(), gradients=int8()), "bf16", workers=2, steps=8)
+    assert eight.loss == pytest.approx(whole.loss, rel=0.02)
+    assert eight.bytes_sent_per_rank < 0.8 * low.bytes_sent_per_rank, "half of what layers of 8 features send"
     divided = pt.strategies.hybrid(layers="2")
     whole, low = (trained(divided, precision, workers=2, steps=8) for precision in (None, "bf16"))
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
