@@ -99,6 +99,28 @@ def test_layers_in_parts_exchange_16_bits() -> None:
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "strategy", [pt.strategies.async_sgd(), pt.strategies.async_sgd(shards=2), pt.strategies.ssp(bound=3)], ids=str
+)
+def test_the_only_worker_of_a_server_makes_the_steps_of_one_alone(strategy: Strategy) -> None:
+    """The shards hold the masters, and step these as the worker itself would."""
+    served, alone = (trained(each, "bf16", workers=1, steps=8) for each in (strategy, pt.strategies.sync_sgd()))
+    assert (served.parameters_sha256, served.loss) == (alone.parameters_sha256, alone.loss)
+    assert served.parameters_sha256 != trained(strategy, None, workers=1, steps=8).parameters_sha256
+
+
+def test_pushes_and_pulls_of_16_bits_carry_all_that_there_is() -> None:
+    """Gradients have 16 bits anyway, and weights are rounded to 16 before they are used."""
+    bf16, digits = pt.compression.bf16(), pt.jobs.find("digits")
+    plain, coded = pt.strategies.async_sgd(), pt.strategies.async_sgd(codec=bf16, pull_codec=bf16)
+    whole, low = (trained(each, "bf16", workers=1, of=digits, steps=8) for each in (plain, coded))
+    assert whole.loss == low.loss
+    assert low.bytes_sent_per_rank < 0.52 * whole.bytes_sent_per_rank
+    for result, carried in ((whole, "float32"), (low, "bf16()")):
+        assert result.precision is not None
+        assert (result.precision["pushes"], result.precision["pulls"]) == (carried, carried)
+
+
 @pytest.mark.parametrize("meta", [False, True])
 def test_means_of_gradients_send_half_and_means_of_parameters_all(meta: bool) -> None:
     def sent(strategy: Strategy, precision: str | None) -> float:

@@ -40,6 +40,7 @@ from polytempo.server.timing import Timing
 from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
+from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served_context import ComputeGradients
@@ -174,7 +175,8 @@ class Rerun:
 def options_of(facts: RunFacts, data: Path | None) -> RunOptions:
     """The run's options, as far as they matter; `data` may lie elsewhere now."""
     given = dict(facts.options)
-    return RunOptions(**{**given, "data": data or given.get("data")})
+    bits = precision_of(given.get("precision"))
+    return RunOptions(**{**given, "data": data or given.get("data"), "precision": bits})
 
 
 def written(life: Life) -> str:

@@ -38,8 +38,8 @@ class ServersModel(NamedTuple):
 class ServedReplica:
     """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed.
 
-    `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients and
-    parameters are exchanged inside of their `whole_step`, as float32.
+    `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients that are
+    not empty are exchanged inside of their `whole_step`, as float32.
     """
 
     def __init__(
@@ -146,9 +146,10 @@ class ServedReplica:
 
     async def exchange_gradients(self, *, empty: bool) -> bool:
         """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""
-        gradients = {
-            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
-        }
+        with self._in_float32():
+            gradients = {
+                name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
+            }
         bundle = Bundle(gradients)
         rows = [] if empty else self._tables.gradients()
         for one in rows:

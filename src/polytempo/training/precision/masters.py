@@ -137,8 +137,8 @@ class Masters:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Inside, parameters and their gradients are float32, these without the loss scale; at the end there are no
-        gradients. Instead of `watch`: what happens inside is the step, the optimizer's own included."""
+        """Inside, parameters and their gradients are float32, these without the loss scale and as `clip` has said;
+        at the end there are no gradients. Instead of `watch`: what happens inside is the step, the optimizer's own included."""
         with self.in_float32():
             self._widen_gradients()
             try:
@@ -150,7 +150,8 @@ class Masters:
     def _widen_gradients(self) -> None:
         """While parameters are float32."""
         every = [_Gradient(p, p.grad) for p in self._model.parameters() if p.grad is not None]
-        _give(every, 1.0 / self.scaling.scale)
+        factor, self._clip = self._clip / self.scaling.scale, 1.0
+        _give(every, factor)
 
     # ------------------------------------------------------------------ losses and gradients
 
@@ -203,10 +204,7 @@ class Masters:
         if self._gradients is not None:  # an optimizer whose `step` calls its parent's runs all hooks twice
             return
         if len(args) > 1 or kwargs.get("closure") is not None:
-            raise ValueError(
-                f"precision={self.precision}: {type(optimizer).__name__}.step was given a closure, which would compute "
-                "with float32 parameters; call backward() before step()"
-            )
+            raise self.closure()
         gradients = self._present()
         if self.scaling.scale != 1 and gradients and not self._scaled:
             raise RuntimeError(
@@ -226,6 +224,13 @@ class Masters:
             _plain_step(optimizer)
             _take_back(chunk)
         _give(last, factor)
+
+    def closure(self) -> ValueError:
+        """The error where a step is given one."""
+        return ValueError(
+            f"precision={self.precision}: {type(self._optimizer).__name__}.step was given a closure, which would "
+            "compute with float32 parameters; call backward() before step()"
+        )
 
     def _after_step(self, *_: Any) -> None:
         if self._gradients is None:
