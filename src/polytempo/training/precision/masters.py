@@ -137,8 +137,10 @@ class Masters:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Inside, parameters and their gradients are float32, these without the loss scale and as `clip` has said;
-        at the end there are no gradients. Instead of `watch`: what happens inside is the step, the optimizer's own included."""
+        """Inside, parameters and their gradients are float32, these without the loss scale and as `clip` has said; at
+        the end there are no gradients. Instead of `watch`: what happens inside is the step, the optimizer's own
+        included.
+        """
         with self.in_float32():
             self._widen_gradients()
             try:
