@@ -121,6 +121,15 @@ def test_pushes_and_pulls_of_16_bits_carry_all_that_there_is() -> None:
         assert (result.precision["pushes"], result.precision["pulls"]) == (carried, carried)
 
 
+def test_without_values_workers_of_a_server_send_what_they_send_with_values() -> None:
+    plain = pt.strategies.async_sgd()
+    priced, computed = (
+        pt.simulate(job(), plain, 4, one_host(), steps=6, precision="bf16", meta=meta) for meta in (True, False)
+    )
+    assert priced.bytes_sent_per_rank == computed.bytes_sent_per_rank
+    assert priced.precision == computed.precision
+
+
 @pytest.mark.parametrize("meta", [False, True])
 def test_means_of_gradients_send_half_and_means_of_parameters_all(meta: bool) -> None:
     def sent(strategy: Strategy, precision: str | None) -> float:

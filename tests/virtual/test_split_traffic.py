@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.core import Port
 from polytempo.partition.tensor import Rules, column
 from polytempo.partition.tensor.traffic import loss_traffic, model_traffic
-from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, outcome_of
+from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks, outcome_of
 
 
 def sent(
@@ -78,6 +78,23 @@ def test_a_transformer_sends_what_its_shapes_say(
         **codecs,
     )
     assert found == priced > 0
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("codecs", CODECS, ids=str)
+def test_what_a_model_counts_for_each_layer_is_what_its_shapes_say(sequence: bool, codecs: dict[str, str]) -> None:
+    indices = torch.randint(0, VOCABULARY, (2, 7))
+
+    def work(port: Port) -> tuple[dict[str, Any], dict[str, Any]]:
+        rules = SEQUENCE_RULES if sequence else RULES
+        net = pt.split(made(lambda: Transformer(0.1, blocks=1)), rules, sequence=sequence, port=port, **codecs)
+        net.cross_entropy(net(indices), indices).backward()
+        return net.group.sent, model_traffic(net, indices.numel(), 8, {"places": 7}, samples=2)
+
+    for counted, priced in on_ranks(3, work):
+        assert {name: tuple(each) for name, each in counted.items()} == {
+            name: each for name, each in priced.items() if sum(each)
+        }
 
 
 def test_eight_bits_send_an_eighth_of_float64_and_a_scale_for_each_block() -> None:

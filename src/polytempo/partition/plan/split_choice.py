@@ -63,7 +63,7 @@ class SplitPlan:
         return (self.ranks - 1) * (there + back)
 
     def _bytes(self, layer: SplitLayerPlan, way: Passing, batch_size: int) -> float:
-        """Of a layer's numbers that pass this way; of wires as if the pieces of all ranks were equal."""
+        """Of a layer's numbers that pass this way; by codecs about, as if each rank made one wire of its share."""
         numbers, itemsize = getattr(layer, way) * batch_size, layer.volume.itemsize
         piece = without_memory(round(numbers / self.ranks), itemsize)
         if not piece.numel() or self.wires.common_codec(way, [piece]) is None:

@@ -47,10 +47,10 @@ class _Pair(torch.autograd.Function):
 
 
 def _pair(group: ModelGroup, tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
-    layer = group.layer
+    layer, occasion = group.layer, group.next_occasion()
 
     def adjoint(gradient: Tensor) -> Tensor:
-        with group.of_layer(layer, backward=True):
+        with group.of_layer(layer, backward=occasion):
             return backward(gradient)
 
     answer: Tensor = _Pair.apply(tensor, forward, adjoint)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 Drive = Callable[[Program[Any]], Any]
 """Runs a coroutine to its end, while the caller waits: a process world's `drive`, or `core.suspension.drive`."""
+
+
+class Occasion(NamedTuple):
+    """Which exchange of which pass this is, for codecs that draw random numbers; the same on all ranks."""
+
+    step: int = 1
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -55,10 +62,9 @@ class ModelGroup:
     """That which computes now, whose exchanges are counted."""
     sent: dict[str, list[float]] = field(default_factory=dict, init=False)
     """By layers' names: bytes that all ranks have sent in forward and in backward passes."""
-    _backward: bool = field(default=False, init=False)
-    _step: int = field(default=1, init=False)
-    _exchanges: int = field(default=0, init=False)
-    """Of the pass under way, by codecs."""
+    _backward: Occasion | None = field(default=None, init=False)
+    _occasion: Occasion = field(default=Occasion(), init=False)
+    """Of the last exchange that has begun."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
         """A copied model is of the same ranks."""
@@ -78,19 +84,24 @@ class ModelGroup:
         """Before a forward pass. Codecs that draw random numbers draw by a number of torch's random state, as dropouts
         do, so that a pass that is computed again, or in a run that goes on, has the same bits."""
         self.passes += 1
-        self._exchanges = 0
-        if any(codec is not None and codec.facts.draws for codec in (self.wires.activations, self.wires.gradients)):
-            self._step = 1 + int(torch.randint(2**31, ()))
+        draws = any(each is not None and each.facts.draws for each in (self.wires.activations, self.wires.gradients))
+        self._occasion = Occasion(1 + int(torch.randint(2**31, ())) if draws else 1)
 
     @contextmanager
-    def of_layer(self, name: str | None, *, backward: bool = False) -> Iterator[None]:
-        """Inside, exchanges count as those of the layer, unless it lies in another one that computes."""
+    def of_layer(self, name: str | None, *, backward: Occasion | None = None) -> Iterator[None]:
+        """Inside, exchanges count as those of the layer, unless it lies in another one that computes; with `backward`,
+        as the way back of what had this occasion."""
         before = self.layer, self._backward
         self.layer, self._backward = self.layer or name, backward
         try:
             yield
         finally:
             self.layer, self._backward = before
+
+    def next_occasion(self) -> Occasion:
+        """Of an exchange that begins, and of its way back."""
+        self._occasion = Occasion(self._occasion.step, self._occasion.number + 1)
+        return self._occasion
 
     def count(self, forward: float, backward: float = 0.0) -> None:
         """Bytes that all ranks send for the layer that computes now."""
@@ -104,9 +115,9 @@ class ModelGroup:
         codec = (wires or self.wires).common_codec(self._way, likes)
         if codec is None:
             return AS_IT_IS
-        self._exchanges += 1
+        step, number = self._backward or self._occasion
         what = "gradients" if self._backward else "activations"
-        return Passage(codec, self._step, 2 * self._exchanges, f"the {what} of layer {self.layer}")
+        return Passage(codec, step, 4 * number + 2 * bool(self._backward), f"the {what} of layer {self.layer}")
 
     def _counted(self, likes: Sequence[Tensor], wires: Wires | None, rounds: int = 1) -> None:
         each = (self.size - 1) * rounds * (wires or self.wires).common_bytes(self._way, likes)

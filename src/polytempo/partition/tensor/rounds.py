@@ -28,7 +28,7 @@ class Passage(NamedTuple):
     step: int = 1
     """For codecs that draw: another one in each pass."""
     number: int = 0
-    """For these: of the exchange in its pass."""
+    """For these: of the exchange in its pass, and of its round."""
     what: str = ""
     """What errors call the tensors."""
 
