@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port, Program
-from polytempo.partition.tensor.rounds import AS_IT_IS, Passage, to_all, to_owners
+from polytempo.partition.tensor.rounds import AS_IT_IS, RoundCodec, to_all, to_owners
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 Drive = Callable[[Program[Any]], Any]
@@ -110,14 +110,14 @@ class ModelGroup:
             found[0] += forward
             found[1] += backward
 
-    def _passage(self, likes: Sequence[Tensor], wires: Wires | None) -> Passage:
+    def _passage(self, likes: Sequence[Tensor], wires: Wires | None) -> RoundCodec:
         """How tensors like these travel now; `wires` None: as the group's say."""
         codec = (wires or self.wires).common_codec(self._way, likes)
         if codec is None:
             return AS_IT_IS
         step, number = self._backward or self._occasion
         what = "gradients" if self._backward else "activations"
-        return Passage(codec, step, 4 * number + 2 * bool(self._backward), f"the {what} of layer {self.layer}")
+        return RoundCodec(codec, step, 4 * number + 2 * bool(self._backward), f"the {what} of layer {self.layer}")
 
     def _counted(self, likes: Sequence[Tensor], wires: Wires | None, rounds: int = 1) -> None:
         each = (self.size - 1) * rounds * (wires or self.wires).common_bytes(self._way, likes)
@@ -161,14 +161,14 @@ class ModelGroup:
         return found
 
 
-async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: int, by: Passage = AS_IT_IS) -> Tensor:
+async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: int, by: RoundCodec = AS_IT_IS) -> Tensor:
     """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
     shapes = _shapes(part, sizes, dim)
     found = await to_all(port, part.contiguous().view(-1), _flat_parts(part, sizes, dim), by)
     return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)], dim)
 
 
-async def _total(port: Port, pieces: Sequence[Tensor], by: Passage) -> Tensor:
+async def _total(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Tensor:
     mine = await to_owners(port, pieces, by)
     return torch.cat(await to_all(port, mine, pieces, by._replace(number=by.number + 1)))
 

@@ -21,7 +21,7 @@ from polytempo.core import Codec, EncodeContext, Port
 from polytempo.core.coding import decoded, encoded, wire_like
 
 
-class Passage(NamedTuple):
+class RoundCodec(NamedTuple):
     """How the tensors of one exchange travel; the same on all ranks. Without a codec, as they are."""
 
     codec: Codec | None = None
@@ -59,10 +59,10 @@ class Passage(NamedTuple):
         return await decoded(port, wire, own, self.codec, self.when(port, sender)) if like.numel() else own
 
 
-AS_IT_IS = Passage()
+AS_IT_IS = RoundCodec()
 
 
-async def to_all(port: Port, mine: Tensor, likes: Sequence[Tensor], by: Passage) -> list[Tensor]:
+async def to_all(port: Port, mine: Tensor, likes: Sequence[Tensor], by: RoundCodec) -> list[Tensor]:
     """Every rank's flat tensor; rank r's is like `likes[r]`.
 
     Cost: each rank sends its wire to all others; all of them together (N-1) · Σ_r bytes of the wire of likes[r].
@@ -72,7 +72,7 @@ async def to_all(port: Port, mine: Tensor, likes: Sequence[Tensor], by: Passage)
     return [await by.opened(port, each, likes[sender], sender) for sender, each in enumerate(found)]
 
 
-async def to_owners(port: Port, pieces: Sequence[Tensor], by: Passage) -> Tensor:
+async def to_owners(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Tensor:
     """The sum over ranks of `pieces[j]`, which is flat, at rank j.
 
     Cost: each rank sends wires to all others; all of them together (N-1) · Σ_j bytes of the wire of pieces[j].
