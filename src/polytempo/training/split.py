@@ -85,8 +85,7 @@ def split(
     named, plan = _named(model, rules, sample, group)
     if link is not None:
         _warn_of_link(plan or _given(model, named, sample, group), group.wires, sample, link, gflops)
-    if group.size > 1:
-        group.drive(_begun_alike(group, model, named))
+    _begin_alike(group, model, named)
     return apply_rules(model, named, group)
 
 
@@ -95,6 +94,11 @@ def _group(world: ProcessWorld | None, port: Port | None, sequence: bool, wires:
         return ModelGroup(model_port(port), drive, sequence, wires)
     real = world or current()
     return ModelGroup(model_port(real.port), real.drive, sequence, wires)
+
+
+def _begin_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
+    if group.size > 1:
+        group.drive(_begun_alike(group, model, rules))
 
 
 async def _begun_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
