@@ -191,6 +191,17 @@ def test_codecs_that_cannot_serve_are_refused(given: dict[str, Any], error: type
     on_ranks(2, work)
 
 
+@pytest.mark.parametrize("codec", [c.qsgd(), c.random_k(0.5)], ids=str)
+def test_ranks_that_would_draw_differently_are_told(codec: Codec) -> None:
+    def work(port: Port) -> None:
+        net = pt.split(made(lambda: nn.Sequential(nn.Linear(4, 6))), {"0": "row"}, activations=codec, port=port)
+        torch.manual_seed(port.rank)
+        with pytest.raises(ValueError, match="different random states, so their dropouts, and what codecs draw"):
+            net(torch.ones(8, 4, dtype=torch.float64))
+
+    on_ranks(2, work)
+
+
 def test_what_cannot_be_encoded_names_the_layer() -> None:
     def work(port: Port) -> str:
         net = made(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))

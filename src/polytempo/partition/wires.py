@@ -53,6 +53,11 @@ class Wires:
                 check_codec(codec)
                 check_forgetful(codec)
 
+    @property
+    def draws(self) -> bool:
+        """Whether what travels depends on random numbers."""
+        return any(each is not None and each.facts.draws for each in (self.activations, self.gradients))
+
     def codec(self, way: Way, like: Tensor) -> Codec | None:
         """What encodes a tensor like this on its way. None for whole numbers, truth values and single numbers (a size,
         a scale), and for a tensor that would not get smaller."""

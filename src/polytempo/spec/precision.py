@@ -153,8 +153,8 @@ def check_precision(precision: Precision, strategy: Strategy) -> None:
     if strategy.one_copy is not None:
         raise ValueError(
             f"precision={precision}: {strategy} has one copy of the weights, which all workers of a host compute with "
-            "and write to in float32; 16-bit copies would be each worker's own, and take more memory than they save; "
-            "use sync_sgd() or local_sgd(), or leave precision out"
+            "and write to in float32; 16-bit copies would be each worker's own, 2 bytes a parameter, which is all that "
+            "16-bit gradients save; use sync_sgd() or local_sgd(), or leave precision out"
         )
     if strategy.server is not None:
         _check_served(precision, strategy, strategy.server)

@@ -84,8 +84,7 @@ class ModelGroup:
         """Before a forward pass. Codecs that draw random numbers draw by a number of torch's random state, as dropouts
         do, so that a pass that is computed again, or in a run that goes on, has the same bits."""
         self.passes += 1
-        draws = any(each is not None and each.facts.draws for each in (self.wires.activations, self.wires.gradients))
-        self._occasion = Occasion(1 + int(torch.randint(2**31, ())) if draws else 1)
+        self._occasion = Occasion(1 + int(torch.randint(2**31, ())) if self.wires.draws else 1)
 
     @contextmanager
     def of_layer(self, name: str | None, *, backward: Occasion | None = None) -> Iterator[None]:

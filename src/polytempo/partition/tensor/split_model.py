@@ -44,7 +44,8 @@ class SplitModel(PartedModel):
         """The model's. The first time, ranks compare their random states and outputs; ValueError says what is amiss."""
         self.group.begin_pass()
         check, self._checked = not self._checked, True
-        if check and self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules()):
+        drops = self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules())
+        if check and (drops or self.group.wires.draws):
             self._check_random()
         answer = self.__dict__["model"](*args, **kwargs)
         if check and isinstance(answer, Tensor) and not self._vocabularies():
@@ -79,8 +80,8 @@ class SplitModel(PartedModel):
     def _check_random(self) -> None:
         if not same_everywhere(self.group, torch.get_rng_state()):
             raise ValueError(
-                "the ranks of one model have different random states, so their dropouts would differ; before training "
-                'call torch.manual_seed(seed + world.port.coordinates["data"]) on all of them'
+                "the ranks of one model have different random states, so their dropouts, and what codecs draw, would "
+                'differ; before training call torch.manual_seed(seed + world.port.coordinates["data"]) on all of them'
             )
 
     def _check_output(self, answer: Tensor) -> None:
