@@ -34,7 +34,7 @@ def test_a_strategy_s_name_makes_it_again() -> None:
 def test_codecs_of_what_layers_exchange_stand_in_the_name() -> None:
     strategy = parse_strategy("split('up: column, down: row', parts=2, activations=int8, gradients=dynamic8)")
     assert isinstance(strategy.parted, SplitLayers)
-    assert str(strategy.parted.wires) == "activations by int8(block=256), their gradients by dynamic8(block=256)"
+    assert str(strategy.parted.wires) == "activations by int8(block=256), their gradients by dynamic8(block=4096)"
     assert "activations=int8(block=256)" in str(strategy)
     assert parse_strategy(str(strategy)).parted == strategy.parted
     assert "activations" not in str(s.split(RULES))
