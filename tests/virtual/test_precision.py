@@ -121,13 +121,19 @@ def test_pushes_and_pulls_of_16_bits_carry_all_that_there_is() -> None:
         assert (result.precision["pushes"], result.precision["pulls"]) == (carried, carried)
 
 
-def test_without_values_workers_of_a_server_send_what_they_send_with_values() -> None:
-    plain = pt.strategies.async_sgd()
-    priced, computed = (
-        pt.simulate(job(), plain, 4, one_host(), steps=6, precision="bf16", meta=meta) for meta in (True, False)
+@pytest.mark.parametrize("meta", [False, True])
+def test_workers_of_a_server_send_float32_unless_codecs_say_otherwise(meta: bool) -> None:
+    options: dict[str, Any] = {"meta": True} if meta else {}
+    whole, low = (
+        pt.simulate(job(), pt.strategies.async_sgd(), 1, one_host(), steps=6, precision=precision, **options)
+        for precision in (None, "bf16")
     )
-    assert priced.bytes_sent_per_rank == computed.bytes_sent_per_rank
-    assert priced.precision == computed.precision
+    assert whole.server is not None
+    assert low.server is not None
+    assert low.server["bytes_sent"] == whole.server["bytes_sent"]
+    assert low.bytes_sent_per_rank == pytest.approx(whole.bytes_sent_per_rank, rel=0.01), "rows of metrics are text"
+    assert low.precision is not None
+    assert (low.precision["parameter_bytes"], low.precision["pushes"]) == (low.precision["master_bytes"] / 2, "float32")
 
 
 @pytest.mark.parametrize("meta", [False, True])
