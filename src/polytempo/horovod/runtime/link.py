@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import Store
@@ -208,7 +208,7 @@ def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: floa
         listener.bind(f"\0{where}")  # a name that is no file
         listener.listen(size)
     ends: dict[int, socket.socket] = {}
-    with listener:
+    with listener, ExitStack() as open_ends:
         store.set("link", f"{where}|{token.hex()}")
         while len(ends) < size - 1:
             look()
@@ -225,7 +225,8 @@ def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: floa
             if who is None or who in ends:
                 one.close()
             else:
-                ends[who] = one
+                ends[who] = open_ends.enter_context(one)
+        open_ends.pop_all()
     return list(ends.items())
 
 

@@ -30,7 +30,14 @@ class Performer:
         self.phase: Phase = lambda _: None
         self.joins_on = -1
         """The CUDA device of the zeros that this rank brings once it has joined; -1: the current one."""
-        self._transports = {number: make(number, ranks) for number, ranks in sorted(sets.items()) if rank in ranks}
+        self._transports: dict[int, SetTransport] = {}
+        try:
+            for number, ranks in sorted(sets.items()):
+                if rank in ranks:
+                    self._transports[number] = make(number, ranks)
+        except BaseException:
+            self.close()
+            raise
 
     def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
         """All of them in one. An operation is None on a rank that has joined, and outside the process set."""

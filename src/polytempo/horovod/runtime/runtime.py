@@ -301,6 +301,8 @@ class Runtime:
             self.member.finish(key)
             operation = self._operations.pop(key, None)
         if operation is not None:
+            if error:
+                operation.tensors, operation.outputs = [], []  # its handle may be kept for ever, these need not
             operation.error = error
             operation.done = True
 
