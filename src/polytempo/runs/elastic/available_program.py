@@ -101,9 +101,7 @@ class PolledProgram(Generic[T]):
         """What has been printed since; another program may hold the pipe for as long as it likes."""
         assert process.stdout is not None
         with suppress(BlockingIOError):
-            while len(self._printed) <= _MOST_BYTES and (
-                more := os.read(process.stdout.fileno(), _READ_BYTES)
-            ):
+            while len(self._printed) <= _MOST_BYTES and (more := os.read(process.stdout.fileno(), _READ_BYTES)):
                 self._printed += more
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
