@@ -85,7 +85,7 @@ def test_it_is_not_waited_for_and_what_it_has_started_ends_with_it(
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="available=.*/rooms: there is no such program"):
+    with pytest.raises(ValueError, match=r"available=.*/rooms: there is no such program"):
         AvailableProgram(tmp_path / "rooms", 3)
     (tmp_path / "rooms").write_text("echo 3")
     with pytest.raises(ValueError, match=r"cannot be run as a program: chmod \+x .*/rooms"):

@@ -85,7 +85,7 @@ def begin(
 
 def _device_of(name: str, tensors: Sequence[Tensor]) -> torch.device | None:
     """The CUDA device of all tensors; None: they are on the CPU. ValueError where they are elsewhere, or apart."""
-    if all([tensor.is_cpu for tensor in tensors]):
+    if (len(tensors) == 1 and tensors[0].is_cpu) or all(tensor.is_cpu for tensor in tensors):
         return None
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:

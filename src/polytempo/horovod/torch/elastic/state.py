@@ -112,7 +112,7 @@ class State(ABC):
     def sync(self) -> None:
         """Give all processes the state of rank 0, and keep a copy once all of it is here.
 
-        Where a process is lost meanwhile, the copy stays the one of the last commit, so that `restore` finds no mixture.
+        Where a process is lost meanwhile, the copy stays that of the last commit: `restore` finds no mixture.
         """
 
     def reset(self) -> None:  # noqa: B027 - most states do not depend on the group
