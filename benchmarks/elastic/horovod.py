@@ -5,10 +5,10 @@
 
 Three processes train digits. Recovery is the time from the signal, or from the change of the host's slots, until the
 others have made a step without that process, or the new number of them has. `--storm` is so many seconds in which one
-or two processes are killed every 0.02 to 1 s, whatever the others are at: while they start, meet, synchronize, commit or
-negotiate. One that has the training's state is always spared. Afterwards as many epochs are trained
-without events. The exit status is 1 where a sample was not used once an epoch, the accuracy is more than half a point
-from that of the calm run, or 95 % of the recoveries from a kill took longer than 3 s.
+or two processes are killed every 0 to 1 s, whatever the others are at: while they start, meet, synchronize, commit or
+negotiate. One that has the training's state is always spared. Afterwards as many epochs are trained without events.
+The exit status is 1 where a sample was not used once an epoch, the accuracy is more than half a point from that of the
+calm run, or 95 % of the recoveries from a kill took longer than 3 s.
 """
 
 from __future__ import annotations
