@@ -1,11 +1,14 @@
 """Processes of a script for Horovod's elastic API are killed, sent away and taken in at random moments.
 
     python benchmarks/elastic/horovod.py --kills 20 --rooms 6
+    python benchmarks/elastic/horovod.py --kills 0 --rooms 0 --storm 40
 
 Three processes train digits. Recovery is the time from the signal, or from the change of the host's slots, until the
-others have made a step without that process, or the new number of them has. Afterwards as many epochs are trained
-without events. The exit status is 1 where a sample was not used once an epoch, the accuracy is more than half a point
-from that of the calm run, or 95 % of the recoveries from a kill took longer than 3 s.
+others have made a step without that process, or the new number of them has. `--storm` is so many seconds in which one
+or two processes are killed every 0 to 1 s, whatever the others are at: while they start, meet, synchronize, commit or
+negotiate. One that has the training's state is always spared. Afterwards as many epochs are trained without events.
+The exit status is 1 where a sample was not used once an epoch, the accuracy is more than half a point from that of the
+calm run, or 95 % of the recoveries from a kill took longer than 3 s.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +86,9 @@ Path(os.environ["POLYTEMPO_ANSWER_FILE"]).write_text(json.dumps(told))
 class Events:
     """The events of one run, one after the other, each once the group makes steps."""
 
-    def __init__(self, folder: Path, kills: int, rooms: int, seed: int) -> None:
-        self._folder, self._random = folder, random.Random(seed)
+    def __init__(self, folder: Path, kills: int, rooms: int, storm_s: float, seed: int) -> None:
+        self._folder, self._random, self._storm_s = folder, random.Random(seed), storm_s
+        self.storm_kills = 0
         self._kinds = ["kill"] * kills + ["room"] * rooms
         self._random.shuffle(self._kinds)
         self.slots = {"localhost": PROCESSES}
@@ -114,7 +119,34 @@ class Events:
                 since_s = time.monotonic()
                 yield from self._steps(ranks, lambda members, number=number: len(members) == number)
             self.recovery_s[kind].append(time.monotonic() - since_s)
+        yield from self._storm(ranks)
+        yield from self._steps(ranks, lambda members: len(members) == self.slots["localhost"])
         (self._folder / "enough").touch()
+
+    def _storm(self, ranks: ElasticRanks) -> Iterator[None]:
+        end_s = time.monotonic() + self._storm_s
+        while time.monotonic() < end_s:
+            until_s = time.monotonic() + self._random.choice((0.02, 0.1, 0.3, 1.0)) * self._random.random()
+            while time.monotonic() < until_s:
+                yield
+            running = {life: pid for life in ranks.processes if (pid := self._alive(ranks, life))}
+            with_state = [life for life, pid in running.items() if (self._folder / f"step-{pid}").exists()]
+            if not with_state:  # they are being counted
+                yield
+                continue
+            spared = self._random.choice(with_state)
+            others = [life for life in running if life != spared]
+            for life in self._random.sample(others, min(len(others), self._random.choice((1, 1, 2)))):
+                with suppress(ProcessLookupError):
+                    os.kill(running[life], signal.SIGKILL)
+                    self.storm_kills += 1
+
+    def _alive(self, ranks: ElasticRanks, life: int) -> int:
+        """The script's process, 0 where there is none."""
+        try:
+            return self._script(ranks, life) if ranks.processes[life].exit_code is None else 0
+        except (OSError, IndexError):
+            return 0
 
     def _steps(self, ranks: ElasticRanks, wanted: Any) -> Iterator[None]:
         """Until a group that is `wanted` has made another step, all of its processes."""
@@ -176,12 +208,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--rooms", type=int, default=6)
+    parser.add_argument("--storm", type=float, default=0.0, metavar="S", help="seconds of kills at any moment")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
-        events = Events(folder, given.kills, given.rooms, given.seed)
+        events = Events(folder, given.kills, given.rooms, given.storm, given.seed)
         harmed = trained(folder, 1 << 20, events)
         (folder / "enough").unlink()
         calm = trained(folder, harmed["epochs"], None)
@@ -191,6 +224,8 @@ def main() -> None:
             high = percentile_95(found)
             times = f"median {statistics.median(found):.2f} s, 95 % {high:.2f} s, longest {max(found):.2f} s"
             print(f"{kind}: {len(found)}, {times}")
+    if given.storm:
+        print(f"storm: {events.storm_kills} kills in {given.storm:g} s")
     print(f"epochs {harmed['epochs']}, each sample used {harmed['least']} to {harmed['most']} times")
     print(f"accuracy {harmed['accuracy']:.4f}, calm {calm['accuracy']:.4f}; load {os.getloadavg()[0]:.0f}")
     sys.exit("; ".join(missed(harmed, calm, events.recovery_s["kill"])) or None)

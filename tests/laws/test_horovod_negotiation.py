@@ -72,10 +72,10 @@ class Cluster:
                         assert self.sizes.setdefault(key, agreed.sizes) == agreed.sizes or agreed.sizes
                         if key in member.waiting:
                             self.own[rank].append(key)
-                            member.finish(key)
+                            member.finish([key])
                 case ToFail(key, reason):
                     self.failed[rank][key] = reason
-                    member.finish(key)
+                    member.finish([key])
                 case ToTune(cycle_s):
                     self.performed[rank].append(((-1, str(cycle_s)),))
                 case ToEnd(reason):

@@ -107,7 +107,7 @@ def test_a_rank_whose_process_ends_is_named(victim: int) -> None:
 
 
 def test_a_name_that_some_ranks_never_submit_ends_by_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "5")  # also the time that ranks have to begin
 
     def work() -> str:
         hvd.init()

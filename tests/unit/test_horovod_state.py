@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from polytempo.horovod.elastic.place import ElasticPlace
 from polytempo.horovod.torch import strategy_optimizer
 from polytempo.horovod.torch.elastic import HostsUpdatedInterrupt
 from polytempo.horovod.torch.elastic import state as states
+
+runs = importlib.import_module("polytempo.horovod.torch.elastic.run")  # its name in the package is the function's
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +113,14 @@ class Wishing:
     def begins_commit(self) -> None:
         self.steps.append("holds")
 
+    def drops_commit(self) -> None:
+        self.steps.append("drops")
+
     def has_committed(self) -> None:
         self.steps.append("committed")
+
+    def has_synchronized(self) -> None:
+        self.steps.append("synchronized")
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -139,13 +148,64 @@ def test_a_commit_saves_once_all_hold_it_and_then_tells_of_updates(
 
 
 def test_what_one_rank_has_recorded_is_shared_in_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    place: ElasticPlace = Wishing([], stops=False)  # type: ignore[assignment]
+    steps: list[str] = []
+    place: ElasticPlace = Wishing(steps, stops=False)  # type: ignore[assignment]
     monkeypatch.setattr(states, "elastic_place", lambda: place)
     sampler = hvd.elastic.ElasticSampler(range(6))
     state = hvd.elastic.TorchState(sampler=sampler)
     sampler.record_indices([4, 1])
     state.commit()
     assert (sampler.recorded_alone, sampler.processed_indices) == (frozenset(), {1, 4})
+    assert steps == ["holds", "drops", "holds", "committed"], "none holds the state before the others' news are in it"
+
+
+def test_a_rank_that_is_lost_while_states_are_synchronized_leaves_no_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    sampler = hvd.elastic.ElasticSampler(range(8))
+
+    def lost(obj: Any, root_rank: int, name: str) -> Any:
+        raise hvd.HorovodInternalError("lost")
+
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[], bcast_object=lost)
+    trained_once(model, optimizer)
+    sampler.record_batch(0, 2)
+    state.epoch = 1
+    state.commit()
+    committed = everything(state)
+    trained_once(model, optimizer)
+    sampler.record_batch(1, 2)
+    state.epoch = 2
+    with pytest.raises(hvd.HorovodInternalError, match="lost"):
+        state.sync()
+    state.restore()
+    assert everything(state) == committed
+
+
+def test_a_rank_that_is_lost_in_a_callback_of_a_reset_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(runs, "elastic_place", lambda: Wishing(steps, stops=False))
+    monkeypatch.setattr(runs, "shutdown", lambda: steps.append("left"))
+    monkeypatch.setattr(runs, "init", lambda: steps.append("joined"))
+    errors: list[Exception] = [HostsUpdatedInterrupt()]
+    lost: list[Exception] = [hvd.HorovodInternalError("lost in a callback")]
+
+    def callback() -> None:
+        if lost:
+            raise lost.pop()
+
+    state: Any = hvd.elastic.ObjectState(epoch=1)
+    state.register_reset_callbacks([callback])
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        if errors:
+            state.epoch = 2
+            raise errors.pop()
+        return int(state.epoch)
+
+    assert train(state) == 1, "back to the commit"
+    assert steps == ["synchronized", "left", "joined", "left", "joined", "synchronized"]
 
 
 def test_a_strategy_is_refused_in_an_elastic_run(monkeypatch: pytest.MonkeyPatch) -> None:

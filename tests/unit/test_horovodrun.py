@@ -92,7 +92,7 @@ def test_hosts_are_read_from_a_text_and_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# all of them\na slots=2\nb   # one\n\nc:3\n")
     assert read_hostfile(path) == {"a": 2, "b": 1, "c": 3}
-    for wrong in ("a:0", "a:x", "-o:1", "", "a:1,a:2"):
+    for wrong in ("a:0", "a:x", "-o:1", "", "a:1,a:2", "no hosts", "a;b:2", "\0"):
         with pytest.raises(ValueError, match=r"no host with its slots|named twice"):
             parsed_hosts(wrong)
     path.write_text("a slots=two\n")
@@ -136,8 +136,9 @@ def test_ranks_get_the_launchers_variables_but_for_those_of_its_own_place(monkey
 def test_discovery_reads_lines() -> None:
     assert discovered("a:2\n b \n\n", 4) == {"a": 2, "b": 4}
     assert discovered("", 4) == {}
-    with pytest.raises(ValueError, match=r"it printed 'a:b'"):
-        discovered("a:b", 1)
+    for nonsense in ("a:b", "connection refused", "\ufffd\0"):
+        with pytest.raises(ValueError, match=r"it printed '.*is no host with its slots"):
+            discovered(nonsense, 1)
 
 
 def test_a_host_that_failed_gets_no_process_until_it_has_cooled_down() -> None:

@@ -16,6 +16,8 @@ from polytempo.horovod.launcher.host_discovery import HostDiscovery
 from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
 from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
 from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.runtime.settings import HorovodSettings
+from polytempo.horovod.torch.basics import nccl_built
 from polytempo.native.library import why_not
 
 _BUILD = """Polytempo v{version}, in the place of Horovod:
@@ -30,7 +32,7 @@ Available Controllers:
     [X] Gloo
 
 Available Tensor Operations:
-    [ ] NCCL
+    [{nccl}] NCCL
     [ ] DDL
     [ ] CCL
     [ ] MPI
@@ -41,9 +43,10 @@ Available Tensor Operations:
 def horovodrun(given: argparse.Namespace) -> None:
     """Run the command that the options describe."""
     if given.version or given.check_build:
-        native = " " if why_not() else "X"
-        print(polytempo.__version__ if given.version else _BUILD.format(version=polytempo.__version__, native=native))
+        print(polytempo.__version__ if given.version else _build())
         return
+    exported = variables(given)
+    HorovodSettings.from_environment(exported)  # refuses here what every rank would refuse
     settings = LaunchSettings(
         start_timeout_s=given.start_timeout,
         network_interface=given.network_interfaces,
@@ -52,7 +55,7 @@ def horovodrun(given: argparse.Namespace) -> None:
         output=given.output_filename,
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
-        exported=variables(given),
+        exported=exported,
     )
     hosts = _hosts(given)
     try:
@@ -65,6 +68,13 @@ def horovodrun(given: argparse.Namespace) -> None:
     except RanksFailed as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
+
+
+def _build() -> str:
+    def mark(there: bool) -> str:
+        return "X" if there else " "
+
+    return _BUILD.format(version=polytempo.__version__, nccl=mark(bool(nccl_built())), native=mark(not why_not()))
 
 
 def _hosts(given: argparse.Namespace) -> Mapping[str, int]:

@@ -36,6 +36,10 @@ class ElasticMember:
         """The whole answer of the next step is here, or of a round of so many steps."""
         self.holds = steps
 
+    def dropped(self) -> None:
+        """What was said to be here is not the whole answer."""
+        self.holds = 0
+
     def stepped(self) -> None:
         """The step has been applied: after the commit point, or because a view says so."""
         assert self.holds, self.applied

@@ -24,6 +24,8 @@ from polytempo.worlds import ProcessWorld
 
 MEETING, LIFE = "POLYTEMPO_HOROVOD_MEETING", "POLYTEMPO_HOROVOD_LIFE"
 """The variables by which the launcher tells a process where the run meets, and its number in it."""
+_MOST_TRIES = 100
+"""So many groups in a row that cannot be formed have another reason than lost processes."""
 
 T = TypeVar("T")
 
@@ -41,10 +43,11 @@ class ElasticPlace:
     def join(self, timeout_s: float, make: Callable[[ProcessWorld, Callable[[], None]], T]) -> T:
         """What `make` makes of the next group's world, and of a function that raises where the group is broken.
 
-        Groups that break before it has made it are left, and the next one is waited for.
+        Groups that break before it has made it are left, and the next one is waited for, at most `_MOST_TRIES` of them.
 
-        Raises SystemExit(0) where this process is no longer needed.
+        Raises SystemExit(0) where this process is no longer needed. Errors: PolytempoError after the last of them.
         """
+        tries = 0
         while True:
             self.close()
             first = self._view is None
@@ -66,6 +69,9 @@ class ElasticPlace:
                 return made
             except (PolytempoError, HorovodInternalError, RuntimeError, OSError) as error:
                 print(f"polytempo: group {order.generation} could not be formed: {error}", file=sys.stderr)
+                tries += 1
+                if tries >= _MOST_TRIES:
+                    raise PolytempoError(f"{tries} groups in a row could not be formed, the last: {error}") from error
 
     def close(self) -> None:
         """Leave the group. The launcher is not told: either this process ends, or it joins again."""
@@ -81,6 +87,10 @@ class ElasticPlace:
     def begins_commit(self) -> None:
         """This process holds what is to be committed."""
         self._member.exchanged()
+
+    def drops_commit(self) -> None:
+        """What this process holds is not yet all that is to be committed."""
+        self._member.dropped()
 
     def has_committed(self) -> None:
         """All processes hold it, and this one has saved it."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+_NAME = re.compile(r"[\w.@%][\w.@%-]*", re.ASCII)
 _HOSTFILE_LINE = re.compile(r"(?P<name>[^\s:]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<short>\d+))?")
 
 
@@ -59,7 +60,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 def parsed_host(text: str, slots_else: int = 1) -> tuple[str, int]:
     """The host of `host1:2` and its slots; `slots_else` where it has no number. ValueError for another text."""
     name, colon, slots = text.strip().partition(":")
-    if not name or name.startswith("-") or (colon and not (slots.isdecimal() and int(slots) > 0)):
+    if not _NAME.fullmatch(name) or (colon and not (slots.isdecimal() and int(slots) > 0)):
         raise ValueError(f"{text!r} is no host with its slots; write hosts as host1:2,host2:4")
     return name, int(slots) if colon else slots_else
 

@@ -54,7 +54,7 @@ class ResponseCache:
 
     def has_all(self, bits: int) -> bool:
         """Whether no entry at these slots has given way."""
-        return not any(bits >> slot & 1 for slot in self._gone)
+        return not (self._gone and any(bits >> slot & 1 for slot in self._gone))
 
     def use(self, slot: int) -> Agreement:
         """The agreement at `slot`, which is now the most recently used."""
@@ -76,6 +76,11 @@ class ResponseCache:
         self._entries[slot] = CachedRequests(placed, requests)
         self._entries.move_to_end(slot)
         return placed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are more entries than the capacity."""
+        return len(self._entries) > self._capacity
 
     def overflow(self, number: int, in_use: int) -> list[int]:
         """The slots that give way with verdicts `number`; none of `in_use` (bits) does."""
@@ -103,6 +108,8 @@ class ResponseCache:
 
     def seen_by_all(self, number: int) -> None:
         """All ranks have seen the verdicts up to `number`: what gave way with them can be forgotten."""
+        if not self._gone:
+            return
         for slot in [slot for slot, (gone, _) in self._gone.items() if gone <= number]:
             del self._gone[slot]
             self._free.append(slot)

@@ -87,8 +87,9 @@ class NegotiationCoordinator:
         self._ask(rank, int.from_bytes(word.bits, "little"), touched)
         for request in word.requests:
             self._submit(rank, request, touched)
-        joins = any(request.kind == "join" for request in word.requests)
-        return self._answer(list(self._pending) if joins else touched)
+            if request.kind == "join":
+                touched = list(self._pending)
+        return self._answer(touched)
 
     def asked(self, rank: int, word: Word) -> list[TensorRequest]:
         """What a rank asks for with `word`, which `receive` has not had yet. It changes nothing."""
@@ -137,7 +138,10 @@ class NegotiationCoordinator:
 
     def _ask(self, rank: int, bits: int, touched: list[_Key]) -> None:
         """`rank` asks for slots again. Where others ask for such a name in other words, it is spelled out, too."""
-        for slot in slots_of(bits) if self._pending or not self._cache.has_all(bits) else ():
+        if not self._pending and self._cache.has_all(bits):
+            self._asked[rank] |= bits
+            return
+        for slot in slots_of(bits):
             entry = self._cache.entry(slot)
             if not self._cache.has_all(1 << slot) or entry.agreed.request.key in self._pending:
                 bits &= ~(1 << slot)
@@ -178,7 +182,7 @@ class NegotiationCoordinator:
         for agreed in ready:
             if agreed.request.kind == "remove_set":
                 self._remove_set(agreed.request.numbers[0], verdicts)
-        if freed := self._cache.overflow(self._number + 1, reduce(or_, self._asked)):
+        if self._cache.is_over and (freed := self._cache.overflow(self._number + 1, reduce(or_, self._asked))):
             verdicts.append(Evict(tuple(freed)))
         if not verdicts:
             return None
@@ -189,15 +193,17 @@ class NegotiationCoordinator:
         """Agreements that all members have asked for by their bits."""
         ready: list[Agreement] = []
         for number, ranks in self.sets.items():
-            asking = [rank for rank in ranks if rank not in self._joined]
-            bits = self._cache.mask(number) if asking else 0
-            for rank in asking:
-                bits &= self._asked[rank]
+            joined = [rank for rank in ranks if rank in self._joined] if self._joined else []
+            bits = self._cache.mask(number) if len(joined) < len(ranks) else 0
+            for rank in ranks:
+                if rank not in joined:
+                    bits &= self._asked[rank]
+            if not bits:
+                continue
             for rank in ranks:
                 self._asked[rank] &= ~bits
             for slot in slots_of(bits):
                 agreed = self._cache.use(slot)
-                joined = [rank for rank in ranks if rank in self._joined]
                 if joined and (reason := with_joined(agreed.request, joined)):
                     verdicts.append(Refuse(number, agreed.request.name, reason))
                 else:

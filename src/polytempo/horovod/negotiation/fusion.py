@@ -13,6 +13,8 @@ _ITEM_BYTES |= {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 
 
 def num_bytes(request: TensorRequest) -> int:
     """The bytes of its tensors on one rank."""
+    if len(request.dtypes) == 1:
+        return _ITEM_BYTES.get(request.dtypes[0], 1) * math.prod(request.shapes[0])
     pairs = zip(request.dtypes, request.shapes, strict=True)
     return sum(_ITEM_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in pairs)
 
@@ -30,11 +32,11 @@ def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool 
     for agreed in agreements:
         request = agreed.request
         apart = request.op == "adasum" or request.codec or (len(request.shapes) > 1 and not groups_too)
-        if request.kind != "allreduce" or apart or len(set(request.dtypes)) != 1:
+        if request.kind != "allreduce" or apart or (len(request.dtypes) != 1 and len(set(request.dtypes)) != 1):
             groups.append([agreed])
             continue
-        where = (request.device, request.process_set)
-        key = (request.dtypes[0], request.op, *where, request.prescale, request.postscale)
+        factors = (request.prescale, request.postscale)
+        key = (request.dtypes[0], request.op, request.device, request.process_set, *factors)
         group, size = open_groups.get(key, ([], 0))
         more = num_bytes(request)
         if not group or size + more > most_bytes:

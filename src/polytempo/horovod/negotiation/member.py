@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from polytempo.horovod.negotiation.message import (
@@ -88,7 +88,7 @@ class NegotiationMember:
             )
         self.waiting.add(key)
         known = self._own.get(key)
-        if known is not None and known[1] == request:
+        if known is not None and (known[1] is request or known[1] == request):
             self._bits |= 1 << known[0]
         else:
             self._requests.append(request)
@@ -101,11 +101,11 @@ class NegotiationMember:
 
     def flush(self) -> Submission | None:
         """What was asked for since the last time."""
-        if not self.has_to_say:
+        bits, requests = self._bits, self._requests
+        if not bits and not requests:
             return None
-        bits, requests = self._bits, tuple(self._requests)
         self._bits, self._requests = 0, []
-        return Submission(self._seen, bits.to_bytes((bits.bit_length() + 7) // 8, "little"), requests)
+        return Submission(self._seen, bits.to_bytes((bits.bit_length() + 7) // 8, "little"), tuple(requests))
 
     def receive(self, told: Verdicts) -> list[ToDo]:
         """The coordinator has decided. What is to be done, in this order."""
@@ -129,10 +129,11 @@ class NegotiationMember:
                     todo.append(ToEnd(reason))
         return todo
 
-    def finish(self, key: tuple[int, str]) -> None:
-        """It has come to its end: the name can be submitted again."""
-        self.waiting.discard(key)
-        self._submitted.pop(key, None)
+    def finish(self, keys: Iterable[tuple[int, str]]) -> None:
+        """These have come to their end: the names can be submitted again."""
+        for key in keys:
+            self.waiting.discard(key)
+            self._submitted.pop(key, None)
 
     def _learnt(self, agreed: Agreement) -> Agreement:
         request = agreed.request

@@ -56,32 +56,34 @@ class SetTransport:
         self.ranks, self.size, self.position = tuple(ranks), len(ranks), list(ranks).index(rank)
         self._group: Any = None
         self._world: ProcessWorld | None = None
+        self._reductions: dict[ReduceOp.RedOpType, AllreduceOptions] = {}
+        self.carrier = "LOCAL"
+        """Where tensors travel, in the words of a timeline."""
         if self.size > 1:
             options = _DistributedBackendOptions()
             options.store, options.group_rank, options.group_size = PrefixStore(name, store), self.position, self.size
             options.timeout, options.global_ranks_in_group = timedelta(seconds=timeout_s), list(ranks)
             self._group = create(options, Options(while_connecting=look))
-
-    @property
-    def carrier(self) -> str:
-        """Where tensors travel, in the words of a timeline."""
-        if self._group is None:
-            return "LOCAL"
-        if isinstance(self._group, HostsGroup):
-            return "HIERARCHICAL"
-        return "SHARED" if isinstance(self._group, NamedGroup) else "GLOO"
+            self.carrier = "SHARED" if isinstance(self._group, NamedGroup) else "GLOO"
+            if isinstance(self._group, HostsGroup):
+                self.carrier = "HIERARCHICAL"
 
     def reduce_(self, tensor: Tensor, op: str) -> None:
         """`tensor`, contiguous, becomes the reduction of all ranks' tensors."""
         if self._group is None or not tensor.numel():
             return
-        native = isinstance(self._group, NamedGroup) and tensor.is_cpu
-        averages = op == "average" and tensor.dtype != torch.bool and native
-        options = AllreduceOptions()
-        options.reduceOp, options.asyncOp = ReduceOp(ReduceOp.AVG if averages else _OPS[op]), False
-        self._group.allreduce([tensor], options).wait()
+        averages = (
+            op == "average" and tensor.dtype != torch.bool and tensor.is_cpu and isinstance(self._group, NamedGroup)
+        )
+        self._group.allreduce([tensor], self._reduction(ReduceOp.AVG if averages else _OPS[op])).wait()
         if op == "average" and not averages:
             divide_(tensor, self.size)
+
+    def _reduction(self, op: ReduceOp.RedOpType) -> AllreduceOptions:
+        if op not in self._reductions:
+            options = self._reductions[op] = AllreduceOptions()
+            options.reduceOp, options.asyncOp = ReduceOp(op), False
+        return self._reductions[op]
 
     def adasum_(self, tensors: Sequence[Tensor]) -> None:
         """Each of `tensors`, of one dtype, becomes the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""

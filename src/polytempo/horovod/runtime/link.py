@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import Store
@@ -63,6 +63,8 @@ class RankLink:
         self._rung = False
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
+        self._space = memoryview(bytearray(_READ_BYTES))
+        """What has just been received; only the thread that waits uses it."""
         self._unsent = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -160,22 +162,26 @@ class RankLink:
 
     def _read(self, peer: _Peer, found: list[tuple[int, bytes | None]]) -> None:
         try:
-            data = peer.socket.recv(_READ_BYTES)
+            count = peer.socket.recv_into(self._space)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            count = 0
+        data = self._space[:count]
+        if not peer.coming and count > _LENGTH.size and _LENGTH.unpack_from(data)[0] == count - _LENGTH.size:
+            found.append((peer.rank, bytes(data[_LENGTH.size :])))  # one message, as nearly always
+            return
         peer.coming += data
         while len(peer.coming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(peer.coming)
             if length > MOST_BYTES:
-                data = b""  # no rank sends that: what follows cannot be told apart
+                count = 0  # no rank sends that: what follows cannot be told apart
                 break
             if len(peer.coming) < _LENGTH.size + length:
                 break
             found.append((peer.rank, bytes(peer.coming[_LENGTH.size : _LENGTH.size + length])))
             del peer.coming[: _LENGTH.size + length]
-        if not data:
+        if not count:
             found.append((peer.rank, None))
             self._poll.unregister(peer.socket)
             self._by_descriptor.pop(peer.socket.fileno())
@@ -208,7 +214,7 @@ def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: floa
         listener.bind(f"\0{where}")  # a name that is no file
         listener.listen(size)
     ends: dict[int, socket.socket] = {}
-    with listener:
+    with listener, ExitStack() as open_ends:
         store.set("link", f"{where}|{token.hex()}")
         while len(ends) < size - 1:
             look()
@@ -225,7 +231,8 @@ def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: floa
             if who is None or who in ends:
                 one.close()
             else:
-                ends[who] = one
+                ends[who] = open_ends.enter_context(one)
+        open_ends.pop_all()
     return list(ends.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -30,7 +30,14 @@ class Performer:
         self.phase: Phase = lambda _: None
         self.joins_on = -1
         """The CUDA device of the zeros that this rank brings once it has joined; -1: the current one."""
-        self._transports = {number: make(number, ranks) for number, ranks in sorted(sets.items()) if rank in ranks}
+        self._transports: dict[int, SetTransport] = {}
+        try:
+            for number, ranks in sorted(sets.items()):
+                if rank in ranks:
+                    self._transports[number] = make(number, ranks)
+        except BaseException:
+            self.close()
+            raise
 
     def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
         """All of them in one. An operation is None on a rank that has joined, and outside the process set."""
@@ -87,11 +94,8 @@ class Performer:
                 if output.data_ptr() != tensor.data_ptr() or output.stride() != tensor.stride():
                     output.copy_(tensor)
             results += operation.outputs
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for result in results:
-            by_dtype.setdefault(result.dtype, []).append(result)
         exchange = None if operations[0] is None else operations[0].exchange
-        for same in by_dtype.values():
+        for same in _by_dtype(results):
             if exchange is not None and same[0].is_floating_point():
                 self.phase(f"{transport.carrier}_CODEC_ALLREDUCE")
                 reduce_encoded_(transport, same, request, exchange)
@@ -133,6 +137,15 @@ class Performer:
             transport.close()
 
 
+def _by_dtype(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    if len(tensors) == 1:
+        return [tensors]
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return found.values()
+
+
 def zeros(request: TensorRequest, cuda: int = -1) -> list[Tensor]:
     """What a rank brings that has joined; on CUDA on device `cuda`, -1: the current one."""
     device = torch.device(request.device, cuda) if request.device == "cuda" and cuda >= 0 else request.device
@@ -162,17 +175,20 @@ def _reduce_as_one_(transport: SetTransport, tensors: Sequence[Tensor], request:
         phase("MEMCPY_IN_FUSION_BUFFER")
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     phase(f"{transport.carrier}_{'ADASUM_' if request.op == 'adasum' else ''}ALLREDUCE")
-    scale_(flat, request.prescale)
+    if request.prescale != 1.0:
+        scale_(flat, request.prescale)
     if request.op == "adasum":
         sizes = [tensor.numel() for tensor in tensors]
         transport.adasum_([part.view(t.shape) for part, t in zip(flat.view(-1).split(sizes), tensors, strict=True)])
     else:
-        transport.reduce_(flat.view(-1), request.op)  # on another rank it may not have lain in one piece
-    scale_(flat, request.postscale)
+        # in one dimension: on another rank it may not have lain in one piece
+        transport.reduce_(flat if flat.dim() == 1 else flat.view(-1), request.op)
+    if request.postscale != 1.0:
+        scale_(flat, request.postscale)
     if flat is not tensors[0]:
         phase("MEMCPY_OUT_FUSION_BUFFER")
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        parts = flat.view(-1).split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(list(tensors), [p.view(t.shape) for p, t in zip(parts, tensors, strict=True)])
 
 
 def reduce_encoded_(

@@ -88,10 +88,9 @@ class Runtime:
             first = not self.member.has_to_say
             self.member.submit(operation.request)
             self._operations[operation.request.key] = operation
-            now_s = time.monotonic()
             if first:
-                self._first_s = now_s
-        if first and now_s - self._helped_s > _GRACE_S:
+                self._first_s = time.monotonic()
+        if first and self._first_s - self._helped_s > _GRACE_S:
             self._link.interrupt()
 
     def wait(self, operation: Operation) -> None:
@@ -180,7 +179,7 @@ class Runtime:
 
     def _turn(self, timeout_s: float, *, flush: bool, spin: bool = False) -> None:
         """Say what is to be said, hear what has come, or comes in time, and perform what is decided."""
-        if flush and self.member.has_to_say:
+        if flush:
             self._flush()
         if not self._todo:
             for rank, message in self._link.wait(timeout_s, spin=spin):
@@ -260,7 +259,7 @@ class Runtime:
             case ToPerform(agreements):
                 self._perform_together(agreements)
             case ToFail(key, reason):
-                self._over(key, reason)
+                self._over([key], reason)
             case ToTune(cycle_s):
                 self._cycle_s = cycle_s
                 _LOG.debug("a cycle is %g ms now", 1000 * cycle_s)
@@ -277,7 +276,7 @@ class Runtime:
             self._perform(agreements, operations)
         except Exception as error:
             for key in keys:
-                self._over(key, f"{key[1]!r} could not be performed: {error}")
+                self._over([key], f"{key[1]!r} could not be performed: {error}")
             self._leave(f"{keys[0][1]!r} could not be performed: {error}")
             self._end(f"{keys[0][1]!r} could not be performed: {error}")
             return
@@ -285,8 +284,7 @@ class Runtime:
             timeline.ends(agreements)
         if _LOG.isEnabledFor(_TRACE):
             _LOG.log(_TRACE, "performed %s", ", ".join(name for _, name in keys))
-        for key in keys:
-            self._over(key)
+        self._over(keys)
         if self._tuning is not None and self._coordinator is not None:
             self._tune(self._tuning, self._coordinator, agreements)
 
@@ -296,13 +294,16 @@ class Runtime:
             with self._lock:
                 self._decided(coordinator.retune(*tuned))
 
-    def _over(self, key: tuple[int, str], error: str = "") -> None:
+    def _over(self, keys: Sequence[tuple[int, str]], error: str = "") -> None:
         with self._lock:
-            self.member.finish(key)
-            operation = self._operations.pop(key, None)
-        if operation is not None:
-            operation.error = error
-            operation.done = True
+            self.member.finish(keys)
+            operations = [self._operations.pop(key, None) for key in keys]
+        for operation in operations:
+            if operation is not None:
+                if error:
+                    operation.tensors, operation.outputs = [], []  # its handle may be kept for ever, these need not
+                operation.error = error
+                operation.done = True
 
     def _end(self, reason: str) -> None:
         """All that is asked for, now and later, is an error."""
@@ -310,5 +311,4 @@ class Runtime:
             self.member.closed = self.member.closed or reason
             keys = list(self._operations)
         self._todo.clear()
-        for key in keys:
-            self._over(key, self.member.closed)
+        self._over(keys, self.member.closed)

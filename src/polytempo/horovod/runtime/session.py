@@ -7,6 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -49,45 +50,37 @@ class Session:
     ) -> None:
         self.world = init(quiet=True, timeout_s=settings.end_s) if world is None else world
         rank, size = self.world.rank, self.world.size
-        self._end_log = begin_log(settings, rank)
         store = _store(next(_numbers) if world is None else 0)
         self.unnamed: Counter[tuple[int, str]] = Counter()
         """How many operations without a name have been submitted, by process set and kind."""
         self.hosts = self.world.port.hosts
-        self.overlaps = len(set(self.hosts)) > 1 or has_spare_core(size)
+        hosts = len(set(self.hosts))
+        self.overlaps = hosts > 1 or has_spare_core(size)
         """Whether operations can go on while the program computes: on other hosts, or on a core that is to spare."""
         self.member = NegotiationMember(rank, size, process_sets)
-        coordinator, tuning, timeline = None, None, None
-        if rank == 0:
-            if settings.timeline:
-                timeline = TimelineFile(settings.timeline, mark_cycles=settings.mark_cycles)
-            coordinator = NegotiationCoordinator(
-                size,
-                process_sets,
-                fusion_bytes=settings.fusion_bytes,
-                fuse_groups=settings.fuse_groups,
-                cache_capacity=settings.cache_capacity,
-                stalls=settings.stalls,
-            )
-            if settings.autotune is not None:
-                facts = (len(set(self.hosts)) > 1, False, settings.cache_capacity > 0)
-                tuning = Tuning(Autotuner(settings.tuned, settings.autotune), settings.autotune_log, facts)
 
         def make(number: int, ranks: Sequence[int]) -> SetTransport:
             return SetTransport(store, f"set/{number}", rank, ranks, settings.end_s, look)
 
-        address = _own_address() if rank == 0 and len(set(self.hosts)) > 1 else ""
-        link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s, look=look)
-        self.performer = Performer(rank, self.member.sets, make)
-        self.runtime = Runtime(
-            self.member,
-            coordinator,
-            link,
-            self.performer.perform,
-            cycle_s=settings.cycle_s,
-            limit_s=settings.end_s + _MARGIN_S,
-            tuning=tuning,
-        )
+        self._end_log = begin_log(settings, rank)
+        with ExitStack() as begun:  # is left where another rank is lost meanwhile: the others may wait for this one
+            begun.callback(self._end_log)
+            address = _own_address() if rank == 0 and hosts > 1 else ""
+            link = RankLink(rank, size, store, address=address, timeout_s=settings.end_s, look=look)
+            begun.callback(link.close)
+            self.performer = Performer(rank, self.member.sets, make)
+            begun.callback(self.performer.close)
+            timeline = _timeline(settings) if rank == 0 else None
+            self.runtime = Runtime(
+                self.member,
+                _coordinator(size, process_sets, settings) if rank == 0 else None,
+                link,
+                self.performer.perform,
+                cycle_s=settings.cycle_s,
+                limit_s=settings.end_s + _MARGIN_S,
+                tuning=_tuning(settings, hosts) if rank == 0 else None,
+            )
+            begun.pop_all()
         self.performer.phase = self.runtime.phase
         self.runtime.watch(timeline)
 
@@ -105,6 +98,30 @@ class Session:
         self.runtime.close()
         self.performer.close()
         self._end_log()
+
+
+def _coordinator(
+    size: int, process_sets: Mapping[int, Sequence[int]], settings: HorovodSettings
+) -> NegotiationCoordinator:
+    return NegotiationCoordinator(
+        size,
+        process_sets,
+        fusion_bytes=settings.fusion_bytes,
+        fuse_groups=settings.fuse_groups,
+        cache_capacity=settings.cache_capacity,
+        stalls=settings.stalls,
+    )
+
+
+def _timeline(settings: HorovodSettings) -> TimelineFile | None:
+    return TimelineFile(settings.timeline, mark_cycles=settings.mark_cycles) if settings.timeline else None
+
+
+def _tuning(settings: HorovodSettings, hosts: int) -> Tuning | None:
+    if settings.autotune is None:
+        return None
+    facts = (hosts > 1, False, settings.cache_capacity > 0)
+    return Tuning(Autotuner(settings.tuned, settings.autotune), settings.autotune_log, facts)
 
 
 def _store(number: int) -> Store:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,22 +40,27 @@ Max = ReductionOp.MAX
 Product = ReductionOp.PRODUCT
 
 
+_NAMES = {op: op.name.lower() for op in ReductionOp}
+
+
 def chosen_op(op: int | None, average: bool | None) -> ReductionOp:
     """The operation; `average` is Horovod's older way to say it. ValueError where both are given."""
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average; give op alone")
         return Average if average else Sum
-    return Average if op is None else ReductionOp(op)
+    return Average if op is None else op if isinstance(op, ReductionOp) else ReductionOp(op)
 
 
 def check_reducible(tensors: Sequence[Tensor], op: ReductionOp) -> None:
     """Raise ValueError for what cannot be reduced so."""
+    if op is Average or op is Sum:
+        return
     for tensor in tensors:
         if op is Adasum and not tensor.is_floating_point():
             raise ValueError(f"Adasum is for floating-point tensors, got {tensor.dtype}")
-        if tensor.is_complex() and op not in (Sum, Average):
-            raise ValueError(f"complex numbers have no {op.name.lower()}; use Sum or Average")
+        if tensor.is_complex():
+            raise ValueError(f"complex numbers have no {_NAMES[op]}; use Sum or Average")
 
 
 def _reduction(
@@ -71,9 +75,18 @@ def _reduction(
     exchange: CodecExchange | None = None,
 ) -> int:
     check_reducible(tensors, op)
-    details: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    details |= {"op": op.name.lower(), "exchange": exchange}
-    return begin("allreduce", tensors, name, process_set, answer, outputs=outputs, **details)
+    return begin(
+        "allreduce",
+        tensors,
+        name,
+        process_set,
+        answer,
+        outputs=outputs,
+        exchange=exchange,
+        op=_NAMES[op],
+        prescale=float(prescale_factor),
+        postscale=float(postscale_factor),
+    )
 
 
 def allreduce_async(
@@ -281,8 +294,10 @@ def _scatter(
     chosen = ReductionOp(op)
     if chosen is not Adasum:  # which the negotiation refuses
         check_reducible(tensors, chosen)
-    factors: dict[str, Any] = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    return begin("reducescatter", tensors, name, process_set, answer, op=chosen.name.lower(), **factors)
+    before, after = float(prescale_factor), float(postscale_factor)
+    return begin(
+        "reducescatter", tensors, name, process_set, answer, op=_NAMES[chosen], prescale=before, postscale=after
+    )
 
 
 def join(device: int = -1) -> int:

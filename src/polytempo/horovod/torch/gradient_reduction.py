@@ -51,6 +51,8 @@ class GradientReduction:
                 made_dense[parameter] = parameter.grad.sparse_dim()
                 parameter.grad = parameter.grad.to_dense()
         sparse = [parameter for parameter in group if _gradient(parameter).is_sparse]
+        if not sparse and not made_dense:
+            return self._begin_dense(group)
         dense = [parameter for parameter in group if not _gradient(parameter).is_sparse]
         waits = [self._begin_sparse(parameter) for parameter in sparse]
         if dense:
@@ -69,11 +71,11 @@ class GradientReduction:
             return self._begin_encoded(group, self.codec)
         pairs = [self.cast.compress(_gradient(parameter)) for parameter in group]
         sent = [pair[0] for pair in pairs]
-        name, (before, after) = self.names[group[0]], self.factors
+        name, options = self.names[group[0]], (self.op, *self.factors, self.process_set)
         if len(sent) == 1:
-            handle = allreduce_async_(sent[0], None, name, self.op, before, after, self.process_set)
+            handle = allreduce_async_(sent[0], None, name, *options)
         else:
-            handle = grouped_allreduce_async_(sent, None, f"group.{name}", self.op, before, after, self.process_set)
+            handle = grouped_allreduce_async_(sent, None, f"group.{name}", *options)
 
         def wait() -> None:
             synchronize(handle)

@@ -41,10 +41,14 @@ def begin(
     *,
     outputs: Sequence[Tensor] = (),
     exchange: CodecExchange | None = None,
-    **details: Any,
+    op: str = "",
+    root: int = -1,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    numbers: tuple[int, ...] = (),
 ) -> int:
     """Submit an operation, and answer its handle. In place, `outputs` is `tensors` itself. Those without a name are
-    matched by their order within their process set and kind."""
+    matched by their order within their process set and kind. The others are those of `TensorRequest`."""
     number = process_set.process_set_id
     if number is None:
         session()  # raises where it has not begun
@@ -56,20 +60,24 @@ def begin(
         kind,
         tuple([_dtype_name(tensor.dtype) for tensor in tensors]),
         tuple([tuple(tensor.shape) for tensor in tensors]),
-        process_set=number,
-        codec="" if exchange is None else exchange.name,
-        lasting=name is not None,
-        device="cpu" if device is None else device.type,
-        **details,
+        op,
+        root,
+        number,
+        prescale,
+        postscale,
+        numbers,
+        "" if exchange is None else exchange.name,
+        name is not None,
+        "cpu" if device is None else device.type,
     )
-    given = [tensor.detach() for tensor in tensors]
-    into = given if outputs is tensors else [tensor.detach() for tensor in outputs]
-    operation = Operation(request, given, into, exchange)
+    given = _detached(tensors)
+    operation = Operation(request, given, given if outputs is tensors else _detached(outputs), exchange)
     if device is not None:
         operation.order = DeviceOrder(device)
-    session().runtime.submit(operation)
+    current = session()
+    current.runtime.submit(operation)
     if name is None:
-        session().unnamed[number, kind] += 1
+        current.unnamed[number, kind] += 1
     handle = next(_numbers)
     _handles[handle] = _Outstanding(operation, answer)
     return handle
@@ -77,7 +85,7 @@ def begin(
 
 def _device_of(name: str, tensors: Sequence[Tensor]) -> torch.device | None:
     """The CUDA device of all tensors; None: they are on the CPU. ValueError where they are elsewhere, or apart."""
-    if all(tensor.is_cpu for tensor in tensors):
+    if (len(tensors) == 1 and tensors[0].is_cpu) or all(tensor.is_cpu for tensor in tensors):
         return None
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
@@ -85,6 +93,10 @@ def _device_of(name: str, tensors: Sequence[Tensor]) -> torch.device | None:
     if not tensors[0].is_cuda or not dist.is_nccl_available():
         raise ValueError(f"{name}: tensors on {devices[0]} are not supported; move them to the CPU, or to CUDA (NCCL)")
     return tensors[0].device
+
+
+def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 @cache

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
 _EVERY_S = 2.0
 _LONGEST_S = 20.0
+_END_S = 1.0
+"""How long a program that was killed may take to be gone."""
+_READ_BYTES = 1 << 16
+_MOST_BYTES = 1 << 20
+_MOST_NOTES = 50
 
 T = TypeVar("T")
 
@@ -18,21 +26,30 @@ T = TypeVar("T")
 class PolledProgram(Generic[T]):
     """Runs `program` every `every_s` seconds, beside the run, and answers what `read` made of its last output.
 
-    Where it fails, prints what `read` refuses by a ValueError, or takes more than 20 s, the last answer stays, and a
-    note says why, once for each reason; `goes_on` ends the note. Call `close` at the end.
+    Where it fails, prints what `read` refuses by a ValueError or more than 1 MiB, or takes more than 20 s, the last
+    answer stays, and a note says why, once for each reason and 50 times at most; `goes_on` ends the note. What it has
+    started itself is ended with it. No call waits for the program. Call `close` at the end.
+
+    Errors: ValueError where there is no such program, or this user may not run it; `option` names it there.
     """
 
     def __init__(
         self,
+        option: str,
         program: Path,
         first: T,
         read: Callable[[str], T],
         goes_on: Callable[[T], str],
         every_s: float,
     ) -> None:
+        if not program.is_file():
+            raise ValueError(f"{option}{program}: there is no such program")
+        if not os.access(program, os.X_OK):
+            raise ValueError(f"{option}{program} cannot be run as a program: chmod +x {program}")
         self._program, self._answer, self._reader, self._goes_on = program.absolute(), first, read, goes_on
         self._every_s = every_s
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed = bytearray()
         self._since_s = float("-inf")
         self._said: set[str] = set()
 
@@ -42,43 +59,65 @@ class PolledProgram(Generic[T]):
         if self._process is None:
             if now_s - self._since_s >= self._every_s:
                 self._begin(now_s)
-        elif self._process.poll() is not None:
-            self._read()
+            return self._answer
+        has_ended = self._process.poll() is not None  # first: then all that it has printed is in the pipe
+        self._take_printed(self._process)
+        if len(self._printed) > _MOST_BYTES:
+            self.close()
+            self._note(f"it prints more than {_MOST_BYTES >> 20} MiB")
+        elif has_ended:
+            self._read(self._process)
         elif now_s - self._since_s > _LONGEST_S:
             self.close()
             self._note(f"it takes more than {_LONGEST_S:g} s")
         return self._answer
 
     def close(self) -> None:
-        """End the program, if it runs."""
+        """End the program and what it has started, if it runs."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        if process.stdout is not None:
+            process.stdout.close()
 
     def _begin(self, now_s: float) -> None:
         self._since_s = now_s
+        self._printed.clear()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the program that the user names
-                [str(self._program)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+                [str(self._program)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0
             )
         except OSError as error:
             self._note(str(error))
+            return
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
 
-    def _read(self) -> None:
-        assert self._process is not None
-        process, self._process = self._process, None
-        printed, _ = process.communicate()
+    def _take_printed(self, process: subprocess.Popen[bytes]) -> None:
+        """What has been printed since; another program may hold the pipe for as long as it likes."""
+        assert process.stdout is not None
+        with suppress(BlockingIOError):
+            while len(self._printed) <= _MOST_BYTES and (more := os.read(process.stdout.fileno(), _READ_BYTES)):
+                self._printed += more
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        assert process.stdout is not None
+        process.stdout.close()
         if process.returncode:
             self._note(f"it ended with exit code {process.returncode}")
             return
         try:
-            self._answer = self._reader(printed)
+            self._answer = self._reader(self._printed.decode(errors="replace"))
         except ValueError as error:
             self._note(str(error))
 
     def _note(self, reason: str) -> None:
-        if reason not in self._said:
+        if reason not in self._said and len(self._said) < _MOST_NOTES:
             self._said.add(reason)
             print(
                 f"note: {self._program}: {reason}; the run goes on with {self._goes_on(self._answer)}", file=sys.stderr
@@ -89,12 +128,10 @@ class AvailableProgram(PolledProgram[int]):
     """How many workers there may be: a number that `program` prints, asked every two seconds; `workers` at first."""
 
     def __init__(self, program: Path, workers: int) -> None:
-        if not program.is_file():
-            raise ValueError(f"available={program}: there is no such program")
-        super().__init__(program, workers, _number, lambda number: f"{number} workers", _EVERY_S)
+        super().__init__("available=", program, workers, _number, lambda number: f"{number} workers", _EVERY_S)
 
 
 def _number(printed: str) -> int:
-    if not printed.strip().isdigit():
+    if not printed.strip().isdecimal():
         raise ValueError(f"it printed {printed.strip()[:80]!r}, and not a number")
     return int(printed)

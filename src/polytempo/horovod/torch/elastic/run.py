@@ -37,8 +37,11 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             state.sync()
             return func(state, *args, **kwargs)
         place.keep = state.save
+        resets = goes_back = False
         while True:
             try:
+                if resets:
+                    _reset(state, goes_back)
                 state.sync()
                 place.has_synchronized()
                 return func(state, *args, **kwargs)
@@ -47,10 +50,15 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 goes_back = True
             except HostsUpdatedInterrupt:
                 goes_back = False
-            shutdown()
-            init()
-            if goes_back:
-                state.restore()
-            state.on_reset()
+            resets = True
 
     return wrapper
+
+
+def _reset(state: State, goes_back: bool) -> None:
+    """Join the next group. A process may be lost in callbacks of the state, too: they may use collectives."""
+    shutdown()
+    init()
+    if goes_back:
+        state.restore()
+    state.on_reset()

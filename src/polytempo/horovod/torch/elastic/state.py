@@ -61,7 +61,12 @@ class State(ABC):
             self.save()
             return
         place.begins_commit()
-        stops, leaves = self._agreed(news=self._has_news())
+        stops, leaves, with_news = self._agreed(news=self._has_news())
+        if with_news:
+            place.drops_commit()  # what this process holds is not all yet
+            self._share_news()
+            place.begins_commit()
+            stops, leaves, _ = self._agreed(news=False)
         self.save()
         place.has_committed()
         self._interrupt(stops, leaves)
@@ -72,18 +77,17 @@ class State(ABC):
         Errors: HostsUpdatedInterrupt on all processes alike.
         """
         if elastic_place() is not None:
-            self._interrupt(*self._agreed(news=False))
+            stops, leaves, _ = self._agreed(news=False)
+            self._interrupt(stops, leaves)
 
-    def _agreed(self, *, news: bool) -> tuple[int, int]:
-        """How many processes have heard that others want to join, and how many are to leave."""
+    def _agreed(self, *, news: bool) -> tuple[int, int, int]:
+        """How many processes have heard that others want to join, how many are to leave, and how many have news."""
         place = elastic_place()
         assert place is not None
         numbers = torch.tensor([*place.wishes(), news], dtype=torch.int32)
         synchronize(allreduce_async_(numbers, name="elastic.commit", op=Sum))
         stops, leaves, with_news = numbers.tolist()
-        if with_news:
-            self._share_news()
-        return stops, leaves
+        return stops, leaves, with_news
 
     def _interrupt(self, stops: int, leaves: int) -> None:
         if stops or leaves:
@@ -106,7 +110,10 @@ class State(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Give all processes the state of rank 0, and keep a copy."""
+        """Give all processes the state of rank 0, and keep a copy once all of it is here.
+
+        Where a process is lost meanwhile, the copy stays that of the last commit: `restore` finds no mixture.
+        """
 
     def reset(self) -> None:  # noqa: B027 - most states do not depend on the group
         """There is a new group, of another size perhaps."""
@@ -143,7 +150,8 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """The values become those of rank 0."""
-        ObjectState.save(self)
         if self._names:
-            self._saved = self._broadcast(self._saved, root_rank=0, name="elastic.values")
-            ObjectState.restore(self)
+            mine = {name: getattr(self, name) for name in self._names}
+            for name, value in self._broadcast(mine, root_rank=0, name="elastic.values").items():
+                setattr(self, name, value)
+        self.save()

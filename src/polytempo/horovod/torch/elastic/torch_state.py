@@ -105,7 +105,6 @@ class _ModelPart:
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
-        self.save()
 
 
 class _OptimizerPart:
@@ -121,7 +120,6 @@ class _OptimizerPart:
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
-        self.save()
 
 
 class _SamplerPart:
@@ -138,7 +136,6 @@ class _SamplerPart:
     def sync(self) -> None:
         """Rank 0's: a commit is that of all, and so is what it counts as processed."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0, "elastic.sampler"))
-        self.save()
 
 
 _PARTS: tuple[tuple[type[Any], type[_Part]], ...] = (
