@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
+from weakref import ref
 
 import pytest
 import torch
@@ -200,6 +202,20 @@ def test_what_is_saved_loads_into_a_float32_model_and_goes_on() -> None:
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, plain.state_dict()[name]), name
     assert torch.equal(again[0].weight, plain[0].weight.bfloat16())
+
+
+def test_masters_outlive_the_optimizer() -> None:
+    """A function that trains a model and returns it drops its optimizer."""
+    net = trained(BF16)
+    saved = net.state_dict()
+    gc.collect()
+    assert not torch.equal(saved["0.weight"], saved["0.weight"].bfloat16().float()), "it was trained in float32"
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    known = ref(net)
+    del net
+    gc.collect()
+    assert known() is None, "nothing else keeps the model"
 
 
 def test_an_optimizers_state_is_loaded_in_float32() -> None:

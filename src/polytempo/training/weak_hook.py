@@ -1,4 +1,7 @@
-"""`WeakHook`: a hook on a module that neither keeps its owner alive nor travels with the module."""
+"""`WeakHook`: a hook on a module that neither keeps its owner alive nor travels with the module.
+
+`KeepingHook`: one that keeps it alive.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +31,14 @@ class WeakHook:
 
     def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
         return WeakHook, ()
+
+
+class KeepingHook(WeakHook):
+    """Its owner lives as long as the module: what the module is saved from would be lost with it."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        super().__init__(method)
+        self._kept = method
+
+    def __reduce__(self) -> tuple[type[KeepingHook], tuple[()]]:
+        return KeepingHook, ()

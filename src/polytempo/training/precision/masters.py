@@ -27,7 +27,7 @@ from polytempo.spec.precision import Precision
 from polytempo.training.clipping import EPSILON
 from polytempo.training.precision.loss_scaling import LossScaling
 from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
-from polytempo.training.weak_hook import WeakHook
+from polytempo.training.weak_hook import KeepingHook, WeakHook
 
 SCALING = "loss scaling"
 """What its state is saved under."""
@@ -83,8 +83,8 @@ class Masters:
         self._hooks.append(optimizer.register_load_state_dict_post_hook(WeakHook(self._end_float32)))
 
     def _watched(self, module: nn.Module) -> list[RemovableHandle]:
-        """States are saved and loaded in float32, of single layers, too."""
-        begin, end = WeakHook(self._begin_float32), WeakHook(self._end_float32)
+        """States are saved and loaded in float32, of single layers, too, and when the optimizer is gone."""
+        begin, end = KeepingHook(self._begin_float32), KeepingHook(self._end_float32)
         return [
             module.register_state_dict_pre_hook(begin),
             module.register_state_dict_post_hook(end),
