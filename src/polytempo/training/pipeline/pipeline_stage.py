@@ -78,11 +78,11 @@ class PipelineStage:
         self.number = self.ports.model.rank
         self.split = isinstance(strategy.parted, SplitLayers)
         """Whether the layers of stages are split."""
-        self.holders = port.along(MODEL) if self.split else port.among([port.rank])
+        held = self.split and port.mesh is not None and MODEL in port.mesh.lengths
+        self.holders = port.along(MODEL) if held else port.among([port.rank])
         """Those that hold this stage together: this rank alone, where its layers are whole."""
-        ranks = self.holders.size
         if isinstance(strategy.parted, SplitLayers):
-            parts = split_stage(model, parts, strategy.parted, self.schedule.stages, port)
+            parts = split_stage(model, parts, strategy.parted, self.number, self.schedule.stages, self.holders)
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
         self.optimizer = optimizer(self.model)
@@ -114,7 +114,7 @@ class PipelineStage:
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
         self._batches = MicroBatches(
-            self.cut, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample / ranks
+            self.cut, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample / self.holders.size
         )
 
     async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
