@@ -27,6 +27,7 @@ pipe = pt.pipeline(
     pt.strategies.one_f_one_b(stages, micro_batches=4, inner=pt.strategies.async_sgd()),
     sample=digits.train.tensors[0][:32],
 )
+assert isinstance(pipe, pt.ServedPipeline)  # its strategy has a server
 batches = pt.shard(digits.train, batch_size=32)
 for epoch in range(3):
     for images, labels in batches:
@@ -35,7 +36,9 @@ for epoch in range(3):
     images, labels = digits.test.tensors
     right = (model(images).argmax(dim=1) == labels).float().mean()
     if world.rank == 0:
-        print(f"epoch {epoch + 1}: {right:.1%} of the test digits, {stages} stage(s), {world.size // stages} replica(s)")
+        print(
+            f"epoch {epoch + 1}: {right:.1%} of the test digits, {stages} stage(s), {world.size // stages} replica(s)"
+        )
 pipe.detach()
-if isinstance(pipe, pt.ServedPipeline) and pipe.account is not None:  # on rank 0
+if pipe.account is not None:  # on rank 0
     print(f"samples: {pipe.account['ledger']}; staleness: {pipe.account['staleness']['mean']:.2f}")

@@ -1,8 +1,8 @@
 """A model in stages whose layers are split: a stage is held by two workers, each with half of every layer.
 
-    python examples/pipeline_split.py                                                    # one stage of whole layers
-    torchrun --standalone --nproc-per-node 2 examples/pipeline_split.py                  # one stage on two workers
-    torchrun --standalone --nproc-per-node 4 examples/pipeline_split.py                  # two stages, each on two
+python examples/pipeline_split.py                                                    # one stage of whole layers
+torchrun --standalone --nproc-per-node 2 examples/pipeline_split.py                  # one stage on two workers
+torchrun --standalone --nproc-per-node 4 examples/pipeline_split.py                  # two stages, each on two
 """
 
 from __future__ import annotations

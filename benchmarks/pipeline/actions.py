@@ -93,7 +93,7 @@ def _gradient(like: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Print a line for each contender: milliseconds of a step, and its part of the same micro-batches in plain torch."""
+    """Print a line for each contender: milliseconds of a step, and its part of micro-batches in plain torch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("perceptron", "cnn"), default="cnn")
     parser.add_argument("--stage", type=int, choices=(0, 1), default=1)

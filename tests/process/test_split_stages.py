@@ -111,6 +111,10 @@ def test_eight_ranks_compute_what_one_process_does(kind: str) -> None:
         assert state == {name: tensor.tolist() for name, tensor in found[0].items()}
 
 
+def as_tensors(numbers: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_one_part_is_whole_layers(stages: int) -> None:
     """So that a program that names its parts runs on one worker a stage, too."""
@@ -125,7 +129,8 @@ def test_one_part_is_whole_layers(stages: int) -> None:
     split, whole = (
         together(stages, partial(found, inner)) for inner in (s.split(RULES_OF_STAGES, parts=1), s.sync_sgd())
     )
-    assert split == whole
+    for (one,), (other,) in zip(split, whole, strict=True):
+        assert far(as_tensors(one), as_tensors(other)) < 1e-12
 
 
 def refused(strategy: Strategy, model: nn.Module, sample: Tensor, by: Any = "operations", size: int = 4) -> str:

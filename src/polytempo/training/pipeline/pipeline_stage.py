@@ -114,7 +114,12 @@ class PipelineStage:
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
         self._batches = MicroBatches(
-            self.cut, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample / self.holders.size
+            self.cut,
+            self.schedule,
+            self._checked(loss),
+            seed,
+            self.ports.data.rank,
+            flops_per_sample / self.holders.size,
         )
 
     async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
