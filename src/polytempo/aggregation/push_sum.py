@@ -52,8 +52,8 @@ def push_sum(graph: Graph) -> Transform:
             return bundle, state._replace(step=state.step + 1)
         found, weights = begin(port, state)
         known = len(state.weights) == port.size
-        owed = float(weights[port.rank]) - 1  # x = w z + what has moved z since
-        x = bundle.flat.add(state.last.anchor.flat, alpha=owed) if known and owed else bundle.flat
+        missing = float(weights[port.rank]) - 1  # x = w z + what has moved z since
+        x = bundle.flat.add(state.last.anchor.flat, alpha=missing) if known and missing else bundle.flat
         mixed = await weighted_sum(port, x, found.sources[port.rank], found.listeners[port.rank])
         weights = _pushed(graph, state.step, weights.numpy().tobytes())
         z = mixed / float(weights[port.rank])

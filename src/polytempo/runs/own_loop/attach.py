@@ -14,11 +14,11 @@ from polytempo.spec.precision import Precision, check_precision, precision_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
-from polytempo.training.attached import set_handle
+from polytempo.training.attached_models import set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
-from polytempo.training.dealers import dealer_of
 from polytempo.training.drift_watch import OnDrift
+from polytempo.training.epoch_source import source_of
 from polytempo.training.handle import Handle
 from polytempo.training.ports import ports_of
 from polytempo.training.requirements import check_served
@@ -108,7 +108,7 @@ def attach_served(
         )
     if options.precision is not None:
         check_precision(options.precision, strategy)
-    if dealer_of(world) is not None:
+    if source_of(world) is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; put both models into one "
             "nn.ModuleList, or call detach() on the other's handle first"
