@@ -133,8 +133,9 @@ def test_a_codec_says_what_its_row_says(row: Row) -> None:
         codec.facts.sparse,
         codec.facts.fixed,
         codec.facts.passes_nonfinite,
+        codec.facts.draws,
     )
-    assert said == (row.law, row.summable, row.sparse, row.fixed, row.passes)
+    assert said == (row.law, row.summable, row.sparse, row.fixed, row.passes, row.draws)
     assert (codec.facts.memory == "own") == row.feeds_itself
     assert codec.facts.name.partition("(")[0] == row.text.partition("(")[0]
     assert codec.facts.flops > 0

@@ -95,6 +95,7 @@ def test_the_bytes_of_each_layer_are_those_that_its_shapes_say() -> None:
 PRICED = {
     "columns, rows and a vocabulary": (split(2), 2),
     "replicas that send a fourth": (split(2, inner=s.int8_sgd()), 4),
+    "activations in 8 bits": (split(2, activations=pt.compression.int8(8), gradients=pt.compression.bf16()), 2),
     "chosen by bytes": (s.split("auto", parts=2), 2),
     "divided layers": (s.hybrid("0, 3"), 3),
 }

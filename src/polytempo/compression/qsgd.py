@@ -70,7 +70,7 @@ class Qsgd:
     def facts(self) -> Facts:
         """The bound is lemma 3.1 of the paper, for a bucket: min(n / s², √n / s)."""
         name = codec_name(qsgd, self)
-        return Facts(name, Law("unbiased", self._variance), flops=30.0)
+        return Facts(name, Law("unbiased", self._variance), flops=30.0, draws=True)
 
     def _variance(self, like: Tensor) -> float:
         n, s = min(self.bucket, like.numel()), self.levels

@@ -65,7 +65,7 @@ class RandomK:
         if self.unbiased:
             law = Law("unbiased", lambda like: self._scale(like) - 1)
         name = codec_name(random_k, self, brief=("unbiased", "seed"))
-        return Facts(name, law, flops=2.0, summable=True, sparse=True)
+        return Facts(name, law, flops=2.0, summable=True, sparse=True, draws=True)
 
     def num_sent(self, like: Tensor) -> int:
         """k."""

@@ -46,7 +46,7 @@ def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stage: int, stag
             "column(gather=True)"
         )
     _check_shared(cut, ways, stages)
-    group = ModelGroup(holders, drive, split.sequence)
+    group = ModelGroup(holders, drive, split.sequence, split.wires)
     found = list(cut.stages)
     for part in cut.stages[stage::stages]:
         module = deepcopy(part.module)
