@@ -4,9 +4,11 @@
     python benchmarks/pipeline/main.py --model cnn          # a small residual convolutional network
 
 All contenders take turns in one run, one thread a process. `limit`: two processes that train half of the model each and
-do not talk. torch's schedules come with the same stages and micro-batches, over gloo and over our backend. Beside each
-of our schedules stands what it took in parts of its own prediction: the timetable played with each action's time in the
-same run, without messages; once with the time in which it computed, once with all that the stage did without waiting.
+do not talk; `limit, 8 micro-batches`: the same, with gradients summed over 8 parts of the batch. Beside each schedule
+with micro-batches stands its part of the latter and its bubble together, which it cannot beat. torch's schedules come
+with the same stages and micro-batches, over gloo and over our backend. Beside each of our schedules stands what it took
+in parts of its own prediction: the timetable played with each action's time in the same run, without messages; once
+with the time in which it computed, once with all that the stage did without waiting.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld, current
 
 MICRO_BATCHES = 8
+FILLING = 3
+"""Steps that do not count: no gradient here is more than two late."""
 SCHEDULES: dict[str, Callable[[], schedules.Schedule]] = {
     "ddg": lambda: schedules.ddg(2),
     "ddg, current parameters": lambda: schedules.ddg(2, weights="current"),
@@ -44,6 +48,8 @@ SCHEDULES: dict[str, Callable[[], schedules.Schedule]] = {
     "zero_bubble": lambda: schedules.zero_bubble(2, MICRO_BATCHES),
 }
 PEERS = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
+BACKENDS = ("gloo", "polytempo")
+MICRO_LIMIT = f"limit, {MICRO_BATCHES} micro-batches"
 
 
 class Block(nn.Module):
@@ -78,8 +84,13 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def seconds_of(step: Callable[[], object], steps: int, *, together: bool) -> float:
-    """Mean seconds of a step, after one that does not count."""
-    step()
+    """Mean seconds of a step, after those in which a pipeline fills.
+
+    `together`: of processes that do not talk; they begin and end at one time. Stages wait for each other anyway, and
+    have work under way when their steps begin to count.
+    """
+    for _ in range(FILLING):
+        step()
     if together:
         dist.barrier()
     begin_s = time.perf_counter()
@@ -103,7 +114,7 @@ def plain(name: str, steps: int) -> float:
     return seconds_of(step, steps, together=False)
 
 
-def half(name: str, steps: int) -> float:
+def half(name: str, steps: int, micro_batches: int = 1) -> float:
     """One of two processes that do not talk. It keeps its memory, as stages do."""
     pt.init(quiet=True)
     keep_memory()
@@ -113,8 +124,9 @@ def half(name: str, steps: int) -> float:
 
     def step() -> None:
         own.zero_grad()
-        given = x.detach().requires_grad_(dist.get_rank() == 1)
-        nn.functional.mse_loss(stage(given)[0], y).backward()
+        for inputs, target in zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True):
+            given = inputs.detach().requires_grad_(dist.get_rank() == 1)
+            (nn.functional.mse_loss(stage(given)[0], target) / micro_batches).backward()
         own.step()
 
     return seconds_of(step, steps, together=True)
@@ -126,7 +138,7 @@ def ours(name: str, steps: int, schedule: str) -> tuple[float, list[TurnTime]]:
     model, x, y, begins = made(name)
     pipe = pipeline(model, optimizer, nn.functional.mse_loss, SCHEDULES[schedule](), sample=x, by=begins)
     times = turns_timed(current())
-    seconds = seconds_of(lambda: pipe.step(x, y), steps, together=True)
+    seconds = seconds_of(lambda: pipe.step(x, y), steps, together=False)
     taken = list(times)
     pipe.finish()
     return seconds, taken
@@ -159,9 +171,9 @@ def predicted_s(schedule: Schedule, steps: int, stages: list[list[TurnTime]], wh
     taken = {
         (stage, turn): times[which]
         for stage, each in enumerate(stages)
-        for turn, times in zip(turns(schedule, stage, steps + 1), each, strict=True)
+        for turn, times in zip(turns(schedule, stage, steps + FILLING), each, strict=True)
     }
-    return played(schedule, steps + 1, lambda stage, turn: taken[stage, turn]).mean_step_s
+    return played(schedule, steps + FILLING, lambda stage, turn: taken[stage, turn]).mean_step_s
 
 
 def theirs(name: str, steps: int, peer: str, backend: str) -> float:
@@ -180,7 +192,7 @@ def theirs(name: str, steps: int, peer: str, backend: str) -> float:
         schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
         own.step()
 
-    return seconds_of(step, steps, together=True)
+    return seconds_of(step, steps, together=False)
 
 
 class Measured(NamedTuple):
@@ -191,6 +203,15 @@ class Measured(NamedTuple):
     """Of the times in which actions computed."""
     busy_s: float = 0.0
     """Of the times in which stages did not wait."""
+
+
+def with_bubble() -> dict[str, float]:
+    """A step of each contender with micro-batches, over `MICRO_LIMIT`, if messages took no time and F = I = W."""
+    found = {}
+    for name, make in SCHEDULES.items():
+        if (schedule := make()).micro_batches > 1:
+            found[name] = played(schedule, 4).step_s / (3 * MICRO_BATCHES)
+    return found | {f"{peer}, {backend}": found["gpipe"] for peer in PEERS for backend in BACKENDS}
 
 
 def contenders(name: str, steps: int) -> dict[str, Callable[[], Measured]]:
@@ -208,14 +229,22 @@ def contenders(name: str, steps: int) -> dict[str, Callable[[], Measured]]:
 
         return measured
 
-    found = {"one process": launched(lambda: plain(name, steps), 1), "limit": launched(lambda: half(name, steps))}
+    found = {
+        "one process": launched(lambda: plain(name, steps), 1),
+        "limit": launched(lambda: half(name, steps)),
+        MICRO_LIMIT: launched(lambda: half(name, steps, MICRO_BATCHES)),
+    }
     for schedule in SCHEDULES:
         found[schedule] = predicted(schedule)
     for peer in PEERS:
-        for backend in ("gloo", "polytempo"):
+        for backend in BACKENDS:
             measured = launched(lambda peer=peer, backend=backend: theirs(name, steps, peer, backend))
             found[f"{peer}, {backend}"] = measured
     return found
+
+
+def _median(each: list[Measured]) -> Measured:
+    return sorted(each)[len(each) // 2]
 
 
 def main() -> None:
@@ -229,16 +258,20 @@ def main() -> None:
     measured: dict[str, list[Measured]] = {}
     for _ in range(given.rounds):
         for name, measure in contenders(given.model, given.steps).items():
-            if not given.only or name in given.only or name == "one process":
+            if not given.only or name in given.only or name in ("one process", MICRO_LIMIT):
                 measured.setdefault(name, []).append(measure())
-    alone_s = statistics.median(each.step_s for each in measured["one process"])
+    alone_s = _median(measured["one process"]).step_s
+    micro_limit_s = _median(measured[MICRO_LIMIT]).step_s
+    bubbles = with_bubble()
     print(f"{given.model}: {given.rounds} rounds of {given.steps} steps, one thread a process")
     for name, each in measured.items():
-        median = sorted(each)[len(each) // 2]
+        median = _median(each)
         beside = ""
+        if name in bubbles:
+            beside = f"   {bubbles[name] * micro_limit_s / median.step_s:4.2f} of {MICRO_LIMIT}, with its bubble"
         if median.busy_s:
             ratios = (statistics.median(m.step_s / m[which] for m in each) for which in (1, 2))
-            beside = "   {:4.2f} of computing alone, {:4.2f} of what stages did".format(*ratios)
+            beside += "   {:4.2f} of computing alone, {:4.2f} of what stages did".format(*ratios)
         print(f"{name:28}{1e3 * median.step_s:9.1f} ms   {alone_s / median.step_s:5.2f} x{beside}", flush=True)
 
 

@@ -18,6 +18,8 @@ UNDER_TORCHRUN = {
     "own_loop.py": "worker",
     "own_loop_served.py": "worker",
     "pipeline.py": "stage",
+    "pipeline_served.py": "stage",
+    "pipeline_split.py": "worker",
     "placed_branches.py": "part",
     "split_layers.py": "part",
     "trainer.py": "worker",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,28 @@ def test_eight_ranks_compute_what_one_process_does(kind: str) -> None:
     for state, mesh in processes:
         assert mesh == "mesh(data=2, stage=2, model=2)"
         assert state == {name: tensor.tolist() for name, tensor in found[0].items()}
+
+
+def as_tensors(numbers: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_part_is_whole_layers(stages: int) -> None:
+    """So that a program that names its parts runs on one worker a stage, too."""
+
+    def found(inner: Strategy | None, world: ProcessWorld) -> list[Any]:
+        strategy = s.one_f_one_b(stages, 2, inner=inner)
+        pipe = pt.pipeline(net(), sgd, text_loss, strategy, sample=batch(0, 0)[0])
+        for step in range(STEPS):
+            pipe.step(*batch(step, 0))
+        return [{name: tensor.tolist() for name, tensor in pipe.state_dict().items()}]
+
+    split, whole = (
+        together(stages, partial(found, inner)) for inner in (s.split(RULES_OF_STAGES, parts=1), s.sync_sgd())
+    )
+    for (one,), (other,) in zip(split, whole, strict=True):
+        assert far(as_tensors(one), as_tensors(other)) < 1e-12
 
 
 def refused(strategy: Strategy, model: nn.Module, sample: Tensor, by: Any = "operations", size: int = 4) -> str:

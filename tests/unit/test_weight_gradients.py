@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -60,3 +61,58 @@ def test_what_a_late_weight_gradient_needs_is_free_once_it_is_there(kind: str) -
     layers(x).backward(torch.ones_like(given))
     for p, gradient in zip(layers.parameters(), late, strict=True):
         torch.testing.assert_close(gradient, p.grad, rtol=1e-5, atol=1e-5)
+
+
+class _Scaled(nn.Module):
+    """Changes what it is given, as `nn.ReLU(inplace=True)` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0)
+
+
+def _late(layers: nn.Module, x: Tensor, *, needs_gradient: bool) -> list[Tensor | None]:
+    """The parameters' gradients after both halves."""
+    work = StageWork(_Given(layers), ParameterVersions(list(layers.parameters()), stashes=True), splits=True, sums=True)
+    inputs, taken = ((), [x.clone()]) if needs_gradient else ((x.clone(),), [])
+    (given,), _ = work.forward(0, inputs, taken, 0, lambda: None)
+    work.backward(0, [torch.ones_like(given)])
+    work.weight_gradients(0)
+    return [p.grad for p in layers.parameters()]
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False], ids=["within", "first"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Conv2d(2, 3, 3, padding=1), _Scaled(), nn.Conv2d(3, 2, 3, stride=2, bias=False)],
+        [nn.Conv2d(2, 4, 3, padding="same"), nn.Conv2d(4, 2, 3, padding=1, padding_mode="reflect", groups=2)],
+        [nn.Flatten(2), nn.Conv1d(2, 3, 5, dilation=2), nn.Conv1d(3, 1, 1)],
+    ],
+    ids=["changed output", "padding", "one dimension"],
+)
+def test_late_gradients_of_convolutions_are_those_of_autograd(layers: list[nn.Module], needs_gradient: bool) -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(*deepcopy(layers)).double(), torch.randn(3, 2, 8, 8, dtype=torch.float64)
+    late = _late(model, x, needs_gradient=needs_gradient)
+    model.zero_grad()
+    model(x).backward(torch.ones_like(model(x)))
+    for p, gradient in zip(model.parameters(), late, strict=True):
+        torch.testing.assert_close(gradient, p.grad)
+
+
+def test_an_input_that_was_changed_in_place_is_refused_as_autograd_refuses_it() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Conv2d(3, 2, 3))
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1.0
+            y: Tensor = self.layers(h)
+            h.mul_(2.0)
+            return y
+
+    with pytest.raises(RuntimeError, match=r"input \[3, 2, 8, 8\] of Conv2d.*changed in place.*inplace=False"):
+        _late(Changing(), torch.randn(3, 2, 8, 8), needs_gradient=True)

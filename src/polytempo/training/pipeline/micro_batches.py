@@ -51,21 +51,26 @@ class MicroBatches:
         [samples] = lengths
         count = min(self._count, samples)
         pieces = [leaf.tensor_split(count) if _is_cut(leaf) else [leaf] * count for leaf in leaves]
+        sizes = [samples // count + (number < samples % count) for number in range(count)]  # as `tensor_split` has them
+        layouts: dict[int, dict[str, Layout]] = {}
         found = []
-        for number in range(count):
-            own_inputs, own_target = tree_unflatten([piece[number] for piece in pieces], structure)
-            found.append(self._micro_batch(own_inputs, own_target, step, number, samples))
+        for number, own in enumerate(sizes):
+            inputs_of_it, target_of_it = tree_unflatten([piece[number] for piece in pieces], structure)
+            if own not in layouts:
+                layouts[own] = self._layouts_of(inputs_of_it)
+            head = self._head(target_of_it, own, samples)
+            seeded, flops = self.seeded(step, number), self._flops * own
+            found.append(MicroBatch(inputs_of_it, layouts[own], head, seeded, flops, target_of_it))
         return found
 
-    def _micro_batch(self, inputs: tuple[Any, ...], target: Any, step: int, number: int, samples: int) -> MicroBatch:
-        own = next(len(leaf) for leaf in tree_flatten((inputs, target))[0] if _is_cut(leaf))
+    def _head(self, target: Any, own: int, samples: int) -> Callable[[Any], Tensor]:
+        """The loss of `own` of a batch's samples, as their part of the batch's mean."""
 
         def head(output: Any) -> Tensor:
             loss = self._loss(output, target)
             return loss * (own / samples) if own < samples else loss
 
-        flops = self._flops * own
-        return MicroBatch(inputs, self._layouts_of(inputs), head, self.seeded(step, number), flops, target)
+        return head
 
     def seeded(self, step: int, number: int) -> Callable[[int], None]:
         """Sets the random state with which micro-batch `number` of `step` enters a part of the model."""

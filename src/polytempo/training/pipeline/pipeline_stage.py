@@ -78,11 +78,10 @@ class PipelineStage:
         self.number = self.ports.model.rank
         self.split = isinstance(strategy.parted, SplitLayers)
         """Whether the layers of stages are split."""
-        self.holders = port.along(MODEL) if self.split else port.among([port.rank])
+        self.holders = _holders(port) if self.split else port.among([port.rank])
         """Those that hold this stage together: this rank alone, where its layers are whole."""
-        ranks = self.holders.size
         if isinstance(strategy.parted, SplitLayers):
-            parts = split_stage(model, parts, strategy.parted, self.schedule.stages, port)
+            parts = split_stage(model, parts, strategy.parted, self.number, self.schedule.stages, self.holders)
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
         self.optimizer = optimizer(self.model)
@@ -113,9 +112,9 @@ class PipelineStage:
         self._delays = DelayMail(self.late)
         self._shares: deque[float | None] = deque()
         """Of the batches whose gradients have made no update yet."""
-        self._batches = MicroBatches(
-            self.cut, self.schedule, self._checked(loss), seed, self.ports.data.rank, flops_per_sample / ranks
-        )
+        flops = flops_per_sample / self.holders.size
+        replica = self.ports.data.rank
+        self._batches = MicroBatches(self.cut, self.schedule, self._checked(loss), seed, replica, flops)
 
     async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
         """Take a batch. The last stage answers its mean loss. `replica.share`: the batch's weight among replicas."""
@@ -329,6 +328,12 @@ def _stage_ports(port: Port) -> Ports:
     """Replicas of this stage, and stages of this replica; of `ports_of` also ranks that hold a stage together."""
     found = ports_of(port)
     return found if port.mesh is None else found._replace(model=port.along(*[STAGE] * (STAGE in port.mesh.lengths)))
+
+
+def _holders(port: Port) -> Port:
+    """Those that hold a split stage together: one rank where layers have one part."""
+    held = port.mesh is not None and MODEL in port.mesh.lengths
+    return port.along(MODEL) if held else port.among([port.rank])
 
 
 def of_parameters(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> MakeOptimizer:

@@ -34,6 +34,7 @@ class SentAhead:
     def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
         self._schedule, self._stage = schedule, stage
         self._values: dict[str, Value] = {value.name: value for value in cut.values}
+        self._last = _last_of_a_step(schedule, len(cut.stages))
         self.held: list[SentTensor] = []
         self._again: list[SentTensor] = []
 
@@ -62,9 +63,17 @@ class SentAhead:
 
     def _taken(self, sent: SentTensor) -> int:
         """The last micro-batch whose message of this kind is taken within a step, counted from the step's first."""
-        value, stages = self._values[sent.value], self._schedule.stages
-        part = sent.target if sent.way == "forward" else value.source
-        back = ("backward", "input") if self._schedule.estimation is None else ("learn",)
-        kinds = ("forward",) if sent.way == "forward" else back
-        actions = self._schedule.actions(part % stages)
-        return max(each.micro_batch for each in actions if each.kind in kinds and each.part == part // stages)
+        receiver = sent.target if sent.way == "forward" else self._values[sent.value].source
+        return self._last[sent.way, receiver]
+
+
+def _last_of_a_step(schedule: Schedule, parts: int) -> dict[tuple[Way, int], int]:
+    """For each way and each part that receives: the last micro-batch of which it takes messages within a step."""
+    back = ("backward", "input") if schedule.estimation is None else ("learn",)
+    kinds: dict[Way, tuple[str, ...]] = {"forward": ("forward",), "backward": back}
+    found = {}
+    for part in range(parts):
+        own = [each for each in schedule.actions(part % schedule.stages) if each.part == part // schedule.stages]
+        for way, names in kinds.items():
+            found[way, part] = max((each.micro_batch for each in own if each.kind in names), default=0)
+    return found

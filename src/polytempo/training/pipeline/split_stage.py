@@ -28,11 +28,12 @@ from polytempo.partition.tensor.rules import matched
 from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.partition.tensor.split_model import SplitModel, split_models
 from polytempo.partition.tensor.way import Way
-from polytempo.training.split import MODEL
 
 
-def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stages: int, port: Port) -> Cut:
-    """The cut in which the parts of the stage of `port` have split layers, in modules of their own; others are whole.
+def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stage: int, stages: int, holders: Port) -> Cut:
+    """The cut in which the parts of `stage` have split layers, in modules of their own; others are whole.
+
+    `holders`: the ranks that hold the stage together.
 
     Errors: ValueError for rules that do not fit the model, for "auto", and for tied weights that are not split alike.
     """
@@ -45,9 +46,9 @@ def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stages: int, por
             "column(gather=True)"
         )
     _check_shared(cut, ways, stages)
-    group = ModelGroup(port.along(MODEL), drive, split.sequence, split.wires)
-    own, found = port.coordinates["stage"], list(cut.stages)
-    for part in cut.stages[own::stages]:
+    group = ModelGroup(holders, drive, split.sequence, split.wires)
+    found = list(cut.stages)
+    for part in cut.stages[stage::stages]:
         module = deepcopy(part.module)
         names = {name for name, _ in module.named_modules()}
         rules = {name: way for name, way in ways.items() if name in names}

@@ -96,6 +96,8 @@ class StageWork:
         self.module, self._versions = module, versions
         self._recomputes, self._splits = recomputes, splits
         self._layers = layers_of(module) if splits or sums else []
+        if not versions.stashes:  # a checkpoint has what autograd keeps, and late convolutions keep it themselves
+            self._layers = [layer for layer in self._layers if isinstance(layer, nn.Linear)]
         self.under_way: dict[int, UnderWay] = {}
         """Micro-batches between their passes."""
         self.last_version = 0

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 Gradient = Callable[[], None]
 Take = Callable[[Gradient], None]
 """What is done with a weight gradient that can be computed now."""
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS: dict[type, Callable[..., Tensor]] = {
+    nn.Conv1d: nn.functional.conv1d,
+    nn.Conv2d: nn.functional.conv2d,
+    nn.Conv3d: nn.functional.conv3d,
+}
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 @contextmanager
@@ -28,19 +33,19 @@ def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
     """Inside, forward passes of `layers` build graphs whose backward passes hand their weight gradients to `take`.
 
     `layers`: those of `layers_of`. Of them convolutions only where `take` is not `at_once`: they cannot add in place,
-    and two halves cost more than a whole.
+    and two halves cost more than a whole. Nor where the input needs no gradient: then there is one half only.
     """
     kinds: dict[type, Callable[[Any, Take], Callable[[Tensor], Tensor]]] = {nn.Linear: _linear}
     if take is not at_once:
         kinds |= dict.fromkeys(_CONVOLUTIONS, _convolution)
     own: list[Any] = [m for m in layers if type(m) in kinds and m.weight.requires_grad and "forward" not in vars(m)]
     for layer in own:
-        layer.forward = kinds[type(layer)](layer, take)
+        vars(layer)["forward"] = kinds[type(layer)](layer, take)
     try:
         yield
     finally:
         for layer in own:
-            del layer.forward
+            del vars(layer)["forward"]
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -67,11 +72,20 @@ def _linear(layer: Any, take: Take) -> Callable[[Tensor], Tensor]:
 
 def _convolution(layer: Any, take: Take) -> Callable[[Tensor], Tensor]:
     whole: Callable[[Tensor], Tensor] = layer.forward
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return whole
+    weight, bias = layer.weight, layer.bias
+    fixed = weight.detach(), None if bias is None else bias.detach()
+    convolve, device, batched = _CONVOLUTIONS[type(layer)], weight.device.type, weight.dim()
+    facts = layer.stride, layer.padding, layer.dilation, layer.groups
 
     def forward(x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type) or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        alone = not (x.requires_grad and torch.is_grad_enabled())  # then there is no half that another stage waits for
+        if alone or x.dim() != batched or torch.is_autocast_enabled(device):
             return whole(x)
-        y: Tensor = _Convolution.apply(x, layer.weight, layer.bias, layer, take)  # type: ignore[no-untyped-call]
+        y = convolve(x, *fixed, *facts)
+        # a hook, not an `autograd.Function`: half of its time in Python
+        y.register_hook(_ConvolutionGradient(layer, x.detach(), take).known)
         return y
 
     return forward
@@ -106,36 +120,30 @@ class _Linear(torch.autograd.Function):
         return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, take: Take) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.parameters, ctx.take = layer, (weight, bias), take
-        y: Tensor = torch.convolution(x, weight, bias, *_facts(layer))
-        return y
+class _ConvolutionGradient:
+    """The gradient of a convolution's weight and bias, once that of its output is known."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        own, bias = ctx.parameters
-        sizes = None if bias is None else list(bias.shape)
-        facts = _facts(ctx.layer)
+    __slots__ = ("_layer", "_of_output", "_take", "_version", "_x")
 
-        def half(of_x: bool, of_weight: bool, of_bias: bool) -> tuple[Any, ...]:
-            mask = [of_x, of_weight, of_bias]
-            found: tuple[Any, ...] = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *facts, mask)
-            return found
+    def __init__(self, layer: Any, x: Tensor, take: Take) -> None:
+        self._layer, self._x, self._version, self._take = layer, x, x._version, take
 
-        def gradient() -> None:  # not with `ctx`: it holds what holds this, and only the collector frees such a cycle
-            _, of_weight, of_bias = half(False, True, bias is not None and bias.requires_grad)
-            _add_(own, of_weight)
-            if of_bias is not None:
-                _add_(bias, of_bias)
+    def known(self, of_output: Tensor) -> None:
+        self._of_output = of_output
+        self._take(self)
 
-        ctx.take(gradient)
-        return half(True, False, False)[0] if ctx.needs_input_grad[0] else None, None, None, None, None
-
-
-def _facts(layer: Any) -> tuple[Any, ...]:
-    """As `torch.convolution` takes them: stride, padding, dilation, transposed, output padding, groups."""
-    return layer.stride, layer.padding, layer.dilation, False, [0] * len(layer.stride), layer.groups
+    def __call__(self) -> None:
+        layer, x = self._layer, self._x
+        if x._version != self._version:
+            raise RuntimeError(
+                f"the input {list(x.shape)} of {layer} was changed in place after its forward pass, and its weight's "
+                "gradient needs it; let that operation make a new tensor (inplace=False)"
+            )
+        weight, bias = layer.weight, layer.bias
+        sizes = None if bias is None else bias.shape
+        mask = [False, True, bias is not None and bias.requires_grad]
+        facts = layer.stride, layer.padding, layer.dilation, False, [0] * len(layer.stride), layer.groups
+        _, of_weight, of_bias = _convolution_backward(self._of_output, x, weight, sizes, *facts, mask)
+        _add_(weight, of_weight)
+        if of_bias is not None:
+            _add_(bias, of_bias)
