@@ -12,7 +12,8 @@ Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from torch import Tensor
@@ -32,10 +33,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that it costs a link: its tensors and a small header."""
-        return self.HEADER_BYTES + sum(_tensor_bytes(getattr(self, name)) for name in self.__struct_fields__)
+        return self.HEADER_BYTES + sum([_num_bytes(getattr(self, name)) for name in _weighed(type(self))])
 
 
-def _tensor_bytes(value: Any) -> int:
+def _num_bytes(value: Any) -> int:
+    if value is None:
+        return 0
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Rows):
@@ -43,8 +46,23 @@ def _tensor_bytes(value: Any) -> int:
     if isinstance(value, Message):
         return value.num_bytes - Message.HEADER_BYTES
     if isinstance(value, tuple):
-        return sum(_tensor_bytes(part) for part in value)
+        return sum([_num_bytes(part) for part in value])
     return len(value) if isinstance(value, bytes) else 0
+
+
+@cache
+def _weighed(kind: type[Message]) -> tuple[str, ...]:
+    """The fields that can hold tensors or bytes, by their types: numbers and names are in the header."""
+    hints = get_type_hints(kind)
+    return tuple(name for name in kind.__struct_fields__ if _has_weight(hints[name]))
+
+
+def _has_weight(hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return False
+    if parts := get_args(hint):
+        return any(_has_weight(part) for part in parts)
+    return hint is Any or (isinstance(hint, type) and issubclass(hint, Tensor | bytes | Rows | Message))
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -58,7 +76,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that they cost a link."""
-        return _tensor_bytes(self.rows) + _tensor_bytes(self.values)
+        return _num_bytes(self.rows) + _num_bytes(self.values)
 
 
 # ------------------------------------------------------------------------------ requests: the entries of a shard's log
