@@ -165,8 +165,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
             run_folder(options.out)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         contexts[0].record = observer.record = recorder(writer, show)
-        with _seldom_collected():
-            outcome = world.run(program)
+        outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
     stages = [context.stage.report() for context in contexts if context.stage is not None]
@@ -253,13 +252,11 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     steps = options.steps or 10
     data = data_of(job, options.data)
     if spec.strategy.schedule is not None:
-        with _seldom_collected():
-            outcome, stages = priced_stages(spec, cluster, data, steps)
+        outcome, stages = priced_stages(spec, cluster, data, steps)
         return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
     cost = step_cost(spec, replica_of(spec)[0], data, cluster)
     if spec.strategy.parted is not None:
-        with _seldom_collected():
-            found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
+        found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
         return _only_time(spec, data, parts.replica, found, steps, parts=parts)
     global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
@@ -277,8 +274,7 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
         await replica.settle()
         await updates.settle()
 
-    with _seldom_collected():
-        priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
+    priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
     return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers, masters=masters), priced, steps)
 
 

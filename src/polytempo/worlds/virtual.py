@@ -156,8 +156,9 @@ class VirtualWorld:
             self._schedule_crashes(rank)
             flight = Flight("program", rank, 0, 0.0)
             self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
-        while self._heap and self._running:
-            time_s, _, flight_or_none, action = heapq.heappop(self._heap)
+        heap, pop = self._heap, heapq.heappop
+        while heap and self._running:
+            time_s, _, flight_or_none, action = pop(heap)
             if flight_or_none is not None and flight_or_none.done:
                 continue  # a deadline that was kept
             self.now_s = time_s
@@ -187,10 +188,12 @@ class VirtualWorld:
 
     def _answer(self, strand: VirtualStrand, op: Op[Any]) -> Any:
         """Begin an operation: its answer, or WAITING until its flight lands. A rank that it kills waits for ever."""
-        if isinstance(op, Now):
+        kind, rank = type(op), strand.flight.rank
+        if kind is Now:
             return self.now_s
-        rank = strand.flight.rank
-        match op if type(op) not in self._issuing else None:
+        if kind in self._issuing:
+            return self._wait(strand, self._issue(rank, op))
+        match op:
             case Mark(step):
                 pause = self._mark(rank, step)
                 return self._wait(strand, pause) if pause is not None else WAITING if rank in self.lost else None
@@ -205,8 +208,7 @@ class VirtualWorld:
                 return flight.value
             case Work(flight):
                 return self._wait(strand, flight)
-            case _:
-                return self._wait(strand, self._issue(rank, op))
+        raise _unknown(rank, op)
 
     def _wait(self, strand: VirtualStrand, flight: Flight) -> Any:
         strand.waits_for = flight
@@ -247,7 +249,7 @@ class VirtualWorld:
     def _issue(self, rank: int, op: Op[Any]) -> Flight:
         perform = self._issuing.get(type(op))
         if perform is None:
-            raise TypeError(f"rank {rank} awaited {op!r}, which is no operation of a world")
+            raise _unknown(rank, op)
         flight = Flight(op, rank, self._step[rank], self.now_s)
         if op.timeout_s is not None and not isinstance(op, SendReceive):  # whose halves have the deadline
             self._limit(flight, op, op.timeout_s)
@@ -281,9 +283,14 @@ class VirtualWorld:
         error: Exception | None = None,
     ) -> None:
         """Land an operation now, and write its line in the trace."""
-        if not flight.done and flight.rank not in self.lost:
-            self.trace.add(Event(flight.rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
-            self.land(flight, value, error)
+        rank = flight.rank
+        if flight.done or rank in self.lost:
+            return
+        self.trace.add(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
+        flight.done, flight.value, flight.error = True, value, error
+        waiters, flight.waiters = flight.waiters, []
+        for answer in waiters:
+            answer(value, error)
 
     # ------------------------------------------------------------------ failures
 
@@ -330,3 +337,7 @@ class VirtualWorld:
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
         known_s = max(self.now_s, self.lost[peer] + self.cluster.detection_s)
         self.at(known_s, lambda: self.land(flight, None, error), deadline_of=flight)
+
+
+def _unknown(rank: int, op: Op[Any]) -> TypeError:
+    return TypeError(f"rank {rank} awaited {op!r}, which is no operation of a world")
