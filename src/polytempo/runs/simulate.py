@@ -20,6 +20,7 @@ from polytempo.core.port import world_port
 from polytempo.core.slice_tree import subtree
 from polytempo.core.suspension import drive
 from polytempo.core.url_path import Place
+from polytempo.data.gathered import Gathered
 from polytempo.data.shard import DataShard
 from polytempo.engines.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
@@ -142,11 +143,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     cost = step_cost(spec, model, data, cluster)
     test = None if data.test is None else Evaluation(job, model, data, options.precision)
     observer = VirtualObserver(workers, test)
-    updates = [_updates(spec, rank) for rank in range(workers)]
+    updates, gathered = [_updates(spec, rank) for rank in range(workers)], Gathered()
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     ports = [laid_out_run(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     contexts = [
-        _context(spec, data, observer, cost, each, port, deepcopy(whole), together)
+        _context(spec, data, observer, cost, each, port, deepcopy(whole), together, gathered)
         for port, each in zip(ports, updates, strict=True)
     ]
     _measure(spec, contexts, ports)
@@ -193,9 +194,10 @@ def _context(
     port: Port,
     whole: tuple[nn.Module, Cut] | None,
     together: BatchedReplicas | None,
+    gathered: Gathered,
 ) -> TrainingContext:
     """`whole`: the model of this rank, and its stages, where it is cut."""
-    place, stage, parts = ports_of(port).data, None, None
+    stage, parts = None, None
     if whole is None:
         model, optimizer = replica_of(of_group(spec, port))
         names = [name for name, _ in model.named_parameters()]
@@ -221,15 +223,7 @@ def _context(
         model, found = whole
         stage = staged(spec, model, found, port, cost.flops_per_sample)
         replica, take_step = stage.replica, staged_step(stage, spec.job)
-    shard = DataShard(
-        data_of_group(data, port).training(),
-        rank=place.rank,
-        size=place.size,
-        batch_size=spec.batch_size,
-        seed=spec.seed,
-        global_batch_size=spec.options.global_batch_size,
-        slices=spec.strategy.slices,
-    )
+    shard = _shard(spec, data, port, None if together is None else gathered)
     return TrainingContext(
         spec=spec,
         replica=replica,
@@ -243,6 +237,20 @@ def _context(
         parts=parts,
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,
+    )
+
+
+def _shard(spec: RunSpec, data: Data, port: Port, gathered: Gathered | None) -> DataShard:
+    place = ports_of(port).data
+    return DataShard(
+        data_of_group(data, port).training(),
+        rank=place.rank,
+        size=place.size,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
+        global_batch_size=spec.options.global_batch_size,
+        slices=spec.strategy.slices,
+        gathered=gathered,
     )
 
 

@@ -208,7 +208,7 @@ _UNSHARED = _most_references({"view": torch.empty(0)}.values())
 
 def _are(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> bool:
     """Whether each `.grad` is that very tensor."""
-    return all([p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True)])
+    return all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
 
 
 def _any(gradient: Tensor) -> bool:

@@ -141,7 +141,9 @@ class ServedReplica:
         return True
 
     def _computed(self, *, empty: bool) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()}
+        return {
+            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
+        }
 
     async def exchange_parameters(self) -> None:
         """After the optimizer's step."""

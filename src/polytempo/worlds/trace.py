@@ -100,7 +100,11 @@ class Trace:
     def excerpt(self, most: int) -> dict[str, Any]:
         """The last events, at most so many, and how many were before them, ready for JSON (see `joined`)."""
         kept = self.events[-most:]
-        return {"events": [list(event) for event in kept], "dropped": self.dropped + len(self._events) - len(kept), "hash": self.hash}
+        return {
+            "events": [list(event) for event in kept],
+            "dropped": self.dropped + len(self._events) - len(kept),
+            "hash": self.hash,
+        }
 
     def _count(self) -> None:
         fresh, self._fresh = self._fresh, []
