@@ -10,6 +10,9 @@ A line for each strategy: milliseconds a step, predicted and measured, and the e
 is a typical one: of steps k, k + 8, … the median, and the mean over k; so steps that something else on this host has
 disturbed count no more than others, in both. Beside it the mean step of all runs, with all that disturbs.
 
+With --pace-each-round the job's own pace is measured before each round of runs, as `calibrate --job` does it, and
+predicted is the mean over the rounds: a shared machine is faster in one minute than in another.
+
 With --processor measured is the time that a worker takes on its processor, from two runs of which one is longer, and
 predicted the step at full speed: on one host a worker computes or copies, and waits little, so that the two should be
 equal. That can be measured while other programs run, which a step's time cannot.
@@ -75,7 +78,10 @@ def main() -> None:
     if asked.processor:
         return on_processor(job, chosen, asked, cluster)
     taken: dict[str, list[Taken]] = {name: [] for name in chosen}
+    clusters = [] if asked.pace_each_round else [cluster]
     for _ in range(asked.repeats):  # in turns, so that a busy minute is spread over all
+        if asked.pace_each_round:
+            clusters.append(with_pace(cluster, engine, job, asked.workers, RunOptions()))
         for name, strategy in chosen.items():
             run = partial(pt.run, job, strategy, asked.workers, engine=engine, **options)
             taken[name].append(step_of(run))
@@ -83,7 +89,9 @@ def main() -> None:
     print("| strategy | predicted ms | measured ms | least, most | error | mean, predicted and measured |")
     print("|---|---|---|---|---|---|")
     for name, strategy in chosen.items():
-        predicted = step_of(partial(pt.simulate, job, strategy, asked.workers, cluster, **options))
+        predicted = mean_of(
+            [step_of(partial(pt.simulate, job, strategy, asked.workers, c, **options)) for c in clusters]
+        )
         typical = [each.typical_ms for each in taken[name]]
         errors.append(predicted.typical_ms / statistics.median(typical) - 1)
         means = f"{predicted.mean_ms:.2f}, {statistics.median(each.mean_ms for each in taken[name]):.2f}"
@@ -132,6 +140,11 @@ class Taken(NamedTuple):
     mean_ms: float
 
 
+def mean_of(found: list[Taken]) -> Taken:
+    """Of some predictions."""
+    return Taken(*(statistics.fmean(figures) for figures in zip(*found, strict=True)))
+
+
 def step_of(run: Callable[..., Any]) -> Taken:
     """Those of a run that leaves its trace in a folder."""
     with tempfile.TemporaryDirectory(prefix="polytempo-truth-") as folder:
@@ -153,6 +166,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--address", help="of this host, as the others reach it")
     parser.add_argument("--command", help="that starts a process on {host}")
     parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--pace-each-round", action="store_true")
     parser.add_argument("--processor", action="store_true")
     return parser.parse_args()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernel_samples, "_PERCEPTRONS", (((16, 8, 10), 4), ((64, 32, 10), 8)))
     monkeypatch.setattr(kernel_samples, "_CONVOLUTIONS", ())
     monkeypatch.setattr(kernel_samples, "_SHAPES", ((48, 48),))
-    monkeypatch.setattr(measurement, "_MANY", 20)
+    few = {kernel: run._replace(steps=20) for kernel, run in measurement.SMALL_RUNS.items()}
+    monkeypatch.setattr(measurement, "SMALL_RUNS", few)
+    monkeypatch.setattr(measurement, "_TURNS", 1)
     monkeypatch.setattr(measurement, "_STEPS", 20)
     found = calibrate(pt.engines.local(), "here", 2)
     assert found.cluster.speeds is not None
@@ -53,6 +56,7 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
         "scale",
         "step",
         "sample",
+        "message",
     )
     assert set(expected) <= set(kernels)
     assert all(min(speed) >= 0 for speed in kernels.values())
@@ -61,6 +65,7 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     }
     again = from_toml(to_toml(found.cluster, found.measured, found.spread))
     assert (again.speeds, again.memory) == (found.cluster.speeds, found.cluster.memory)
+    assert again.cores == found.cluster.cores == len(os.sched_getaffinity(0)), "one host, whose cores all share"
     result = pt.simulate(find("digits"), pt.strategies.one_bit_sgd(), 2, again, steps=8, meta=True)
     assert 1e-5 < result.seconds / result.steps < 10
 

@@ -10,7 +10,8 @@ import torch
 
 from polytempo.cluster import Link, constant
 from polytempo.core import Port
-from polytempo.runs.calibration.calibrate import assembled
+from polytempo.runs.calibration.calibrate import assembled, message_speed, simulated_s
+from polytempo.runs.calibration.measurement import MESSAGE_RUNS
 from polytempo.worlds import VirtualWorld
 
 
@@ -32,6 +33,8 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         "flops_per_s": 2e9,
         "steps": [1.0, 1.1] * 50,
         "small": {},
+        "whole": {},
+        "cores": 2,
     }
 
 
@@ -55,3 +58,20 @@ def test_answers_add_up_to_a_cluster(hosts: tuple[int, int], place: str) -> None
 
     world = VirtualWorld(replace(cluster, stragglers=constant()), 2)
     assert world.run(program).results[0] == pytest.approx((4e-5 + 4e-6, 1e-5 + 8e-6)), "as they were measured"
+
+
+def test_what_messages_take_besides_their_link() -> None:
+    """Each of two: 1 ms and 10 ns a byte more than what a simulation of the same exchange says."""
+    cluster = assembled("here", [told(rank) for rank in (0, 1)]).cluster
+    undisturbed = replace(cluster, stragglers=constant())
+
+    def taken_s(run: str) -> float:
+        besides_s = 2 * (1e-3 + 1e-8 * bytes_of(run)) if run.endswith("ring") else 0.0
+        return simulated_s(MESSAGE_RUNS[run], undisturbed, 2) + besides_s
+
+    def bytes_of(run: str) -> float:
+        return 4 * sum(p.numel() for p in MESSAGE_RUNS[run].job.model().parameters()) / 2
+
+    answer = {"whole": {run: taken_s(run) for run in MESSAGE_RUNS}}
+    speed = message_speed(cluster, [answer, answer])
+    assert speed[:3] == pytest.approx((1e-3, 1e-8, 0.0))

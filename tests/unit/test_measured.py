@@ -28,11 +28,11 @@ MEASURED = Measured(
 
 def figures(cluster: Cluster) -> tuple[Any, ...]:
     """All that a file says of a cluster."""
-    return cluster.name, cluster.network, cluster.memory, cluster.workers_per_host, cluster.flops_per_s
+    return cluster.name, cluster.network, cluster.memory, cluster.workers_per_host, cluster.cores, cluster.flops_per_s
 
 
 def test_a_cluster_has_the_medians() -> None:
-    expected = ("measured(ssh:n1,n2, 2 hosts)", Link(2e-3, 2e8), Link(2e-6, 4e9), 2, 15e9)
+    expected = ("measured(ssh:n1,n2, 2 hosts)", Link(2e-3, 2e8), Link(2e-6, 4e9), 2, None, 15e9)
     assert figures(cluster_of(MEASURED)) == expected
 
 
@@ -47,7 +47,11 @@ def test_a_file_makes_an_equal_cluster() -> None:
         draw = random.Random(seed)
         links = [Link(10 ** draw.uniform(-9, 1), 10 ** draw.uniform(1, 12)) for _ in range(2)]
         cluster = Cluster(
-            *links, workers_per_host=draw.randint(1, 99), flops_per_s=10 ** draw.uniform(3, 15), name=f'"\\é{seed}\n'
+            *links,
+            workers_per_host=draw.randint(1, 99),
+            cores=draw.choice([None, draw.randint(1, 99)]),
+            flops_per_s=10 ** draw.uniform(3, 15),
+            name=f'"\\é{seed}\n',
         )
         for listed in (None, MEASURED):
             assert figures(from_toml(to_toml(cluster, listed))) == figures(cluster), seed
@@ -70,6 +74,7 @@ GOOD = to_toml(cluster_of(MEASURED))
         (GOOD.replace("[memory]", "[memories]"), r"there is no table \[memory\]"),
         (GOOD.replace("workers = 2", "workers = 0"), "host.workers = 0 must be a whole number above 0"),
         (GOOD.replace("workers = 2", "workers = true"), "host.workers = True must be"),
+        (GOOD.replace("workers = 2", "workers = 2\ncores = 0"), "host.cores = 0 must be a whole number above 0"),
         (GOOD.replace("latency_s = 0.002", "latency_s = -1"), "network.latency_s = -1 must be a number from 0"),
         (GOOD.replace("latency_s = 0.002", "latency_s = nan"), "network.latency_s = nan must be"),
         (GOOD.replace("200000000.0", "inf"), "network.bytes_per_s = inf must be a number above 0"),

@@ -30,7 +30,7 @@ def test_steps_and_components_are_compared() -> None:
     assert by_name["all_reduce"].measured_s == pytest.approx(0.003 + 0.001), "half of the ranks wait 2 ms"
     assert by_name["computing"].difference_s == pytest.approx(0.0)
     assert found.components[0].name == "all_reduce"
-    assert steps_of_ranks(trace(0.004, 0.001)) == [pytest.approx([0.005] * 4), pytest.approx([0.005] * 4)]
+    assert steps_of_ranks(trace(0.004, 0.001)) == [pytest.approx([0.005] * 3)] * 2, "without the last"
     with pytest.raises(ValueError, match="no step in common"):
         validation(trace(1, 1, steps=2), trace(1, 1))
 

@@ -65,6 +65,14 @@ def test_a_server_takes_its_own_time() -> None:
     assert result.seconds == pytest.approx(10 * 2 * 0.5, rel=0.1)
 
 
+def test_a_worker_of_a_server_packs_and_copies() -> None:
+    """Four parameters and two messages in each step, beside the search for NaN."""
+    served = strategies.async_sgd()
+    assert seconds_a_step({"check": KernelSpeed(call_s=1e-3)}, served) == pytest.approx(4e-3, rel=0.01)
+    assert seconds_a_step({"scale": KernelSpeed(call_s=1e-3)}, served) == pytest.approx(4e-3, rel=0.01)
+    assert seconds_a_step({"copy": KernelSpeed(call_s=1e-3)}, served) == pytest.approx(6e-3, rel=0.01)
+
+
 def test_a_profile_names_the_operators_of_both_passes() -> None:
     job = find("digits")
     model = model_of(job)

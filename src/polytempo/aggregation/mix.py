@@ -56,6 +56,10 @@ async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], l
     it is. See `mix` for the order of messages."""
     rank = port.rank
     coming = {i: await port.start(port.recv(flat, i)) for i in _behind(port, sources) if i != rank}
+
+    async def term(j: int) -> Tensor:
+        return flat if j == rank else await coming.pop(j)
+
     sending, in_turn = [], flat.nbytes >= _IN_TURN_BYTES
     for to in _behind(port, listeners):
         sending.append(await port.start(port.send(flat, to)))
@@ -63,9 +67,11 @@ async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], l
         if in_turn and opposite in coming:
             await coming[opposite]
             await sending[-1]
-    mixed = flat if flat.is_meta else flat.new_zeros(flat.shape)
-    for j in sorted(sources):
-        add_(mixed, flat if j == rank else await coming.pop(j), sources[j])
+    first, *others = sorted(sources)
+    mixed = await term(first)
+    mixed = mixed if mixed.is_meta else mixed * sources[first]
+    for j in others:
+        add_(mixed, await term(j), sources[j])
     for work in sending:
         await work
     return mixed

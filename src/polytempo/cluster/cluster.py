@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from polytempo.cluster.faults import Fault
-from polytempo.cluster.speeds import Speeds
+from polytempo.cluster.speeds import MESSAGE, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
 if TYPE_CHECKING:  # this is read before torch is loaded
@@ -46,7 +46,10 @@ class Cluster:
     memory: Link = Link(latency_s=1e-6, bytes_per_s=10e9)
     workers_per_host: int = 1
     servers: int = 0
-    """How many of the last ranks are no workers: each has a host of its own, after the workers' hosts."""
+    """How many of the last ranks are no workers: each has a host of its own, after the workers' hosts; where `cores`
+    are counted they are on the workers' hosts, one after the other."""
+    cores: int | None = None
+    """Of a host, for all of its ranks together; None: each rank has a processor of its own."""
     flops_per_s: float = 10e9
     server_flops_per_s: float | None = None
     """That of servers; None: `flops_per_s`."""
@@ -65,6 +68,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a cluster without workers or speed."""
+        if self.cores is not None and self.cores < 1:
+            raise ValueError(f"a host has cores >= 1, got {self.cores}")
         if self.workers_per_host < 1 or not min(self.flops_per_s, self.server_flops_per_s or 1.0) > 0:
             raise ValueError(
                 f"a cluster needs workers_per_host >= 1 and flops_per_s > 0, got {self.workers_per_host} "
@@ -78,10 +83,17 @@ class Cluster:
             return speeds.seconds(uses)
         return flops / (self.flops_per_s if not server or self.server_flops_per_s is None else self.server_flops_per_s)
 
+    @property
+    def handles_messages(self) -> bool:
+        """Whether it was measured what a processor does for a message that its rank receives."""
+        return self.speeds is not None and self.speeds.measured(MESSAGE)
+
     def hosts(self, num_ranks: int) -> tuple[int, ...]:
-        """The host of each rank: filled one after the other, and then one for each server."""
+        """The host of each rank: filled one after the other, and then one for each server, unless cores are counted."""
         workers = tuple(rank // self.workers_per_host for rank in range(num_ranks - self.servers))
         first = max(workers, default=-1) + 1
+        if self.cores is not None:
+            return workers + tuple(server % max(first, 1) for server in range(self.servers))
         return workers + tuple(range(first, first + self.servers))
 
     def slowest_link(self, hosts: tuple[int, ...], kind: str = "") -> Link:

@@ -99,6 +99,8 @@ def to_toml(cluster: Cluster, measured: Measured | None = None, spread: Mapping[
         f"workers = {cluster.workers_per_host}",
         f"flops_per_s = {cluster.flops_per_s!r}  # of each worker, while all compute",
     ]
+    if cluster.cores is not None:
+        lines.append(f"cores = {cluster.cores}  # which workers and servers share")
     if cluster.server_flops_per_s is not None:
         lines.append(f"server_flops_per_s = {cluster.server_flops_per_s!r}")
     lines += cluster_tables.written(cluster)
@@ -136,13 +138,12 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
     if not isinstance(name, str):
         raise ValueError(f"{where}: name = {name!r} must be a text")
     host = _table(plain, "host", where)
-    workers = host.get("workers")
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"{where}: host.workers = {workers!r} must be a whole number above 0")
+    workers, cores = _count(host, "workers", where), _count(host, "cores", where) if "cores" in host else None
     return Cluster(
         network=_read_link(plain, "network", where),
         memory=_read_link(plain, "memory", where),
         workers_per_host=workers,
+        cores=cores,
         flops_per_s=_number(host, "host", "flops_per_s", where),
         server_flops_per_s=(
             _number(host, "host", "server_flops_per_s", where) if "server_flops_per_s" in host else None
@@ -175,6 +176,13 @@ def _table(plain: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{where}: there is no table [{key}]")
     return table
+
+
+def _count(host: Mapping[str, Any], key: str, where: str) -> int:
+    value = host.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: host.{key} = {value!r} must be a whole number above 0")
+    return value
 
 
 def _read_link(plain: Mapping[str, Any], key: str, where: str) -> Link:

@@ -95,8 +95,10 @@ def typical_step_s(events: Iterable[Event], period: int = 8) -> float:
 
 
 def steps_of_ranks(events: Iterable[Event]) -> list[list[float]]:
-    """Seconds of each step that the trace holds whole, a list for each rank."""
-    steps = [[sum(parts.values()) for parts in ranks] for ranks in _steps(events).values()]
+    """Seconds of each step that the trace holds whole but the last, in which ranks wait for the run's end; a list for
+    each rank."""
+    found = _steps(events)
+    steps = [[sum(parts.values()) for parts in found[step]] for step in sorted(found)[:-1]]
     return [list(taken) for taken in zip(*steps, strict=True)]
 
 

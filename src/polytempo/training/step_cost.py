@@ -43,6 +43,8 @@ class StepCost(NamedTuple):
     """Whether gradients are looked at before they are exchanged (a run without `allow_nan`)."""
     pace: float = 1.0
     """Both passes take so many times what their operators' kernels say."""
+    parameters: tuple[int, int] = (0, 0)
+    """Tensors that are trained, and their bytes."""
 
     def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
         """What a step of `replica` on so many samples takes, `factor` times."""
@@ -64,11 +66,18 @@ class StepCost(NamedTuple):
         )
 
     def gradients(self, samples: float) -> Uses:
-        """Forward and backward on so many samples, where a parameter server takes the gradients."""
+        """Forward and backward on so many samples, where a parameter server takes the gradients.
+
+        Besides, a worker looks for NaN in them and packs them; and both the message with them and the one with the
+        parameters are copied, as are the parameters to where they belong.
+        """
         if self.profile is None:
             return ()
         passes = [use for which in get_args(Pass) for use in self._pass(self.profile, which, samples)]
-        return together([*_batch(samples), *passes])
+        tensors, num_bytes = self.parameters
+        check = [KernelUse("check", tensors, num_bytes)] if self.checks else []
+        served = [KernelUse("scale", tensors, num_bytes), KernelUse("copy", 2 + tensors, 3 * num_bytes)]
+        return together([*_batch(samples), *passes, *check, *served])
 
     def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
         return tuple(use.times(self.pace) for use in profile.uses(which, samples))
@@ -93,7 +102,8 @@ def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> 
         return StepCost(flops)
     profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
     pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()))
-    return StepCost(flops, profile, checks=not spec.options.allow_nan, pace=pace)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return StepCost(flops, profile, not spec.options.allow_nan, pace, (len(trained), _num_bytes(trained)))
 
 
 def update_use(optimizer: Optimizer) -> KernelUse:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from math import inf
 
+from polytempo.cluster.speeds import MESSAGE
+from polytempo.core.kernel_use import KernelUse
 from polytempo.core.op import Parcel, Post, Take
 from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Flight
+from polytempo.worlds.processors import Processors
 from polytempo.worlds.queues import MessageQueues
 
 
 class NodeMailbox:
     """A mailbox for each of `num_nodes` nodes. What is posted to one that is closed vanishes without an error.
 
-    A message travels as a send does: it takes the sender's end of the link, then the receiver's. It is not copied;
-    who posts it leaves it unchanged.
+    A message travels as a send does: it takes the sender's end of the link, then the receiver's, and where that was
+    measured the receiver's processor. It is not copied; who posts it leaves it unchanged.
     """
 
-    def __init__(self, world: Clockwork, network: Network, num_nodes: int) -> None:
-        self._world, self._network = world, network
+    def __init__(self, world: Clockwork, network: Network, processors: Processors, num_nodes: int) -> None:
+        self._world, self._network, self._processors = world, network, processors
         self._open = set(range(num_nodes))
         self._boxes: MessageQueues[int, tuple[int, Parcel]] = MessageQueues()
         self._num_nodes = num_nodes
@@ -61,4 +64,7 @@ class NodeMailbox:
                 self._hand_over(flight, letter)
 
     def _hand_over(self, flight: Flight, letter: tuple[int, Parcel]) -> None:
-        self._world.end(flight, "take", 0, letter, letter[0])
+        if not self._network.cluster.handles_messages:
+            return self._world.end(flight, "take", 0, letter, letter[0])
+        use = KernelUse(MESSAGE, 1, letter[1].num_bytes)
+        self._processors.handle(flight.rank, use, lambda: self._world.end(flight, "take", 0, letter, letter[0]))

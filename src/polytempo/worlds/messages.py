@@ -1,4 +1,8 @@
-"""The messages between ranks of a virtual world, from a send to the receive that takes it."""
+"""The messages between ranks of a virtual world, from a send to the receive that takes it.
+
+Where it was measured what a processor does for a message that a rank receives (the kernel `message`: to copy it where
+it belongs, or to add it), a receive is over after that. So ranks that compute receive nothing meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from polytempo.cluster.speeds import MESSAGE
 from polytempo.core import Mismatch
+from polytempo.core.kernel_use import KernelUse
 from polytempo.core.op import Recv, Send
 from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.collective import num_bytes
 from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Flight
+from polytempo.worlds.processors import Processors
 from polytempo.worlds.queues import MessageQueues
 
 
@@ -27,8 +34,8 @@ class Line(NamedTuple):
 class Messages:
     """All messages of a world. `unreceived` counts those that no receive has taken."""
 
-    def __init__(self, world: Clockwork, network: Network) -> None:
-        self._world, self._network = world, network
+    def __init__(self, world: Clockwork, network: Network, processors: Processors) -> None:
+        self._world, self._network, self._processors = world, network, processors
         self._sent: MessageQueues[Line, Tensor] = MessageQueues()
         self.unreceived = 0
 
@@ -79,4 +86,8 @@ class Messages:
                 f"{tuple(payload.shape)} {payload.dtype}, but {tuple(op.like.shape)} {op.like.dtype} was expected"
             )
             return self._world.land(flight, None, wrong)
-        self._world.end(flight, "recv", 0, payload, op.source)
+        source = op.source
+        if not self._network.cluster.handles_messages:
+            return self._world.end(flight, "recv", 0, payload, source)
+        use = KernelUse(MESSAGE, 1, num_bytes(payload))
+        self._processors.handle(flight.rank, use, lambda: self._world.end(flight, "recv", 0, payload, source))

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from polytempo.cluster import Cluster
+from polytempo.core.kernel_use import KernelUse
 from polytempo.core.op import Alone, Compute
 from polytempo.worlds.clockwork import Clockwork
+from polytempo.worlds.cores import Cores
 from polytempo.worlds.operations import Flight
 from polytempo.worlds.pace import Pace
 
+Begun = Callable[[float], None]
+"""Told when something begins."""
+Over = Callable[[], None]
+
+
+class _Waiting(NamedTuple):
+    """What a rank computes next."""
+
+    full_speed_s: float
+    begun: Begun
+    over: Over
+
 
 class Processors:
-    """Computations run when they are asked for, and end `Cluster.computing_s` times the straggler's factor later."""
+    """Computations run when they are asked for, and end `Cluster.computing_s` times the straggler's factor later.
+
+    Where a host has fewer `Cluster.cores` than ranks they take longer, while more ranks compute than it has cores.
+    """
 
     def __init__(self, world: Clockwork, cluster: Cluster, hosts: Sequence[int], seed: int) -> None:
         self._world, self._cluster, self._hosts = world, cluster, hosts
         self._first_server = len(hosts) - cluster.servers
         self._pace = Pace(cluster.stragglers, hosts, seed)
         self._free_s = [0.0] * len(hosts)
+        """When each rank with a processor of its own is done."""
+        cores = cluster.cores
+        crowded = [] if cores is None else [host for host, ranks in Counter(hosts).items() if ranks > cores]
+        self._cores = {host: Cores(world, cores or 1) for host in crowded}
+        self._waiting: dict[int, deque[_Waiting]] = defaultdict(deque)
+        """Of each rank without one; the first is under way."""
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
         """Those that want to be alone on a host, in the order in which they asked; the first one is."""
 
@@ -32,18 +55,53 @@ class Processors:
         """All ranks mark `step`. Whether they are equally fast in it."""
         return self._pace.begin_all(step, self._world.now_s)
 
-    def compute(self, flight: Flight, op: Compute[Any]) -> None:
-        """Compute after what the rank computes already."""
+    def compute(self, flight: Flight, op: Compute[Any], after: Over | None = None) -> None:
+        """Compute after what the rank computes already, and then do what comes `after`."""
         world, rank = self._world, flight.rank
-        flight.started_s = max(world.now_s, self._free_s[rank])
-        full_speed_s = self._cluster.computing_s(op.flops, op.uses, server=rank >= self._first_server)
-        self._free_s[rank] = flight.started_s + full_speed_s * self._pace.factor(rank, flight.started_s)
         value, error = None, None
+
+        def begun(start_s: float) -> None:
+            flight.started_s = start_s
+
+        def over() -> None:
+            world.end(flight, op.name, 0, value, error=error)
+            if after is not None:
+                after()
+
+        self._occupy(rank, self._cluster.computing_s(op.flops, op.uses, server=rank >= self._first_server), begun, over)
         try:
             value = op.work()
         except Exception as raised:
             error = raised
-        world.at(self._free_s[rank], lambda: world.end(flight, op.name, 0, value, error=error))
+
+    def handle(self, rank: int, use: KernelUse, over: Over) -> None:
+        """Take a rank's processor for what it does besides computations, on a cluster whose kernels were measured."""
+        self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over)
+
+    def _occupy(self, rank: int, full_speed_s: float, begun: Begun, over: Over) -> None:
+        cores = self._cores.get(self._hosts[rank])
+        if cores is None:
+            start_s = max(self._world.now_s, self._free_s[rank])
+            begun(start_s)
+            self._free_s[rank] = start_s + full_speed_s * self._pace.factor(rank, start_s)
+            return self._world.at(self._free_s[rank], over)
+        self._waiting[rank].append(_Waiting(full_speed_s, begun, over))
+        if len(self._waiting[rank]) == 1:
+            self._begin_first(rank, cores)
+
+    def _begin_first(self, rank: int, cores: Cores) -> None:
+        """Let the rank's core, or its part of one, compute what stands first."""
+        queue, now_s = self._waiting[rank], self._world.now_s
+        first = queue[0]
+        first.begun(now_s)
+
+        def over() -> None:
+            queue.popleft()
+            if queue:
+                self._begin_first(rank, cores)
+            first.over()
+
+        cores.run(first.full_speed_s * self._pace.factor(rank, now_s), over)
 
     def compute_alone(self, flight: Flight, op: Alone[Any]) -> None:
         """Compute when no other rank of the host is in one of these."""
@@ -57,10 +115,9 @@ class Processors:
         while queue and (queue[0][0].done or queue[0][0].rank in self._world.lost):
             queue.popleft()
         if queue:
-            self.compute(*queue[0])
 
             def leave() -> None:
                 queue.popleft()
                 self._let_in(queue)
 
-            self._world.at(self._free_s[queue[0][0].rank], leave)
+            self.compute(*queue[0], after=leave)

@@ -102,10 +102,10 @@ class VirtualWorld:
         self._strands: list[list[VirtualStrand]] = [[] for _ in range(num_ranks)]
         network = Network(cluster, self.hosts)
         self._processors = Processors(self, cluster, self.hosts, seed)
-        self._messages = Messages(self, network)
+        self._messages = Messages(self, network, self._processors)
         self._collectives = Collectives(self, network, cluster, self.hosts, acting)
         self._whole_sums = WholeSums(self, network, self.trace, acting) if whole_sums else None
-        self._mail = NodeMailbox(self, network, num_ranks)
+        self._mail = NodeMailbox(self, network, self._processors, num_ranks)
         self._results: list[Any] = [None] * num_ranks
         self._errors: dict[int, BaseException] = {}
         self._all_act, self._acting = acting is None, range(num_ranks) if acting is None else acting

@@ -155,13 +155,14 @@ class WholeSums:
         self._asking: dict[int, Flight] = {}
 
     def join(self, flight: Flight, op: WholeSum) -> None:
-        """One member asks. It hears False at once where messages are on their way, or a link's directions share it."""
+        """One member asks. It hears False at once where messages are on their way, a link's directions share it, or a
+        message takes the processor of the rank that receives it."""
         world = self._world
         if self._op is None:
             self._network.check(world.now_s)
             cluster = self._network.cluster
             duplex = min(cluster.network.duplex, cluster.memory.duplex)
-            if duplex < 1 or not self._network.idle(world.now_s):
+            if duplex < 1 or cluster.handles_messages or not self._network.idle(world.now_s):
                 return world.at(world.now_s, lambda: world.land(flight, False, None))
             self._op = op
             self._network.reserve(np.inf)

@@ -2,6 +2,7 @@
 
 1  processes on all hosts time kernels, messages, collectives and steps      speeds, links, stragglers
 2  they train a small job without an exchange and with one; it is simulated  what a step and an exchange cost besides
+3  the same with messages, of a small and a large model                      what each message and byte of it costs
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
+from polytempo.cluster.speeds import MESSAGE
 from polytempo.cluster.stragglers import constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
 from polytempo.runs.calibration.measurement import (
     CALIBRATION,
+    MESSAGE_RUNS,
     SMALL_RUNS,
+    SmallRun,
     calibration,
     correlation_of,
     quantiles_of,
     samples_of,
-    small_job,
     spread_of,
 )
 from polytempo.runs.probe import answers, hosts_of
@@ -84,7 +87,7 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
         stragglers=steps,
     )
     if not between:
-        cluster = replace(cluster, network=cluster.memory)
+        cluster = replace(cluster, network=cluster.memory, cores=min(one["cores"] for one in told))
     spread = {"steps": median(spread_of(one["steps"]) for one in told)}
     spread["workers"] = spread_of([one["flops_per_s"] for one in told])
     if each:
@@ -140,11 +143,32 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
         if kernel == "exchange" and workers == 1:
             continue
         undisturbed = replace(cluster, stragglers=constant())
-        result = simulate(small_job(), run.strategy, workers, undisturbed, run.options(_SIMULATED))
-        besides_s = median(one["small"][kernel] for one in told) - result.seconds / result.steps
+        besides_s = median(one["small"][kernel] for one in told) - simulated_s(run, undisturbed, workers)
         calls = run.batch_size if kernel == "sample" else 1
         cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
+    if workers > 1:
+        cluster = _with_kernel(cluster, MESSAGE, message_speed(cluster, told))
     return found._replace(cluster=cluster)
+
+
+def simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
+    """Seconds of a step."""
+    result = simulate(run.job, run.strategy, workers, cluster, run.options(_SIMULATED))
+    return result.seconds / result.steps
+
+
+def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
+    """By how much the exchanges of two models take longer than their simulations, for each message and each byte."""
+    undisturbed, workers = replace(cluster, stragglers=constant()), len(told)
+    rounds, besides_s, num_bytes = 2 * (workers - 1), [], []
+    for size in ("small", "large"):
+        alone, by_ring = MESSAGE_RUNS[f"{size} alone"], MESSAGE_RUNS[f"{size} ring"]
+        taken_s = median(one["whole"][f"{size} ring"] - one["whole"][f"{size} alone"] for one in told)
+        said_s = simulated_s(by_ring, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
+        besides_s.append(max(0.0, taken_s - said_s) / rounds)
+        num_bytes.append(4 * sum(p.numel() for p in by_ring.job.model().parameters()) / workers)
+    byte_s = max(0.0, besides_s[1] - besides_s[0]) / (num_bytes[1] - num_bytes[0])
+    return KernelSpeed(call_s=max(0.0, besides_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
 
 
 def _with_kernel(cluster: Cluster, kernel: str, speed: KernelSpeed) -> Cluster:

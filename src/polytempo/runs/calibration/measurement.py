@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import NormalDist, fmean, median
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from polytempo.cluster.fit import Sample
+from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.core.kernel_use import KernelUse
 from polytempo.engines.init import init
@@ -32,14 +35,23 @@ CALIBRATION = "calibration"
 _TIMEOUT_S = 300.0
 _STEPS, _BATCH = 300, 32
 _QUANTILES = 20
-_FEW, _MANY = 30, 300
+_FEW, _TURNS = 5, 3
 
 
 class SmallRun(NamedTuple):
-    """How the small job is trained."""
+    """How a small job is trained."""
 
     strategy: Strategy
     batch_size: int
+    sizes: tuple[int, int] = (64, 64)
+    """Inputs, and hidden units."""
+    steps: int = 300
+    """That count; between slow hosts each takes up to a second."""
+
+    @property
+    def job(self) -> Job:
+        """What is trained."""
+        return small_job(*self.sizes)
 
     def options(self, steps: int) -> RunOptions:
         """Of so many steps."""
@@ -54,6 +66,13 @@ SMALL_RUNS = {
     "exchange": SmallRun(sync_sgd(), 4),
 }
 """By the kernel that follows from it, once those before are known."""
+_SMALL_MODEL, _LARGE_MODEL = (64, 64), (512, 2048)
+MESSAGE_RUNS = {
+    f"{size} {how}": SmallRun(strategy, 4, sizes, 20)
+    for size, sizes in (("small", _SMALL_MODEL), ("large", _LARGE_MODEL))
+    for how, strategy in (("alone", NO_EXCHANGE), ("ring", sync_sgd(route=ring)))
+}
+"""A model of 5,000 parameters and one of a million, without an exchange and with one by messages."""
 
 
 def calibration() -> dict[str, Any]:
@@ -73,7 +92,9 @@ def calibration() -> dict[str, Any]:
     world.drive(_met(port))
     steps, on_processor = step_seconds()
     world.drive(_met(port))
-    small = {kernel: small_step_s(run) for kernel, run in SMALL_RUNS.items()}
+    small = {kernel: median(step_times(run, time.thread_time)) for kernel, run in SMALL_RUNS.items()}
+    world.drive(_met(port))
+    turns = [{name: _undisturbed(run) for name, run in MESSAGE_RUNS.items()} for _ in range(_TURNS)]
     world.drive(_met(port))
     return {
         "name": socket.gethostname(),
@@ -84,6 +105,8 @@ def calibration() -> dict[str, Any]:
         "flops_per_s": speed,
         "steps": [step / median(on_processor) for step in steps],
         "small": small,
+        "whole": {name: min(turn[name] for turn in turns) for name in MESSAGE_RUNS},
+        "cores": len(os.sched_getaffinity(0)),
     }
 
 
@@ -92,32 +115,38 @@ def samples_of(plain: list[Any]) -> list[Sample]:
     return [Sample(tuple(KernelUse(*use) for use in uses), float(seconds)) for uses, seconds in plain]
 
 
-def small_job() -> Job:
-    """64 - 64 - 10 on noise, without a test set: what its steps take beyond their kernels is what any step does."""
+def small_job(inputs: int = 64, hidden: int = 64) -> Job:
+    """A perceptron on noise, without a test set: what its steps take beyond their kernels is what any step does."""
     draw = torch.Generator().manual_seed(0)
-    inputs, target = torch.randn(4096, 64, generator=draw), torch.randint(10, (4096,), generator=draw)
+    samples, target = torch.randn(4096, inputs, generator=draw), torch.randint(10, (4096,), generator=draw)
     return Job(
         name="small",
-        model=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
-        data=lambda path: Data(TensorDataset(inputs, target), None),
+        model=lambda: nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 10)),
+        data=lambda path: Data(TensorDataset(samples, target), None),
         loss=functional.cross_entropy,
         optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
         lr=0.01,
     )
 
 
-def small_step_s(run: SmallRun) -> float:
-    """Seconds on its processor that this rank takes for a step of the small job, together with the others: median."""
-    trainer = Trainer(small_job(), run.strategy, run.options(_FEW + _MANY))
+def step_times(run: SmallRun, clock: Callable[[], float]) -> list[float]:
+    """Seconds by the clock that this rank takes for each step of a small job, together with the others."""
+    trainer = Trainer(run.job, run.strategy, run.options(_FEW + run.steps))
     begun_s, take_step = list[float](), trainer.context.take_step
 
     async def timed(port: Port, batch: Any, samples: int) -> Any:
-        begun_s.append(time.thread_time())
+        begun_s.append(clock())
         return await take_step(port, batch, samples)
 
     trainer.context.take_step = timed
     trainer.fit()
-    return median(end_s - begin_s for begin_s, end_s in pairwise(begun_s[_FEW:]))
+    return [end_s - begin_s for begin_s, end_s in pairwise(begun_s[_FEW:])]
+
+
+def _undisturbed(run: SmallRun) -> float:
+    """Seconds of a step: the lower quartile."""
+    taken = step_times(run, time.perf_counter)
+    return sorted(taken)[len(taken) // 4]
 
 
 def step_seconds() -> tuple[list[float], list[float]]:

@@ -1,0 +1,103 @@
+"""Hosts whose ranks share cores, and messages that take the processor of the rank that receives them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
+from polytempo.core import Port
+from polytempo.core.kernel_use import KernelUse
+from polytempo.worlds import VirtualWorld
+
+FAST = Link(0.0, 1e15)
+SPEEDS = Speeds(
+    (
+        ("elementwise", KernelSpeed(call_s=1.0)),
+        ("message", KernelSpeed(call_s=0.25, byte_s=1e-3)),
+    )
+)
+
+
+def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
+    """When each rank is done with a computation of so many seconds, which all begin at once."""
+
+    async def program(port: Port) -> float:
+        await port.compute(lambda: None, seconds[port.rank] * 1e9)
+        return await port.now()
+
+    return VirtualWorld(replace(cluster, flops_per_s=1e9), len(seconds)).run(program).results
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        (None, [1.0, 2.0, 3.0]),
+        (3, [1.0, 2.0, 3.0]),
+        (2, [1.5, 2.5, 3.5]),  # 2/3 of a core each until 1.5 s, by when each has had 1 s; then one core each
+        (1, [3.0, 5.0, 6.0]),
+    ],
+)
+def test_ranks_of_a_host_share_its_cores(cores: int | None, expected: list[float]) -> None:
+    cluster = Cluster(FAST, FAST, workers_per_host=3, cores=cores)
+    assert ends(cluster, [1.0, 2.0, 3.0]) == pytest.approx(expected)
+
+
+def test_other_hosts_have_cores_of_their_own() -> None:
+    cluster = Cluster(FAST, FAST, workers_per_host=2, cores=1)
+    assert ends(cluster, [1.0, 1.0, 1.0]) == pytest.approx([2.0, 2.0, 1.0])
+
+
+def test_a_rank_computes_one_thing_after_the_other_also_on_a_part_of_a_core() -> None:
+    async def program(port: Port) -> list[float]:
+        both = [await port.start(port.compute(lambda: None, 1e9)) for _ in range(2)]
+        found = []
+        for work in both:
+            await work
+            found.append(await port.now())
+        return found
+
+    cluster = Cluster(FAST, FAST, workers_per_host=2, cores=1, flops_per_s=1e9)
+    assert VirtualWorld(cluster, 2).run(program).results == [pytest.approx([2.0, 4.0])] * 2
+
+
+def test_servers_share_the_workers_hosts_where_cores_count() -> None:
+    assert Cluster(FAST, workers_per_host=2, servers=2).hosts(6) == (0, 0, 1, 1, 2, 3)
+    assert Cluster(FAST, workers_per_host=2, servers=3, cores=2).hosts(7) == (0, 0, 1, 1, 0, 1, 0)
+
+
+def test_a_host_has_a_core() -> None:
+    with pytest.raises(ValueError, match="a host has cores >= 1, got 0"):
+        Cluster(FAST, cores=0)
+
+
+def test_a_message_takes_the_processor_of_its_receiver() -> None:
+    """250 bytes: 0.25 s, and 0.25 s for the message itself, once the receiver is done with what it computes."""
+
+    async def program(port: Port) -> float:
+        if port.rank == 0:
+            await port.send(torch.zeros(250, dtype=torch.uint8), 1)
+            return await port.now()
+        coming = await port.start(port.recv(torch.zeros(250, dtype=torch.uint8), 0))
+        await port.compute(lambda: None, 0.0, uses=(KernelUse("elementwise", 2),))
+        assert await port.now() == pytest.approx(2.0), "it goes on while the message waits"
+        await coming
+        return await port.now()
+
+    cluster = Cluster(FAST, FAST, workers_per_host=2, speeds=SPEEDS)
+    sent_s, received_s = VirtualWorld(cluster, 2).run(program).results
+    assert (sent_s, received_s) == pytest.approx((0.0, 2.5))
+
+
+def test_without_its_kernel_a_message_takes_no_processor() -> None:
+    async def program(port: Port) -> float:
+        if port.rank == 0:
+            await port.send(torch.zeros(250), 1)
+        else:
+            await port.recv(torch.zeros(250), 0)
+        return await port.now()
+
+    unmeasured = Speeds(tuple(each for each in SPEEDS.kernels if each[0] != "message"))
+    assert VirtualWorld(Cluster(FAST, FAST, speeds=unmeasured), 2).run(program).seconds == pytest.approx(0.0, abs=1e-9)
