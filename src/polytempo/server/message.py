@@ -13,7 +13,7 @@ Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import msgspec
 from torch import Tensor
@@ -37,14 +37,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
 
 
 def _num_bytes(value: Any) -> int:
-    if value is None:
-        return 0
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    if isinstance(value, Rows):
-        return value.num_bytes
-    if isinstance(value, Message):
-        return value.num_bytes - Message.HEADER_BYTES
+    if isinstance(value, Message | Rows):
+        return value.num_bytes - (Message.HEADER_BYTES if isinstance(value, Message) else 0)
     if isinstance(value, tuple):
         return sum([_num_bytes(part) for part in value])
     return len(value) if isinstance(value, bytes) else 0
@@ -58,11 +54,8 @@ def _weighed(kind: type[Message]) -> tuple[str, ...]:
 
 
 def _has_weight(hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return False
-    if parts := get_args(hint):
-        return any(_has_weight(part) for part in parts)
-    return hint is Any or (isinstance(hint, type) and issubclass(hint, Tensor | bytes | Rows | Message))
+    alone = isinstance(hint, type) and issubclass(hint, Tensor | bytes | Rows | Message)
+    return alone or any(map(_has_weight, get_args(hint)))  # a Literal's are names
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, eq=False):
