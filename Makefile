@@ -25,16 +25,19 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
-# With them are searches for planted bugs, trainings until something is learned, and the code and commands of all pages.
-RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts elastic_loop \
-	elastic_round elastic_rounds engines held_agent host_mail \
-	hybrid init large_batch_runs lbfgs_runs loop_servers lost_launcher mesh_training noise_scale norm_growth parted_runs pipeline_replicas \
-	pipeline_runs precision preemption probe remote_engine scheduled served_faults served_pipelines served_resume served_stages split \
+# With them are runs that are resumed, replayed or shown in a browser; searches for planted bugs, trainings until something
+# is learned, every loop on two ranks; and the code and commands of all pages.
+RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts \
+	elastic_loop elastic_round elastic_rounds engines flexrr_run held_agent host_mail hybrid init large_batch_runs lbfgs_runs \
+	loop_servers lost_launcher mesh_training noise_resumes noise_scale norm_growth parted_runs pipeline_replicas pipeline_runs \
+	placed_runs precision preemption probe remote_engine replay report_browser resume scheduled scripts served_faults served_learn \
+	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint split \
 	split_stage_runs split_stages url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples plan_run predictions) \
-	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training parted_jobs pipeline_convergence precision priced_stages \
-	scheduled served_late_stages split_choice) \
+	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training downpour parted_jobs pipeline_convergence precision \
+	priced_stages scheduled served_late_stages split_choice) \
+	tests/laws/test_loops_of_two.py \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
@@ -77,14 +80,14 @@ demo: install ## train digits with seven strategies and two real workers each; p
 	@$(BIN)/polytempo compare digits --workers 2
 
 test: install lint ## lint, types and tests (minutes)
+	$(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE) $(COMPILED) $(RUNS))
+	$(PYTEST) -q $(ALONE)
+
+test-runs: install ## whole runs: examples, agents, elastic, preempted, killed and resumed runs, reports in a browser (minutes)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE) $(COMPILED) $(RUNS))
-	$(PYTEST) -q $(WITHOUT_BROWSER) $(ALONE)
-
-test-runs: install ## whole runs: examples, agents, elastic, preempted, killed and resumed runs (minutes)
-	$(PYTEST) -q -n 2 --dist loadfile $(RUNS)
+	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(RUNS)
 
 test-native: install ## compile the native core with sanitizers and as a wheel, and test both (a minute or two)
 	$(PYTEST) -q -n 2 --dist loadfile $(COMPILED)
@@ -132,8 +135,8 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (a minute)
-	$(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py tests/unit tests/laws tests/virtual
+check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (minutes)
+	$(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS)) tests/test_architecture.py tests/unit tests/laws tests/virtual
 
 lint: install
 	$(BIN)/ruff check .

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -139,18 +141,12 @@ IMPORTED_LATE = {
 
 FORBIDDEN_NAMES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec"}
 FORBIDDEN_TEXT = ("shell=True", "TODO", "FIXME", "XXX")
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 
 def where(path: Path) -> str:
     """The file as this test names it: "core/op.py"."""
     return str(path.relative_to(SOURCE))
-
-
-every_file = pytest.mark.parametrize("path", FILES, ids=where)
-
-
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def folder(path: Path) -> str:
@@ -159,7 +155,66 @@ def folder(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
-def imported(nodes: Iterator[ast.AST], path: Path) -> set[str]:
+class Source(NamedTuple):
+    """What these tests want to know of one file."""
+
+    path: Path
+    lines: tuple[str, ...]
+    is_described: bool
+    """Whether it has a docstring, and says that annotations are for later, as far as it has to."""
+    imports: frozenset[str]
+    """Modules of this package, without its name: "core.op", "torch.job"."""
+    imports_at_once: frozenset[str]
+    """Those that are imported with it; those for types alone count, but for a package's face."""
+    imports_late: frozenset[str]
+    """Modules that functions import, whosever they are."""
+    undocumented: tuple[str, ...]
+    """Public functions and classes without a docstring."""
+    long_functions: tuple[str, ...]
+    forbidden: frozenset[str]
+    """Modules that it imports and functions that it calls of `FORBIDDEN_NAMES`."""
+    classes: tuple[str, ...]
+    """Public ones."""
+
+
+@cache
+def sources() -> list[Source]:
+    """All files, each parsed once."""
+    return [read(path) for path in FILES]
+
+
+def read(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8")
+    module, is_face = ast.parse(text), path.name == "__init__.py"
+    nodes = list(ast.walk(module))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {node for function in functions for node in ast.walk(function)}
+    later = inside | (for_types_only(nodes) if is_face else set())
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    modules = {name.split(".")[0] for node in nodes for name in modules_of(node)}
+    return Source(
+        path,
+        tuple(text.splitlines()),
+        is_described(module, is_face),
+        frozenset(imported(nodes, path)),
+        frozenset(imported((node for node in nodes if node not in later), path)),
+        frozenset(name for node in inside for name in modules_of(node)),
+        tuple(name for name, node in public(module.body, "") if not ast.get_docstring(node)),
+        tuple(f.name for f in functions if (f.end_lineno or 0) - f.lineno + 1 > MOST_LINES_OF_A_FUNCTION),
+        frozenset((called | modules) & FORBIDDEN_NAMES),
+        tuple(node.name for node in module.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"),
+    )
+
+
+def is_described(module: ast.Module, is_face: bool) -> bool:
+    only_exports = is_face and all(isinstance(node, ast.ImportFrom | ast.Expr | ast.Assign) for node in module.body)
+    future = any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in module.body)
+    described = (is_face and not module.body) or ast.get_docstring(module) is not None
+    return described and (only_exports or future)
+
+
+def imported(nodes: Iterable[ast.AST], path: Path) -> set[str]:
     """The modules of this package that the nodes import, without its name: "core.op", "torch.job"."""
     found: set[str] = set()
     for node in nodes:
@@ -171,18 +226,37 @@ def imported(nodes: Iterator[ast.AST], path: Path) -> set[str]:
     return {name.removeprefix("polytempo.") for name in found if name.startswith("polytempo.")}
 
 
-def allowed(name: str, by: str) -> bool:
-    return any(f"{name}.".startswith(f"{other}.") for other in {by, *MAY_IMPORT[by]})
+def modules_of(node: ast.AST) -> list[str]:
+    """What an import names."""
+    if isinstance(node, ast.ImportFrom):
+        return [str(node.module)]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def for_types_only(module: ast.Module) -> set[ast.AST]:
+def for_types_only(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     """What stands under `if TYPE_CHECKING:`."""
-    guarded = [n for n in ast.walk(module) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    guarded = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     return {inner for guard in guarded for inner in ast.walk(guard)}
 
 
-def functions(module: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(module) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Documented]]:
+    for node in body:
+        if isinstance(node, Documented) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body, f"{prefix}{node.name}.")
+
+
+def wrong(check: Callable[[Source], Any]) -> dict[str, Any]:
+    """What `check` has against files, by file. Empty: nothing."""
+    return {where(source.path): found for source in sources() if (found := check(source))}
+
+
+def allowed(name: str, by: str) -> bool:
+    return any(f"{name}.".startswith(f"{other}.") for other in {by, *MAY_IMPORT[by]})
 
 
 def test_every_folder_has_its_place_in_the_order() -> None:
@@ -199,10 +273,14 @@ def test_the_order_is_one_way() -> None:
     assert MAY_IMPORT["server"] <= {"core", "native", "compression.packing"}, "what is pushed may be encoded"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if folder(path)], ids=where)
-def test_imports_follow_the_order(path: Path) -> None:
-    wrong = {name for name in imported(ast.walk(tree(path)), path) if not allowed(name, folder(path))}
-    assert not wrong, f"{folder(path)} may import {sorted(MAY_IMPORT[folder(path)])}"
+def test_imports_follow_the_order() -> None:
+    """`MAY_IMPORT` says what each folder may import."""
+
+    def forbidden(source: Source) -> list[str]:
+        by = folder(source.path)
+        return [name for name in source.imports if by and not allowed(name, by)]
+
+    assert wrong(forbidden) == {}
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -210,76 +288,38 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     A package's face that loads names when they are first used imports them for types alone: these do not count.
     """
-    names = {str(p.relative_to(SOURCE).with_suffix("")).replace("/", ".").removesuffix(".__init__"): p for p in FILES}
+    names = {where(s.path).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): s for s in sources()}
     needs: dict[str, set[str]] = {}
-    for name, path in names.items():
-        module = tree(path)
-        later = {n for function in functions(module) for n in ast.walk(function)}
-        later |= for_types_only(module) if path.name == "__init__.py" else set()
-        asked = imported((n for n in ast.walk(module) if n not in later), path)
+    for name, source in names.items():
+        asked = source.imports_at_once
         needs[name] = {a if a in names else a.rpartition(".")[0] for a in asked} & set(names) - {name}
     while leaves := {name for name, others in needs.items() if not others & set(needs)}:
         needs = {name: others for name, others in needs.items() if name not in leaves}
     assert not needs
 
 
-@every_file
-def test_imports_stand_at_the_top(path: Path) -> None:
-    inside = {n for function in functions(tree(path)) for n in ast.walk(function)}
-    late = {name for node in inside for name in _modules(node)}
-    assert late == {name for file, name in IMPORTED_LATE if file == where(path)}
+def test_imports_stand_at_the_top() -> None:
+    """But for those that have a reason in `IMPORTED_LATE`, each of which is still needed."""
+    assert {(where(source.path), name) for source in sources() for name in source.imports_late} == set(IMPORTED_LATE)
 
 
-def _modules(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.ImportFrom):
-        return [str(node.module)]
-    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+def test_every_file_says_what_it_is() -> None:
+    """And begins with `from __future__ import annotations`, unless it only exports."""
+    assert wrong(lambda source: not source.is_described) == {}
 
 
-@every_file
-def test_every_file_says_what_it_is(path: Path) -> None:
-    module = tree(path)
-    assert (path.name == "__init__.py" and not module.body) or ast.get_docstring(module)
-    only_exports = path.name == "__init__.py" and all(
-        isinstance(n, ast.ImportFrom | ast.Expr | ast.Assign) for n in module.body
-    )
-    future = any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in module.body)
-    assert only_exports or future, "begin with `from __future__ import annotations`"
+def test_every_public_name_has_a_docstring() -> None:
+    assert wrong(lambda source: source.undocumented) == {}
 
 
-@every_file
-def test_every_public_name_has_a_docstring(path: Path) -> None:
-    assert [name for name, node in _public(tree(path).body, "") if not ast.get_docstring(node)] == []
+def test_no_second_idea_hides_in_a_long_file_or_function() -> None:
+    assert wrong(lambda source: len(source.lines) > MOST_LINES_OF_A_FILE and len(source.lines)) == {}
+    assert wrong(lambda source: source.long_functions) == {}
 
 
-Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def _public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Documented]]:
-    for node in body:
-        if isinstance(node, Documented) and not node.name.startswith("_"):
-            yield prefix + node.name, node
-            if isinstance(node, ast.ClassDef):
-                yield from _public(node.body, f"{prefix}{node.name}.")
-
-
-@every_file
-def test_no_second_idea_hides_in_a_long_file_or_function(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 400
-    lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(ast.parse(text))}
-    assert {name: length for name, length in lengths.items() if length > 60} == {}
-
-
-@every_file
-def test_nothing_forbidden(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert [word for word in FORBIDDEN_TEXT if word in text] == []
-    module = ast.parse(text)
-    calls = (node.func for node in ast.walk(module) if isinstance(node, ast.Call))
-    called = {function.id for function in calls if isinstance(function, ast.Name)}
-    modules = {name.split(".")[0] for node in ast.walk(module) for name in _modules(node)}
-    assert (called | modules) & FORBIDDEN_NAMES == set()
+def test_nothing_forbidden() -> None:
+    assert wrong(lambda source: source.forbidden) == {}
+    assert wrong(lambda source: [word for word in FORBIDDEN_TEXT for line in source.lines if word in line]) == {}
 
 
 @pytest.mark.parametrize(
@@ -299,11 +339,13 @@ def test_torch_is_not_loaded_before_it_is_needed(statement: str) -> None:
 UNPLAIN = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever|whomever|lest)\b", re.IGNORECASE)
 
 
-@every_file
-def test_sentences_name_their_subject(path: Path) -> None:
+def test_sentences_name_their_subject() -> None:
     """ "No worker holds it", not "nobody holds it": the reader need not guess who could."""
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    assert [f"{number}: {line.strip()}" for number, line in lines if UNPLAIN.search(line)] == []
+
+    def unplain(source: Source) -> list[str]:
+        return [f"{n}: {line.strip()}" for n, line in enumerate(source.lines, 1) if UNPLAIN.search(line)]
+
+    assert wrong(unplain) == {}
 
 
 SHARED_NAMES = {
@@ -317,10 +359,5 @@ SHARED_NAMES = {
 
 def test_one_name_for_one_idea() -> None:
     """No two public classes share a name."""
-    found = Counter(
-        node.name
-        for path in FILES
-        for node in tree(path).body
-        if isinstance(node, ast.ClassDef) and node.name[0] != "_"
-    )
+    found = Counter(name for source in sources() for name in source.classes)
     assert {name for name, count in found.items() if count > 1} <= set(SHARED_NAMES)

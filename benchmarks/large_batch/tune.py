@@ -27,7 +27,7 @@ from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of
 from polytempo.training.program import check_length
-from polytempo.training.tuning.batch_advice import advise_batch
+from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 from polytempo.training.tuning.trial import Trial
 
 WORKERS = (2, 8, 32)
@@ -59,8 +59,24 @@ class Outcome(NamedTuple):
     spent: float
 
 
-def outcome(job: Job, data: Data, task: Task, batch: int, lr: float, seed: int, length: int) -> Outcome:
+class Setting(NamedTuple):
+    """What all runs of one call have in common. `seeds`: so many runs of each point. `length`: an epoch's samples."""
+
+    name: str
+    job: Job
+    data: Data
+    task: Task
+    seeds: int
+    length: int
+
+
+Point = tuple[int, float]
+"""A global batch and a rate."""
+
+
+def outcome(setting: Setting, batch: int, lr: float, seed: int) -> Outcome:
     """A run until its test loss is at the target, or its epochs are over."""
+    job, data, task, length = setting.job, setting.data, setting.task, setting.length
     trial = Trial(job, data, batch=batch, lr=lr, seed=seed)
     while trial.samples < task.most_epochs * length and not trial.diverged:
         trial.train(max(batch, length // task.scores_per_epoch))
@@ -91,8 +107,66 @@ def averaged(found: list[Outcome]) -> Outcome:
     return Outcome(statistics.mean(o.to_target for o in found), statistics.mean(o.spent for o in found))
 
 
-def main() -> None:
-    """Print the grid, then the advice beside its best point."""
+def printed_grid(setting: Setting, file: Path | None) -> dict[Point, Outcome]:
+    """The outcome of every point, a printed row a batch. New runs are added to `file`."""
+    task, known = setting.task, known_points(file)
+
+    def point(batch: int, lr: float, seed: int) -> Outcome:
+        found = known.get((batch, lr, seed))
+        if found is None:
+            found = outcome(setting, batch, lr, seed)
+            if file is not None:
+                with file.open("a") as lines:
+                    print(json.dumps([batch, lr, seed, *found]), file=lines)
+        return found
+
+    print(f"{setting.name}: thousands of samples to a test loss of {task.target:g}, mean of {setting.seeds} seeds")
+    print("| batch | " + " | ".join(f"{lr:.3g}" for lr in task.rates) + " |")
+    grid: dict[Point, Outcome] = {}
+    for batch in task.batches:
+        row = {(batch, lr): averaged([point(batch, lr, seed) for seed in range(setting.seeds)]) for lr in task.rates}
+        cells = " | ".join(f"{found.to_target / 1e3:.1f}" for found in row.values())
+        print(f"| {batch} | {cells} |", flush=True)
+        grid |= row
+    return grid
+
+
+def print_advice(setting: Setting, grid: dict[Point, Outcome], workers: int, advice: BatchAdvice) -> None:
+    """The row of so many workers: the best point that they can share, and where the advice arrives."""
+    points = {point: found for point, found in grid.items() if point[0] >= workers}
+    (best_batch, best_lr), best = min(points.items(), key=lambda item: item[1].to_target)
+    cost = sum(point.spent for point in points.values())
+    arrived = sum(point.spent for point in points.values() if math.isfinite(point.to_target))
+    batch, lr = advice.global_batch_size, advice.lr
+    own = averaged([outcome(setting, batch, lr, seed) for seed in range(setting.seeds)])
+    print(
+        f"| {workers} | {best_batch}, {best_lr:.3g}: {best.to_target:,.0f} | {batch}, {lr:.3g} | "
+        f"{own.to_target:,.0f} | {own.to_target / best.to_target:.2f} | {100 * advice.samples / cost:.1f} % | "
+        f"{100 * advice.samples / arrived:.1f} % |",
+        flush=True,
+    )
+    print(f"  noise scale {advice.noise.first:.0f}, {advice.noise.second:.0f}; range test {advice.range.top:.3g}")
+    print("  rates " + ", ".join(f"{each.lr:.3g}: {each.loss:.4g}" for each in advice.tried))
+
+
+def print_virtual(setting: Setting, workers: int, advice: BatchAdvice, folder: Path | None) -> None:
+    """When as many virtual workers arrive by the advice."""
+    found = pt.simulate(
+        *(setting.job, pt.strategies.sync_sgd(), workers),
+        options=pt.RunOptions(
+            data=folder,
+            global_batch_size=advice.global_batch_size,
+            lr=advice.lr,
+            epochs=setting.task.most_epochs,
+            until={"loss": setting.task.target},
+        ),
+    )
+    said = f"reached {found.reached} after {found.samples:,} samples, scored each epoch"
+    print(f"  {workers} virtual workers: {said}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--data", type=Path)
@@ -101,60 +175,25 @@ def main() -> None:
     parser.add_argument("--virtual", action="store_true")
     parser.add_argument("--thin", type=int, default=1, help="of the grid every so many-th batch and rate")
     parser.add_argument("--grid", type=Path, help="a file for the grid's points, one a line")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the grid, then the advice beside its best point."""
+    given = arguments()
     torch.set_num_threads(1)
     task, job = TASKS[given.task], pt.jobs.find(given.task)
     task = task._replace(batches=task.batches[:: given.thin], rates=task.rates[:: given.thin])
     data = scored_on(data_of(job, given.data), task.scored)
     length = check_length(DataShard(data.training(), rank=0, size=1, batch_size=1))
-    print(f"{given.task}: thousands of samples to a test loss of {task.target:g}, mean of {given.seeds} seeds")
-    print("| batch | " + " | ".join(f"{lr:.3g}" for lr in task.rates) + " |")
-    grid: dict[int, dict[float, Outcome]] = {}
-    known = known_points(given.grid)
-
-    def point(batch: int, lr: float, seed: int) -> Outcome:
-        found = known.get((batch, lr, seed))
-        if found is None:
-            found = outcome(job, data, task, batch, lr, seed, length)
-            if given.grid is not None:
-                with given.grid.open("a") as file:
-                    print(json.dumps([batch, lr, seed, *found]), file=file)
-        return found
-
-    for batch in task.batches:
-        grid[batch] = {lr: averaged([point(batch, lr, seed) for seed in range(given.seeds)]) for lr in task.rates}
-        cells = " | ".join(f"{o.to_target / 1e3:.1f}" for o in grid[batch].values())
-        print(f"| {batch} | {cells} |", flush=True)
+    setting = Setting(given.task, job, data, task, given.seeds, length)
+    grid = printed_grid(setting, given.grid)
     print("\n| workers | best of the grid | advice | samples | beside the best | cost: of the grid, of its arrivals |")
     for workers in WORKERS:
-        points = {(b, lr): o for b, row in grid.items() if b >= workers for lr, o in row.items()}
-        (best_batch, best_lr), best = min(points.items(), key=lambda item: item[1].to_target)
-        cost = sum(point.spent for point in points.values())
-        arrived = sum(point.spent for point in points.values() if math.isfinite(point.to_target))
         advice = advise_batch(job, data, workers=workers, budget=given.budget, seed=100)
-        batch, lr = advice.global_batch_size, advice.lr
-        own = averaged([outcome(job, data, task, batch, lr, seed, length) for seed in range(given.seeds)])
-        print(
-            f"| {workers} | {best_batch}, {best_lr:.3g}: {best.to_target:,.0f} | {batch}, {lr:.3g} | "
-            f"{own.to_target:,.0f} | {own.to_target / best.to_target:.2f} | {100 * advice.samples / cost:.1f} % | "
-            f"{100 * advice.samples / arrived:.1f} % |",
-            flush=True,
-        )
-        print(f"  noise scale {advice.noise.first:.0f}, {advice.noise.second:.0f}; range test {advice.range.top:.3g}")
-        print("  rates " + ", ".join(f"{each.lr:.3g}: {each.loss:.4g}" for each in advice.tried))
+        print_advice(setting, grid, workers, advice)
         if given.virtual:
-            found = pt.simulate(
-                *(job, pt.strategies.sync_sgd(), workers),
-                options=pt.RunOptions(
-                    data=given.data,
-                    global_batch_size=batch,
-                    lr=lr,
-                    epochs=task.most_epochs,
-                    until={"loss": task.target},
-                ),
-            )
-            said = f"reached {found.reached} after {found.samples:,} samples, scored each epoch"
-            print(f"  {workers} virtual workers: {said}")
+            print_virtual(setting, workers, advice, given.data)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """What 16-bit parameters with float32 masters cost in accuracy, and save in memory.
 
     export POLYTEMPO_DATA=…              # a folder with mnist/
-    python benchmarks/precision/main.py accuracy [--seeds 3] [--epochs 3]
+    python benchmarks/precision/main.py accuracy [--seeds 3] [--epochs 3] [--jobs digits] [--families stages,split]
     python benchmarks/precision/main.py memory [--parameters 100e6]
 
-`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision, then two stages with what
-passes between them in 32, 16 and 8 bits. `memory`: a process for each precision trains three steps by SGD without
-momentum, alone; its peak beyond what it had before the model was made.
+`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision; then two stages, and layers
+split over two workers, with what passes between them in 32, 16 and 8 bits; then a parameter server. `memory`: a process
+for each precision trains three steps by SGD without momentum, alone; its peak beyond what it had before the model was
+made.
 """
 
 from __future__ import annotations
@@ -30,28 +31,36 @@ from polytempo.bench.tables import markdown
 from polytempo.core import Strategy
 
 PRECISIONS = (None, "bf16", "fp16(loss_scale=dynamic)")
+_BITS = [(f", activations={codec}, gradients={codec}", "bf16") for codec in ("bf16", "int8")]
+FAMILIES: dict[str, tuple[str, list[tuple[str, str | None]]]] = {
+    "synchronous": ("sync_sgd()", [("", each) for each in PRECISIONS[1:]]),
+    "stages": ("gpipe(stages=2{})", _BITS),
+    "split": ("split('auto', parts=2{})", [(_BITS[1][0], None), *_BITS]),
+    "gathered": ("split('0: column(gather=True), 2: column(gather=True)', parts=2{})", _BITS),
+    "server": ("async_sgd({})", [("", "bf16"), ("codec=bf16, pull_codec=bf16", "bf16")]),
+}
+"""By name: a strategy with room for codecs, as it is measured in float32 first, and the codecs and precisions then."""
 DIGITS_EPOCHS = 10.0
 LAYERS, BATCH, STEPS = 12, 8, 3
 _KIB, _MIB = 1024, 2**20
 _RUN_S = 600.0
 
 
-def accuracy(seeds: int, epochs: float) -> str:
+def accuracy(seeds: int, epochs: float, jobs: Sequence[str], families: Sequence[str]) -> str:
     """A row for each job and setting: mean test accuracy over seeds, and its difference to float32's."""
     rows = []
-    for job, many in (("digits", DIGITS_EPOCHS), ("mnist", epochs)):
-        synchronous = pt.strategies.sync_sgd()
-        base, base_bytes = scores(job, synchronous, None, seeds, many)
-        rows.append(row(job, "sync_sgd()", None, base, base, 1.0))
-        for precision in PRECISIONS[1:]:
-            found, sent = scores(job, synchronous, precision, seeds, many)
-            rows.append(row(job, "sync_sgd()", precision, found, base, sent / base_bytes))
-        staged, staged_bytes = scores(job, pt.strategies.gpipe(stages=2), None, seeds, many)
-        rows.append(row(job, "gpipe(stages=2)", None, staged, staged, 1.0))
-        for codec in ("bf16", "int8"):
-            text = f"gpipe(stages=2, activations={codec}, gradients={codec})"
-            found, sent = scores(job, pt.parse_strategy(text), "bf16", seeds, many)
-            rows.append(row(job, text, "bf16", found, staged, sent / staged_bytes))
+    for job in jobs:
+        for family in families:
+            begin, between = FAMILIES[family]
+            settings = [(begin, None), *[(begin.format(codecs) if codecs else begin, p) for codecs, p in between]]
+            base: list[float] = []
+            base_bytes = 1.0
+            for text, precision in settings:
+                strategy = pt.parse_strategy(text.format(""))
+                found, sent = scores(job, strategy, precision, seeds, DIGITS_EPOCHS if job == "digits" else epochs)
+                base, base_bytes = (base, base_bytes) if base else (found, sent)
+                rows.append(row(job, text.format(""), precision, found, base, sent / base_bytes))
+                print(" | ".join(rows[-1]), file=sys.stderr)
     return markdown(
         (["job", "strategy", "precision", "accuracy, %", "spread", "difference, points", "bytes sent"], rows)
     )
@@ -127,6 +136,8 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("accuracy", "memory", "peak"))
+    parser.add_argument("--jobs", type=lambda text: text.split(","), default=["digits", "mnist"])
+    parser.add_argument("--families", type=lambda text: text.split(","), default=list(FAMILIES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=3.0)
     parser.add_argument("--parameters", type=float, default=100e6)
@@ -135,7 +146,10 @@ def main() -> None:
     if asked.what == "peak":
         print(*peak_of(asked.parameters, None if asked.precision == "None" else asked.precision))
         return
-    print(accuracy(asked.seeds, asked.epochs) if asked.what == "accuracy" else memory(asked.parameters))
+    if asked.what == "accuracy":
+        print(accuracy(asked.seeds, asked.epochs, asked.jobs, asked.families))
+    else:
+        print(memory(asked.parameters))
     print(f"\n{machine()}", Path(__file__).name)
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from polytempo.spec.options import RunOptions
     from polytempo.spec.precision import precision
     from polytempo.spec.result import Result
-    from polytempo.training.attached import no_sync
+    from polytempo.training.attached_models import no_sync
     from polytempo.training.checkpoint_model import checkpoint_model
     from polytempo.training.handle import Handle
     from polytempo.training.hybrid import hybrid
@@ -129,7 +129,7 @@ _HOMES = {
     "polytempo.spec.batch_growth": ("norm_test",),
     "polytempo.spec.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
-    "polytempo.training.attached": ("no_sync",),
+    "polytempo.training.attached_models": ("no_sync",),
     "polytempo.training.checkpoint_model": ("checkpoint_model",),
     "polytempo.training.loop_state": ("ElasticState",),
     "polytempo.training.handle": ("Handle",),

@@ -156,6 +156,25 @@ def test_a_job_that_breaks_is_a_failed_run(tmp_path: Path) -> None:
     assert "a job may print" in done.stderr
 
 
+def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text(
+        "import torch, polytempo as pt\n"
+        "x = torch.randn(16, 3)\n"
+        "data = torch.utils.data.TensorDataset(x, x)\n"
+        "job = pt.Job(model=lambda: torch.nn.Linear(3, 3), data=lambda folder: pt.Data(data), batch_size=4,\n"
+        "             loss=lambda o, t: (o - t).mean() * float('nan'),\n"
+        "             optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))\n"
+    )
+    train = ["train", "jobs.py:job", "--workers", "1", "--steps", "2"]
+    ended = polytempo(*train, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: rank 0, step 0: the loss is nan")
+    assert "--allow-nan" in last
+    going_on = polytempo(*train, "--allow-nan", cwd=tmp_path)
+    assert going_on.returncode == 0, going_on.stderr
+
+
 def test_a_job_without_its_data_is_a_wrong_value(tmp_path: Path) -> None:
     """Though the workers are the ones who look for it."""
     done = polytempo("train", "mnist", cwd=tmp_path)

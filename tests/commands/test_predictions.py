@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -96,13 +97,13 @@ def wide_adam() -> pt.Job:
     )
 
 
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this kernel tells no peaks")
 def test_a_process_takes_about_what_is_reckoned() -> None:
     spec = RunSpec.of(wide_adam(), pt.strategies.sync_sgd(), 2, RunOptions())
     reckoned, measured = estimated(spec, 1 << 20).alone, measured_bytes(spec)
     state = 4 * 4 * (1024 * 4096 + 4096 + 40960 + 10) + 4 * 4  # with four counts of steps
     assert reckoned == state + 2 * 4 * 1024 * 4096, "the square root of the larger matrix, and what it is divided by"
-    if measured is None:
-        pytest.skip("this kernel does not tell peaks")
+    assert measured is not None
     assert 0.8 < measured / reckoned < 1.25
 
 

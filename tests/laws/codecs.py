@@ -25,7 +25,7 @@ class Row(NamedTuple):
     feeds_itself: bool = False
     """Whether it keeps by itself what it has not sent: it has no `encode_`."""
     diverges: bool = False
-    """Whether its error may be longer than x, so that with feedback what is owed grows without end."""
+    """Whether its error may be longer than x, so that with feedback the residual grows without end."""
 
     @property
     def feedable(self) -> bool:

@@ -24,7 +24,7 @@ BOUNDED = [codec for codec in CONSERVING if 0 < codec.facts.law.bound(torch.empt
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64], ids=str)
 def test_whole_and_complex_numbers_are_refused(row: Row, dtype: torch.dtype) -> None:
-    """Alone, and with something owed; so no codec can make a wire that it does not understand."""
+    """Alone, and with a residual; so no codec can make a wire that it does not understand."""
     codec, x = row.make(), torch.arange(1600).view(40, 40).to(dtype)
     ways = [lambda: codec.encode(x)]
     if not row.feeds_itself:

@@ -102,11 +102,11 @@ def untouched(memory: Tensor, filled: int) -> bool:
     return bool((memory[:GUARD] == filled).all() and (memory[-GUARD:] == filled).all())
 
 
-def owed(state: CodecState) -> list[Tensor]:
-    """All that a state owes."""
+def residuals(state: CodecState) -> list[Tensor]:
+    """All residuals of a state."""
     if isinstance(state, Residual):
         return [] if state.residual is None else [state.residual]
-    return [each for part in state for each in owed(part)] if isinstance(state, tuple) else []
+    return [each for part in state for each in residuals(part)] if isinstance(state, tuple) else []
 
 
 def tensors_of(state: CodecState) -> list[object]:
@@ -133,8 +133,9 @@ def test_a_codec_says_what_its_row_says(row: Row) -> None:
         codec.facts.sparse,
         codec.facts.fixed,
         codec.facts.passes_nonfinite,
+        codec.facts.draws,
     )
-    assert said == (row.law, row.summable, row.sparse, row.fixed, row.passes)
+    assert said == (row.law, row.summable, row.sparse, row.fixed, row.passes, row.draws)
     assert (codec.facts.memory == "own") == row.feeds_itself
     assert codec.facts.name.partition("(")[0] == row.text.partition("(")[0]
     assert codec.facts.flops > 0
@@ -236,7 +237,7 @@ def test_16_bit_tensors(row: Row, dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.feedable or row.feeds_itself], ids=text)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_over_100_steps_nothing_is_lost(row: Row, dtype: torch.dtype) -> None:
-    """Σ decoded + what is owed in the end = Σ x; of 16-bit tensors as of float32, for that is what is owed."""
+    """Σ decoded + the last residual = Σ x; of 16-bit tensors as of float32, which residuals are of."""
     codec: Codec = row.make() if row.feeds_itself else feedback(row.make())
     case = Case((33, 17), "normal", dtype)
     state = codec.init(case.tensor())
@@ -248,22 +249,22 @@ def test_over_100_steps_nothing_is_lost(row: Row, dtype: torch.dtype) -> None:
         wire, state = codec.encode(x, state, when)
         codec_of = codec.decode(wire, x, when)
         arrived += codec_of
-    (left,) = owed(state)
-    owed_in = torch.float64 if dtype is torch.float64 else torch.float32
-    assert (left.shape, left.dtype) == (x.shape, owed_in)
-    assert largest(arrived + left - given_in) <= TOLERANCE[owed_in] * 300, "300: the sum of the largest entries"
+    (left,) = residuals(state)
+    held_in = torch.float64 if dtype is torch.float64 else torch.float32
+    assert (left.shape, left.dtype) == (x.shape, held_in)
+    assert largest(arrived + left - given_in) <= TOLERANCE[held_in] * 300, "300: the sum of the largest entries"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_what_is_small_against_the_residual_is_not_lost(dtype: torch.dtype) -> None:
-    """0.5 + 2^-10 is 0.5 in bfloat16: what is owed would never get beyond τ."""
+    """0.5 + 2^-10 is 0.5 in bfloat16: a residual would never get beyond τ."""
     codec, x, arrived = feedback(compression.threshold(0.5)), torch.full((4,), 2.0**-10, dtype=dtype), 0.0
     state = codec.init(x)
     for _ in range(512 + 16):
         wire, state = codec.encode(x, state)
         arrived += float(codec.decode(wire, x)[0])
     assert arrived == 0.5
-    assert state.owed.residual.tolist() == [2.0**-6] * 4
+    assert state.memory.residual.tolist() == [2.0**-6] * 4
 
 
 def test_feedback_around_a_sum_whose_wires_mean_nothing_alone() -> None:
@@ -277,7 +278,7 @@ def test_feedback_around_a_sum_whose_wires_mean_nothing_alone() -> None:
     when = [EncodeContext(1, rank, 9, 3, agreed) for rank in range(3)]
     found = [codec.encode(x, None, each) for x, each in zip(xs, when, strict=True)]
     total = torch.stack([wire for wire, _ in found]).sum(0, dtype=torch.int32)
-    left = sum(state.owed.residual.double() for _, state in found)
+    left = sum(state.memory.residual.double() for _, state in found)
     arrived = codec.decode(total, xs[0], when[0]).double()
     scale = float(torch.tensor(agreed, dtype=torch.bfloat16))
     torch.testing.assert_close(arrived + left, sum(x.double() for x in xs), rtol=0, atol=3 * scale * 2.0**-8)
@@ -449,7 +450,7 @@ def test_what_is_not_finite_is_refused(row: Row, dtype: torch.dtype, value: floa
 @pytest.mark.parametrize("value", BAD, ids=str)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.feedable], ids=text)
 def test_feedback_refuses_what_would_stay_for_ever(row: Row, value: float) -> None:
-    """Whether the codec inside would hand it on or not; and what is owed is as it was."""
+    """Whether the codec inside would hand it on or not; and the residual is as it was."""
     codec, x = feedback(row.make()), NORMAL.tensor()
     assert not codec.facts.passes_nonfinite
     state = codec.encode(x, codec.init(x))[1]

@@ -79,9 +79,9 @@ def test_synchronous_ranks_equal_one_rank_on_the_joined_batch(route: object, opt
     strategy = strategies.sync_sgd(route=route)  # type: ignore[arg-type]
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         setting = Setting(optimizer, dtype)
-        expected = plain_torch(20, setting)[-1]
+        expected = plain_torch(8, setting)[-1]
         for uneven in (False, True):
-            ranks, _ = run(strategy, num_ranks, 20, setting, uneven=uneven)
+            ranks, _ = run(strategy, num_ranks, 8, setting, uneven=uneven)
             distance = (ranks[0].history[-1] - expected).norm() / expected.norm()
             assert distance <= tolerance, f"{dtype}, uneven={uneven}: {distance:.2e}"
 

@@ -126,7 +126,7 @@ def expected(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 
 def tolerance(row: Row, workers: int) -> float:
-    """Of |found - expected|: codes round, and with feedback the last rounding is still owed."""
+    """Of |found - expected|: codes round, and with feedback the last rounding is still residual."""
     if workers > 1 and "bf16" in label(row):
         return 2e-2
     if workers > 1 and row.name == "hogwild":

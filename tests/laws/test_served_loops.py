@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from laws import loops
-from laws.loops import Batch, Trial, momentum
+from laws.loops import Batch, Trial, momentum, squared
 from polytempo.core import Strategy
 from polytempo.worlds import ProcessWorld, current, set_current
 from served_loop import in_process
@@ -251,3 +251,49 @@ def test_a_nan_is_named_before_the_server_has_it() -> None:
     with pytest.raises(pt.NotFinite, match=r"0\.weight"):
         loops.plain(trial)
     trial.handle.detach()
+
+
+@pytest.mark.parametrize("make", [momentum, adamw])
+@pytest.mark.parametrize("loop", [loops.plain, loops.accumulated, loops.kept, loops.clipped, loops.scheduled])
+def test_16_bit_parameters_mean_what_they_mean_without_a_server(loop: Any, make: Any) -> None:
+    """The masters are those of the server, which makes the step that the loop would make of them itself."""
+    alone = Trial(s.sync_sgd(), current(), make, precision="bf16")
+    loop(alone)
+    assert alone.handle is not None
+    alone.handle.detach()
+    served = ServedTrial(s.async_sgd(), make, precision="bf16")
+    assert torch.allclose(ends_as(served, loop), alone.parameters(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy", [s.async_sgd(), s.downpour(push_every=2, pull_every=3), s.easgd(period=2)], ids=str
+)
+def test_who_has_which_bits_in_a_served_loop(strategy: Strategy) -> None:
+    low, wide = torch.bfloat16, torch.float32
+    trial = ServedTrial(strategy, precision="bf16")
+    for batch in trial.batches():
+        trial.optimizer.zero_grad()
+        answer = trial.net(batch[0])
+        squared(answer, batch[1]).backward()
+        trial.optimizer.step()
+        assert answer.dtype == wide
+        assert [(p.dtype, p.grad.dtype) for p in trial.net.parameters() if p.grad is not None] == [(low, low)] * 4
+    before = trial.parameters()
+    with trial.handle.consensus():
+        saved = trial.net.state_dict()
+        assert torch.isfinite(trial.net(torch.ones(2, 4))).all()
+    assert {tensor.dtype for tensor in saved.values()} == {wide}
+    assert any(not torch.equal(tensor, tensor.to(low).to(wide)) for tensor in saved.values())
+    assert torch.allclose(trial.parameters().to(wide), before.to(wide), rtol=0.1, atol=0.1)
+    with pytest.raises(ValueError, match="was given a closure"):
+        trial.optimizer.step(lambda: trial.loss((torch.ones(2, 4), torch.ones(2, 3))))
+    trial.handle.detach()
+    assert {p.dtype for p in trial.net.parameters()} == {wide}
+
+
+def test_a_served_loop_takes_what_has_masters_alone() -> None:
+    with pytest.raises(ValueError, match=r"each worker of async_sgd.* pushes by itself.*use bf16"):
+        ServedTrial(s.async_sgd(), precision="fp16(loss_scale=8)")
+    net = nn.Linear(2, 2).double()
+    with pytest.raises(ValueError, match="parameter 'weight' is float64"):
+        pt.attach(net, SGD(net.parameters(), lr=0.1), s.async_sgd(), precision="bf16")

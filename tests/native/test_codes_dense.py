@@ -59,8 +59,8 @@ def shifted(values: Tensor, num_bytes: int) -> Tensor:
 @every_codec
 def test_kernels_and_torch_agree(isa: str, codec: Codec, twin: pytest.MonkeyPatch) -> None:
     def everything(shape: tuple[int, ...]) -> list[Tensor]:
-        x, owed, start = numbers(shape, 1), numbers(shape, 2) / 3, numbers(shape, 3)
-        residual, out = shifted(owed, 4), shifted(start, 12)
+        x, left, start = numbers(shape, 1), numbers(shape, 2) / 3, numbers(shape, 3)
+        residual, out = shifted(left, 4), shifted(start, 12)
         memory = torch.full((codec.wire_bytes(x) + 8,), 0xA5, dtype=torch.uint8)
         room = memory[4:-4] if codec.wire_dtype(x) is torch.uint8 else memory[4:-4].view(codec.wire_dtype(x))
         fed, _ = codec.encode_(shifted(x, 4), residual, out=room)
@@ -78,15 +78,15 @@ def test_kernels_and_torch_agree(isa: str, codec: Codec, twin: pytest.MonkeyPatc
 
 @every_codec
 def test_the_first_that_is_no_number_is_named_and_nothing_has_changed(isa: str, codec: Codec) -> None:
-    x, owed = numbers((3, 1027), 1), numbers((3, 1027), 2)
+    x, left = numbers((3, 1027), 1), numbers((3, 1027), 2)
     for index, bad in ((3 * 1027 - 1, math.nan), (2000, math.inf), (1027, -math.inf), (0, math.nan)):
         x.view(-1)[index] = bad
-        residual = owed.clone()
+        residual = left.clone()
         with pytest.raises(NotFinite) as caught:
             codec.encode_(x, residual)
         assert caught.value.index == index
         assert math.isnan(bad) == math.isnan(caught.value.value)
-        assert_same_bits(residual, owed)
+        assert_same_bits(residual, left)
         if codec.facts.passes_nonfinite:
             decoded = codec.decode(codec.encode(x)[0], x).view(-1)[index]
             assert str(float(decoded)) == str(bad)
@@ -97,12 +97,12 @@ def test_the_first_that_is_no_number_is_named_and_nothing_has_changed(isa: str, 
 
 @every_codec
 def test_a_sum_beyond_floats_is_no_number(isa: str, codec: Codec) -> None:
-    x, owed = torch.ones(3, 2000), torch.ones(3, 2000)
-    x[2, 1999] = owed[2, 1999] = 3e38
-    residual = owed.clone()
+    x, left = torch.ones(3, 2000), torch.ones(3, 2000)
+    x[2, 1999] = left[2, 1999] = 3e38
+    residual = left.clone()
     with pytest.raises(NotFinite, match="element 5999 is inf"):
         codec.encode_(x, residual)
-    assert torch.equal(residual, owed)
+    assert torch.equal(residual, left)
     with pytest.raises(NotFinite, match="element 1 is nan"):
         codec.encode_(torch.ones(2), torch.tensor([1.0, math.nan]))
 

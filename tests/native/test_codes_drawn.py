@@ -58,9 +58,9 @@ def room(num_bytes: int, offset: int) -> Buffer:
 def test_qsgd(isa: str, levels: int, bucket: int, fed: bool) -> None:
     fields = dense_fields((2 * levels).bit_length())
     for count, offset in [(c, o) for c in COUNTS for o in OFFSETS]:
-        x, owed = normal(count), normal(count, 1)
-        v = x + owed if fed else x
-        source, residual = Buffer(x, offset), Buffer(owed, offset)
+        x, left = normal(count), normal(count, 1)
+        v = x + left if fed else x
+        source, residual = Buffer(x, offset), Buffer(left, offset)
         wire = room(qsgd(levels, bucket).wire_bytes(x), offset)
         assert (
             library().pt_qsgd_encode(
@@ -84,11 +84,11 @@ def test_qsgd(isa: str, levels: int, bucket: int, fed: bool) -> None:
         drawn = levels_drawn(v, each, levels, KEY)
         assert_same_bits(found[4 * num_buckets :].clone().view(torch.int32), packed(fields, drawn + levels))
         expected = drawn.to(torch.float32) * each
-        assert_same_bits(residual.values(), v - expected if fed else owed)
+        assert_same_bits(residual.values(), v - expected if fed else left)
         for add in (0, 1):
-            out = Buffer(owed, offset)
+            out = Buffer(left, offset)
             library().pt_qsgd_decode(wire.pointer, out.pointer, count, bucket, levels, of(fields), add)
-            assert_same_bits(out.values(), owed + expected if add else expected)
+            assert_same_bits(out.values(), left + expected if add else expected)
 
 
 @pytest.mark.parametrize("fed", [False, True])
@@ -96,9 +96,9 @@ def test_qsgd(isa: str, levels: int, bucket: int, fed: bool) -> None:
 def test_terngrad(isa: str, clip: float, terms: int, fed: bool) -> None:
     fields = whole_fields((2 * terms).bit_length())
     for count, offset in [(c, o) for c in COUNTS for o in OFFSETS]:
-        x, owed = normal(count), normal(count, 1)
-        v = x + owed if fed else x
-        source, residual = Buffer(x, offset), Buffer(owed, offset)
+        x, left = normal(count), normal(count, 1)
+        v = x + left if fed else x
+        source, residual = Buffer(x, offset), Buffer(left, offset)
         given, own = residual.pointer if fed else None, ctypes.c_float(-1)
         assert library().pt_terngrad_scaler(source.pointer, given, count, clip, ctypes.addressof(own)) == -1
         assert own.value == pytest.approx(own_scaler(v, clip), rel=2e-7)
@@ -109,26 +109,26 @@ def test_terngrad(isa: str, clip: float, terms: int, fed: bool) -> None:
         words = wire.values().view(torch.int32)
         assert_same_bits(words, packed(fields, drawn + 1))
         expected = drawn.to(torch.float32) * scaler
-        assert_same_bits(residual.values(), v - expected if fed else owed)
+        assert_same_bits(residual.values(), v - expected if fed else left)
         total = words * terms  # as many ranks that all drew the same
         summed = (unpacked(fields, total, count) - terms).to(torch.float32) * scaler
         assert torch.equal(summed, (drawn * terms).to(torch.float32) * scaler)
         for add in (0, 1):
-            out, read = Buffer(owed, offset), Buffer(total, offset)
+            out, read = Buffer(left, offset), Buffer(total, offset)
             library().pt_terngrad_decode(read.pointer, out.pointer, count, scaler, terms, of(fields), add)
-            assert_same_bits(out.values(), owed + summed if add else summed)
+            assert_same_bits(out.values(), left + summed if add else summed)
 
 
 @pytest.mark.parametrize("fed", [False, True])
 def test_natural(isa: str, fed: bool) -> None:
     signs = dense_fields(1)
     for count, offset in [(c, o) for c in COUNTS for o in OFFSETS]:
-        x, owed = normal(count), normal(count, 1)
+        x, left = normal(count), normal(count, 1)
         x[::5] *= 1e-39
         x[1::11] = 3e38
-        owed[1::11] = 0
-        v = x + owed if fed else x
-        source, residual = Buffer(x, offset), Buffer(owed, offset)
+        left[1::11] = 0
+        v = x + left if fed else x
+        source, residual = Buffer(x, offset), Buffer(left, offset)
         wire = room(natural().wire_bytes(x), offset)
         assert (
             library().pt_natural_encode(*(source.pointer, residual.pointer if fed else None, count, KEY, wire.pointer))
@@ -143,20 +143,20 @@ def test_natural(isa: str, fed: bool) -> None:
         )
         sizes = (powers.to(torch.int32) << 23).view(torch.float32)
         expected = torch.where(bits < 0, -sizes, sizes)
-        assert_same_bits(residual.values(), v - expected if fed else owed)
+        assert_same_bits(residual.values(), v - expected if fed else left)
         for add in (0, 1):
-            out = Buffer(owed, offset)
+            out = Buffer(left, offset)
             library().pt_natural_decode(wire.pointer, out.pointer, count, add)
-            assert_same_bits(out.values(), owed + expected if add else expected)
+            assert_same_bits(out.values(), left + expected if add else expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_no_residual_changes_where_something_is_no_number(isa: str, bad: float) -> None:
     fields = dense_fields(4)
     for index in (0, 16, 2500, 4998):
-        x, owed = normal(4999), normal(4999, 1)
-        owed[index] = bad
-        source, residual, wire = Buffer(x, 1), Buffer(owed, 1), room(6000, 1)
+        x, left = normal(4999), normal(4999, 1)
+        left[index] = bad
+        source, residual, wire = Buffer(x, 1), Buffer(left, 1), room(6000, 1)
         own = ctypes.c_float(7)
         assert index // 512 * 512 == library().pt_qsgd_encode(
             source.pointer, residual.pointer, 4999, 512, 4, of(fields), KEY, wire.pointer
@@ -166,7 +166,7 @@ def test_no_residual_changes_where_something_is_no_number(isa: str, bad: float) 
         )
         assert library().pt_terngrad_scaler(source.pointer, residual.pointer, 4999, 2.5, ctypes.addressof(own)) == 0
         assert own.value == 7
-        assert_same_bits(residual.values(), owed)
+        assert_same_bits(residual.values(), left)
         assert library().pt_qsgd_encode(residual.pointer, None, 4999, 512, 4, of(fields), KEY, wire.pointer) >= 0
         assert library().pt_natural_encode(residual.pointer, None, 4999, KEY, wire.pointer) >= 0
         assert library().pt_terngrad_scaler(residual.pointer, None, 4999, 0.0, ctypes.addressof(own)) == 0

@@ -233,7 +233,7 @@ def test_power_sgd_as_a_hook_is_exact_where_torchs_is() -> None:
 
 @pytest.mark.parametrize("route", [all_gather, reduce_scatter, None], ids=["all_gather", "reduce_scatter", "low_rank"])
 def test_nothing_of_the_gradient_is_lost(route: Any) -> None:
-    """Σ answers + what the ranks still owe = Σ gradients, while buckets change after the first step."""
+    """Σ answers + the last residuals = Σ gradients, while buckets change after the first step."""
 
     def story(rank: int) -> Sequence[Tensor]:
         net = Given()
@@ -248,10 +248,10 @@ def test_nothing_of_the_gradient_is_lost(route: Any) -> None:
                 total += 0 if parameter.grad is None else parameter.grad
             for total, gradient in zip(should, summed(given(rank, step)), strict=True):
                 total += gradient / SIZE
-        owed = hook.state_dict()["tensors"]
+        tensors = hook.state_dict()["tensors"]
         lacking = [s - a for s, a in zip(should, answered, strict=True)]
         assert float(lacking[0].norm()) > 0.01 * float(should[0].norm()), "so much is late that it would be seen"
-        residuals = [t for t in owed.values() if t.shape == net.matrix.shape]
+        residuals = [t for t in tensors.values() if t.shape == net.matrix.shape]
         close(summed(residuals), lacking[:1], 1e-9)
         return answered
 

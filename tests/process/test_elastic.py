@@ -22,6 +22,7 @@ from polytempo.report.metrics import read_metrics
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions
+from polytempo.spec.precision import parse_precision
 from polytempo.spec.run_spec import RunSpec
 
 pytestmark = pytest.mark.process
@@ -120,7 +121,10 @@ def harm(launcher: ElasticLauncher, rank: int, number: int) -> Iterator[None]:
         yield
 
 
-def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(
+    precision: str | None, tmp_path: Path
+) -> None:
     """They are killed, stopped and terminated, and there is room for more of them, and for less."""
     wanted, out, hurry = [3], tmp_path / "run", tmp_path / "hurry"
 
@@ -133,12 +137,13 @@ def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(tm
             yield from trains_with(launcher, size)
 
     strategy = "sync_sgd(route=invariant(slices=5))"
-    calm = run_collective(spec_of(job(), strategy), pt.engines.local())
-    spec = spec_of(job(hurry), strategy, min_workers=1, max_workers=4, out=out, checkpoint_every=50)
+    options: dict[str, Any] = {} if precision is None else {"precision": parse_precision(precision)}
+    calm = run_collective(spec_of(job(), strategy, **options), pt.engines.local())
+    spec = spec_of(job(hurry), strategy, min_workers=1, max_workers=4, out=out, checkpoint_every=50, **options)
     result = told(story, spec, hurry, wanted)
     assert result.steps == calm.steps == STEPS
     assert result.parameters_sha256 == calm.parameters_sha256
-    assert result.ledger == calm.ledger
+    assert (result.ledger, result.precision) == (calm.ledger, calm.precision)
     assert [(row["once"], row["last_epoch"]) for row in result.ledger] == [(95, EPOCHS - 1)]
     lost = [text for change in result.membership for text in change["lost"]]
     assert lost == ["member-0 was killed by SIGKILL", "member-2 was killed by SIGKILL"]

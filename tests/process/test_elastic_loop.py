@@ -41,12 +41,13 @@ def fresh() -> pt.ElasticState:
     return pt.ElasticState(model, torch.optim.Adam(model.parameters()), used=[0] * SAMPLES, position=None)
 
 
-def test_each_sample_counts_once_over_kills_and_joins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_each_sample_counts_once_over_kills_and_joins(precision: str | None, tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     numbers = torch.arange(SAMPLES)
 
     def train(state: Any) -> list[Any]:
-        pt.attach(state.model, state.optimizer)
+        pt.attach(state.model, state.optimizer, precision=precision)
         batches = pt.shard(TensorDataset(numbers, numbers.float()[:, None]), batch_size=2)
         if state.position is not None:
             batches.load_state_dict(state.position)
@@ -65,7 +66,7 @@ def test_each_sample_counts_once_over_kills_and_joins(tmp_path: Path) -> None:
                 state.used = (torch.tensor(state.used) + used).tolist()
                 state.position = batches.state_dict()
                 state.commit()
-        return [state.used, state.model.weight.item()]
+        return [state.used, state.model.state_dict()["weight"].item()]
 
     def story(launcher: ElasticLauncher) -> Iterator[None]:
         for size, number in ((2, signal.SIGKILL), (2, signal.SIGTERM)):

@@ -22,6 +22,7 @@ from polytempo.engines.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions
+from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.synchronization import every
 
@@ -99,19 +100,20 @@ def told(story: Story, spec: RunSpec, hurry: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "precision"),
     [
-        "local_sgd(period=4, codec=feedback(top_k(0.3)))",
-        "post_local_sgd(switch_step=8, period=5)",
-        "diloco(period=6, outer_momentum=0.5)",
-        "gossip(period=2)",
-        "parameter_averaging(period=5)",
-        "adasum(of='updates')",
+        ("local_sgd(period=4, codec=feedback(top_k(0.3)))", None),
+        ("post_local_sgd(switch_step=8, period=5)", None),
+        ("diloco(period=6, outer_momentum=0.5)", None),
+        ("diloco(period=6, outer_momentum=0.5)", "bf16"),
+        ("gossip(period=2)", None),
+        ("parameter_averaging(period=5)", None),
+        ("adasum(of='updates')", None),
     ],
 )
-def test_a_run_goes_on_and_ends_near_the_calm_one(strategy: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_and_ends_near_the_calm_one(strategy: str, precision: str | None, tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
-    options = RunOptions(epochs=EPOCHS, global_batch_size=48, seed=2, threads=1)
+    options = RunOptions(epochs=EPOCHS, global_batch_size=48, seed=2, threads=1, precision=precision_of(precision))
     spec = RunSpec.of(digits(hurry), pt.parse_strategy(strategy), 3, options)
     hurry.touch()
     calm = run_collective(spec, pt.engines.local())

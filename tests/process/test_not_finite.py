@@ -16,7 +16,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-import warm
 from polytempo.core import PeerLost, PolytempoError
 from polytempo.strategies import local_sgd, sync_sgd
 from polytempo.worlds import ProcessWorld
@@ -97,25 +96,6 @@ def test_compare_goes_on_with_the_others(tmp_path: Path) -> None:
     assert (first.loss, second.diverged) == (None, None)
     assert second.loss is not None
     assert "not finite" in (tmp_path / "both" / "report.html").read_text()
-
-
-def test_the_command_ends_with_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    (tmp_path / "jobs.py").write_text(
-        "import torch, polytempo as pt\n"
-        "x = torch.randn(16, 3)\n"
-        "data = torch.utils.data.TensorDataset(x, x)\n"
-        "job = pt.Job(model=lambda: torch.nn.Linear(3, 3), data=lambda folder: pt.Data(data), batch_size=4,\n"
-        "             loss=lambda o, t: (o - t).mean() * float('nan'),\n"
-        "             optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))\n"
-    )
-    train = ["-m", "polytempo", "train", "jobs.py:job", "--workers", "1", "--steps", "2"]
-    ended = warm.run(train, tmp_path)
-    assert ended.returncode == 1, ended.stderr
-    last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: rank 0, step 0: the loss is nan")
-    assert "--allow-nan" in last
-    going_on = warm.run([*train, "--allow-nan"], tmp_path)
-    assert going_on.returncode == 0, going_on.stderr
 
 
 # -------------------------------------------------------------------------------------------------- a loop of one's own

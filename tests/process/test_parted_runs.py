@@ -24,6 +24,8 @@ STEPS, SAVED = 9, 4
 CASES: dict[str, tuple[Strategy, int, pt.Job]] = {
     "split": (split(inner=s.top_k_sgd(0.3, exact_below=0)), 4, job()),
     "split, averaged": (split(inner=s.local_sgd(period=3)), 4, job()),
+    "in 8 bits": (split(activations=pt.compression.int8(), gradients=pt.compression.qsgd()), 4, job()),
+    "sequence in 8 bits": (split_text(sequence=True, activations=pt.compression.dynamic8()), 2, text_job()),
     "sequence": (split_text(sequence=True), 2, text_job()),
     "hybrid": (s.hybrid("0, 3", inner=s.top_k_sgd(0.3, exact_below=0)), 2, job()),
 }

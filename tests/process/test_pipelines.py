@@ -7,7 +7,7 @@ import re
 import signal
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import polytempo as pt
-from pipelines import DELAYED, WAITING, WIDTH, batches, perceptron, trained, two_versions
+from pipelines import DELAYED, WAITING, WIDTH, Trained, batches, perceptron, trained, two_versions
 from polytempo.core import Port
 from polytempo.native import lending
 from polytempo.partition import cut, schedules, striped, unstriped
@@ -48,6 +48,12 @@ def _lends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "LEAST_BYTES", 1)
 
 
+@cache
+def virtually(name: str) -> Trained:
+    """The virtual world's training by that schedule."""
+    return trained(EVERY[name](2))
+
+
 @pytest.mark.parametrize("least_bytes", [1, lending.LEAST_BYTES])
 def test_every_schedule_computes_the_bits_of_the_virtual_world(
     least_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -67,8 +73,8 @@ def test_every_schedule_computes_the_bits_of_the_virtual_world(
         return found
 
     first, last = together(2, work)
-    for name, make in EVERY.items():
-        virtual = trained(make(2))
+    for name in EVERY:
+        virtual = virtually(name)
         assert first[name][0] == []
         assert last[name][0] == virtual.losses
         for parameter, tensor in virtual.model.named_parameters():

@@ -12,7 +12,7 @@ from torch import nn
 
 import polytempo as pt
 from parted_job import classes, job
-from polytempo.core import Strategy
+from polytempo.core import Codec, Strategy
 
 pytestmark = pytest.mark.process
 
@@ -57,6 +57,18 @@ def test_the_virtual_world_trains_it_as_stages_alone(strategy: Strategy, workers
     expected = pt.simulate(small(), alone, workers // parted.ranks, **options)
     assert ours.loss == pytest.approx(expected.loss, rel=1e-12)
     assert ours.train_loss == pytest.approx(expected.train_loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("codec", [pt.compression.int8(8), pt.compression.qsgd(127, 8)], ids=str)
+def test_activations_that_are_computed_anew_are_encoded_to_the_same_bits(codec: Codec) -> None:
+    """What draws draws again, for random states are those of the micro-batch."""
+    inner = s.split(RULES, activations=codec, gradients=codec)
+    stored, anew, plain = (
+        pt.simulate(small(), s.gpipe(2, 2, recompute=recompute, inner=each), 4, steps=STEPS, threads=1)
+        for recompute, each in ((False, inner), (True, inner), (True, s.split(RULES)))
+    )
+    assert stored.parameters_sha256 == anew.parameters_sha256 != plain.parameters_sha256
+    assert anew.loss == pytest.approx(plain.loss, rel=0.05)
 
 
 def test_both_worlds_end_with_the_same_bits_and_the_same_checkpoint(tmp_path: Path) -> None:

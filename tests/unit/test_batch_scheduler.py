@@ -247,7 +247,7 @@ def test_nothing_is_dealt_behind_a_snapshot_before_every_shard_knows_of_it() -> 
         (lambda: BatchScheduler(8, 16, "freely", 2, most_held=0), "most_held=0"),
     ],
 )
-def test_impossible_dealers_are_refused(make: Callable[[], BatchScheduler], words: str) -> None:
+def test_impossible_schedulers_are_refused(make: Callable[[], BatchScheduler], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -306,7 +306,7 @@ def test_a_finished_run_stays_finished_unless_it_is_longer() -> None:
     assert Crowd(longer, [0]).ask(0) == "train 6"
 
 
-def test_only_a_dealers_own_state_is_loaded() -> None:
+def test_only_a_schedulers_own_state_is_loaded() -> None:
     with pytest.raises(ValueError, match="no batch scheduler's state"):
         BatchScheduler(4, 8, "freely", 1).load(b"\x93nonsense")
     with pytest.raises(ValueError, match="4 batches an epoch, this one 5"):

@@ -38,7 +38,7 @@ def test_int8_of_what_has_no_scale() -> None:
     residual = torch.tensor([1e-37, -1e-45, 0.0])
     wire, _ = int8().encode_(torch.zeros(3), residual)
     assert wire.tolist() == [0] * 8
-    assert torch.equal(residual, torch.tensor([1e-37, -1e-45, 0.0])), "all of it is owed"
+    assert torch.equal(residual, torch.tensor([1e-37, -1e-45, 0.0])), "all of it is residual"
 
 
 def test_one_bit_in_figures() -> None:
@@ -156,11 +156,11 @@ def test_the_largest_numbers_of_all_ranks_have_a_finite_sum(make: type, terms: i
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), shape=st.sampled_from([(), (0,), (1,), (37,), (4, 33), (2, 3, 4), (9, 2)]))
-def test_what_is_not_sent_is_owed(codec: Codec, dtype: torch.dtype, seed: int, shape: tuple[int, ...]) -> None:
+def test_what_is_not_sent_is_the_residual(codec: Codec, dtype: torch.dtype, seed: int, shape: tuple[int, ...]) -> None:
     """The residual is v - decode(wire) to the bit, the loss is as declared, and add_ adds what decode gives."""
     generator = torch.Generator().manual_seed(seed)
-    x, owed = (torch.randn(shape, generator=generator).pow(3).to(dtype) for _ in range(2))
-    before, residual, total = x.clone(), owed.clone(), x + owed
+    x, left = (torch.randn(shape, generator=generator).pow(3).to(dtype) for _ in range(2))
+    before, residual, total = x.clone(), left.clone(), x + left
     wire, state = codec.encode_(x, residual)
     decoded = codec.decode(wire, x)
     assert state is None
@@ -247,7 +247,7 @@ def test_a_truncated_wire_is_refused_by_its_length(codec: Codec, left: int) -> N
 @pytest.mark.parametrize("codec", [*CODECS, exact()], ids=lambda codec: codec.facts.name)
 def test_memory_that_a_kernel_could_not_use_is_refused(codec: Codec) -> None:
     """Too little, strided, of another dtype or with two dimensions: to write to, and to read."""
-    x, owed = torch.linspace(-1, 1, 400), torch.full((400,), 0.5)
+    x, left = torch.linspace(-1, 1, 400), torch.full((400,), 0.5)
     wire, _ = codec.encode(x)
     memory, out, n = torch.zeros(8 * wire.nbytes, dtype=torch.uint8).view(wire.dtype), torch.ones(400), wire.numel()
     other = torch.zeros(n, dtype=torch.float64)
@@ -255,12 +255,12 @@ def test_memory_that_a_kernel_could_not_use_is_refused(codec: Codec) -> None:
         with pytest.raises(ValueError, match=f"a wire of {re.escape(codec.facts.name)}"):
             codec.encode(x, out=room)
         with pytest.raises(ValueError, match=f"a wire of {re.escape(codec.facts.name)}"):
-            codec.encode_(x, owed, out=room)
+            codec.encode_(x, left, out=room)
         for decode in (lambda wrong: codec.decode(wrong, x), lambda wrong: codec.add_(wrong, out)):
             with pytest.raises(ValueError, match="a wire of"):
                 decode(room)
     assert not memory.view(torch.uint8).any()
-    assert bool((owed == 0.5).all())
+    assert bool((left == 0.5).all())
     assert bool((out == 1).all())
     found, _ = codec.encode(x, out=memory)
     assert torch.equal(found, wire)

@@ -76,7 +76,7 @@ def test_tau_follows_the_density_and_nothing_is_lost() -> None:
         total, decoded = total + x, decoded + answer
         shares.append(int(answer.count_nonzero()) / n)
     assert shares[1:] == pytest.approx([0.03] * 119, rel=0.4)
-    torch.testing.assert_close(decoded + state.owed.residual, total, rtol=0, atol=1e-3)
+    torch.testing.assert_close(decoded + state.memory.residual, total, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -111,7 +111,7 @@ def test_the_remedies_of_a_wrong_route_are_true(build: Callable[..., Any]) -> No
 # ---------------------------------------------------------------------- merges
 
 
-def test_what_a_rank_says_under_a_merge_and_owes_is_what_it_was_given() -> None:
+def test_what_a_rank_says_under_a_merge_and_its_residual_are_what_it_was_given() -> None:
     """`through`'s law where the answer is no sum: of each rank's own wires."""
     said = torch.zeros(2, 40)
 
@@ -122,13 +122,13 @@ def test_what_a_rank_says_under_a_merge_and_owes_is_what_it_was_given() -> None:
     heard.coordinate_wise = False  # type: ignore[attr-defined]
     transform = c.through(c.feedback(c.top_k(0.1)), heard, exact_below=0)
     given = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
-    owed = torch.zeros(2, 40)
+    residuals = torch.zeros(2, 40)
 
     async def program(port: Port) -> None:
         state = transform.init(Bundle({"w": given[port.rank]}))
         for _ in range(5):
             _, state = await transform.apply(port, Bundle({"w": given[port.rank].clone()}), state)
-        owed[port.rank] = state.codecs["w"].owed.residual
+        residuals[port.rank] = state.codecs["w"].memory.residual
 
     VirtualWorld(ethernet(), 2).run(program)
-    torch.testing.assert_close(said + owed, 5 * given)
+    torch.testing.assert_close(said + residuals, 5 * given)

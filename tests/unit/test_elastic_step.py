@@ -13,6 +13,7 @@ import polytempo as pt
 from polytempo.core import PeerLost, Port
 from polytempo.membership.message import GroupView
 from polytempo.spec.options import RunOptions
+from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training import elastic_training
 from polytempo.training.commit_point import Committed, Wishes, commit_point
@@ -24,7 +25,7 @@ BROKEN = 5
 """In this step the commit point raises."""
 
 
-def spec() -> RunSpec:
+def spec(precision: str | None = None) -> RunSpec:
     """Twelve steps of a model with running statistics, momentum and a schedule."""
 
     def data(path: Any) -> pt.Data:
@@ -44,12 +45,13 @@ def spec() -> RunSpec:
         batch_size=8,
         name="small",
     )
-    return RunSpec.of(job, pt.strategies.sync_sgd(), 1, RunOptions(steps=STEPS, min_workers=1, seed=3))
+    options = RunOptions(steps=STEPS, min_workers=1, seed=3, precision=precision_of(precision))
+    return RunSpec.of(job, pt.strategies.sync_sgd(), 1, options)
 
 
-def begun() -> ElasticTraining:
+def begun(precision: str | None = None) -> ElasticTraining:
     """The only member of a run, at its beginning."""
-    training = ElasticTraining(spec(), 0, Wishes, lambda row: None)
+    training = ElasticTraining(spec(precision), 0, Wishes, lambda row: None)
     training.enter(GroupView(1, (0,), 0, 0))
     training.begin(ProcessWorld(0, [0]), GroupView(1, (0,), 0, 0))
     return training
@@ -66,9 +68,13 @@ def trained(training: ElasticTraining) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_broken_step_is_finished_or_undone(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calm = trained(begun())
-    training = begun()
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16(loss_scale=1000)"])
+def test_a_broken_step_is_finished_or_undone(
+    precision: str | None, finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16-bit parameters the step is finished on the masters, by the gradient without its scale."""
+    calm = trained(begun(precision))
+    training = begun(precision)
     committed: list[Any] = []
 
     async def breaks(port: Port, wishes: Any, own: Any) -> Committed:

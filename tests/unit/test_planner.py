@@ -281,6 +281,12 @@ def test_larger_batches_need_more_memory() -> None:
     assert small < large
 
 
+def test_a_stage_needs_less_memory_than_the_whole_model() -> None:
+    pricer = Pricer(pt.jobs.find("digits"), None, CLUSTER)
+    stage = pt.parse_strategy("one_f_one_b(stages=2)").name
+    assert pricer.memory_bytes(PlannedRun(stage, 2, 8, 1)) < pricer.memory_bytes(PlannedRun(SYNCHRONOUS, 1, 8, 1))
+
+
 # ---- the file of a cluster ----
 
 

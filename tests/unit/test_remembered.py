@@ -60,7 +60,7 @@ def test_renewed_has_the_new_tensors_at_the_old_step() -> None:
     assert not found.inner.inner.velocity.flat.any()
 
 
-def test_renewed_drops_what_was_owed() -> None:
+def test_renewed_drops_residuals() -> None:
     found = renewed(state(1.0, step=9), Some(0, {"0": Residual(), "none": Residual()}))
     assert found == Some(9, {"0": Residual(), "none": Residual()})
 

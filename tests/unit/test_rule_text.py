@@ -31,6 +31,15 @@ def test_a_strategy_s_name_makes_it_again() -> None:
     assert parse_strategy(str(hybrid)).parted == hybrid.parted
 
 
+def test_codecs_of_what_layers_exchange_stand_in_the_name() -> None:
+    strategy = parse_strategy("split('up: column, down: row', parts=2, activations=int8, gradients=dynamic8)")
+    assert isinstance(strategy.parted, SplitLayers)
+    assert str(strategy.parted.wires) == "activations by int8(block=256), their gradients by dynamic8(block=4096)"
+    assert "activations=int8(block=256)" in str(strategy)
+    assert parse_strategy(str(strategy)).parted == strategy.parted
+    assert "activations" not in str(s.split(RULES))
+
+
 def test_text_is_read_with_spaces_and_without() -> None:
     text = "*.up: column, qkv: column(heads=8, packed=3), out: row(heads=8), last: column(gather=True)"
     assert rule_text(rules_of(RULES)) == text

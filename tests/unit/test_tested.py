@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polytempo.cli import doctor, tested
-from polytempo.cli.tested import untested
+from polytempo.cli import doctor, tested_versions
+from polytempo.cli.tested_versions import untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,22 +35,23 @@ def test_doctor_names_it_and_stays_healthy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "_two_workers_talk", lambda: (1.0, 1.0))
     health = doctor.examined()
     assert health.healthy
-    assert ("note", f"torch 2.99.0 is not tested with Polytempo; tested are {', '.join(tested.TORCH)}") in doctor._rows(
-        health
-    )
+    assert (
+        "note",
+        f"torch 2.99.0 is not tested with Polytempo; tested are {', '.join(tested_versions.TORCH)}",
+    ) in doctor._rows(health)
 
 
 def test_pyproject_and_contributing_declare_what_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    major, minor = map(int, tested.TORCH[-1].split("."))
-    assert f"torch>={tested.TORCH[0]},<{major}.{minor + 1}" in project["dependencies"]
-    assert project["requires-python"] == f">={tested.PYTHON[0]}"
+    major, minor = map(int, tested_versions.TORCH[-1].split("."))
+    assert f"torch>={tested_versions.TORCH[0]},<{major}.{minor + 1}" in project["dependencies"]
+    assert project["requires-python"] == f">={tested_versions.PYTHON[0]}"
     declared = [line.rsplit(" ", 1)[1] for line in project["classifiers"] if "Python :: 3." in line]
-    assert tuple(declared) == tested.PYTHON
+    assert tuple(declared) == tested_versions.PYTHON
     rows = [
         line.split("|")[1:3]
         for line in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| 2.") and "passed" in line
     ]
-    assert {".".join(row[0].strip().split(".")[:2]) for row in rows} == set(tested.TORCH)
-    assert {".".join(row[1].strip().split(".")[:2]) for row in rows} == set(tested.PYTHON)
+    assert {".".join(row[0].strip().split(".")[:2]) for row in rows} == set(tested_versions.TORCH)
+    assert {".".join(row[1].strip().split(".")[:2]) for row in rows} == set(tested_versions.PYTHON)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.server import message as messages
-from polytempo.server.message import Beat, Message, Pulled, Push, Replicate, Rows, Ticket
+from polytempo.server.message import Beat, Message, Pulled, Push, Replicate, Request, Rows, Ticket
 from polytempo.wire.frames import VERSION, Frame, FrameLimits, Malformed, decode, encode
 
 LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
@@ -109,6 +109,17 @@ def test_every_message_comes_back_as_it_was(kind: type[Message]) -> None:
         assert same(message, decode(arrived(encode(message)), LIMITS))
 
     there_and_back()
+
+
+def test_a_kind_below_another_one_is_read_also_if_it_is_imported_later() -> None:
+    """A decoder has been made by then, and the number of kinds directly below `Message` stays what it was."""
+    assert same(pushed(torch.ones(2)), decode(arrived(encode(pushed(torch.ones(2)))), LIMITS))
+
+    class Later(Request, frozen=True, eq=False):
+        pass
+
+    later = Later(0, 0, 1)
+    assert same(later, decode(arrived(encode(later)), LIMITS))
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7, 32])

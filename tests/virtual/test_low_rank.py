@@ -1,4 +1,4 @@
-"""PowerSGD: its algorithm step by step, what it owes, and when it is the exact mean."""
+"""PowerSGD: its algorithm step by step, its residual, and when it is the exact mean."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def stepped(
     return [list(row) for row in zip(*(answers for answers, _ in found), strict=True)], [s for _, s in found], outcome
 
 
-def owed(state: Any, name: str) -> Tensor:
-    residual: Tensor = state.matrices[name].owed.residual
+def residual_of(state: Any, name: str) -> Tensor:
+    residual: Tensor = state.matrices[name].memory.residual
     return residual
 
 
@@ -97,18 +97,18 @@ def test_it_is_the_published_algorithm(rank: int) -> None:
         for row, reference in zip(answers, expected, strict=True):
             torch.testing.assert_close(row[0][name], reference, rtol=1e-10, atol=1e-12)
         for state, memory in zip(states, memories, strict=True):
-            torch.testing.assert_close(3 * owed(state, name), memory, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(3 * residual_of(state, name), memory, rtol=1e-10, atol=1e-12)
 
 
 def test_a_step_by_hand() -> None:
-    """Rank 1 on a mean of rank 1, whatever Q: [1, 2, 3]ᵀ [4, 0, 4] comes back whole, and nobody owes the mean."""
+    """Rank 1 on a mean of rank 1, whatever Q: [1, 2, 3]ᵀ [4, 0, 4] comes back whole, without a residual of it."""
     column, row = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), torch.tensor([4.0, 0.0, 4.0], dtype=torch.float64)
     product, other = torch.outer(column, row), torch.diag(torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64))
     given = [{"w": product + other}, {"w": product - other}]
     answers, states, _ = stepped(low_rank(1, exact_below=0), [given])
     torch.testing.assert_close(answers[0][0]["w"], product, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(owed(states[0], "w"), other / 2, rtol=1e-13, atol=1e-14)
-    torch.testing.assert_close(owed(states[1], "w"), -other / 2, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(residual_of(states[0], "w"), other / 2, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(residual_of(states[1], "w"), -other / 2, rtol=1e-13, atol=1e-14)
 
 
 # ------------------------------------------------------------------------------------------------------------- laws
@@ -123,7 +123,7 @@ def test_nothing_is_lost_over_the_steps(shares: tuple[float, ...] | None, warm_s
     for name in ["w", "kernel"]:
         brought = sum(w * g[name] for row in steps for w, g in zip(weights, row, strict=True))
         given = sum(row[0][name] for row in answers)
-        left = sum(owed(state, name) for state in states)
+        left = sum(residual_of(state, name) for state in states)
         torch.testing.assert_close(given + left, brought, rtol=1e-12, atol=1e-12)
         assert left.norm() > 0.1  # type: ignore[union-attr]
 
@@ -132,14 +132,14 @@ def test_nothing_is_lost_over_the_steps(shares: tuple[float, ...] | None, warm_s
 def test_what_is_finite_in_16_bits_stays_finite(num_ranks: int) -> None:
     """Three thirds of 65504 come to more than float16 has, for they are rounded up: the answer is its largest number.
 
-    What that leaves is owed. It holds for matrices and for what travels as it is.
+    What that leaves is residual. It holds for matrices and for what travels as it is.
     """
     most = {name: torch.full(shape, 65504.0, dtype=torch.float16) for name, shape in SHAPES.items()}
     answers, states, _ = stepped(low_rank(1, exact_below=0), [[most] * num_ranks] * 2)
     for name, expected in most.items():
         for row in answers:
             torch.testing.assert_close(row[0][name], expected, rtol=0.002, atol=0)
-    assert all(owed(state, "w").abs().max() < 65504 * 0.002 for state in states)
+    assert all(residual_of(state, "w").abs().max() < 65504 * 0.002 for state in states)
 
 
 def test_16_bits_lose_nothing_over_the_steps_nor_when_ranks_go() -> None:
@@ -149,12 +149,12 @@ def test_16_bits_lose_nothing_over_the_steps_nor_when_ranks_go() -> None:
     answers, states, _ = stepped(transform, steps)
     brought = sum(given["w"].double() / 2 for row in steps for given in row)
     arrived = sum(row[0]["w"].double() for row in answers)
-    left = sum(owed(state, "w").double() for state in states)
+    left = sum(residual_of(state, "w").double() for state in states)
     torch.testing.assert_close(arrived + left, brought, rtol=0, atol=1e-4)
-    layout, debts = Bundle(steps[0][0]), [saved(state, "gradients") for state in states]
-    heir = restored(transform.init(layout), debts[0], "gradients", layout, debts)
-    assert owed(heir, "w").dtype is torch.float32
-    torch.testing.assert_close(owed(heir, "w").double(), left, rtol=0, atol=1e-5)
+    layout, sources = Bundle(steps[0][0]), [saved(state, "gradients") for state in states]
+    heir = restored(transform.init(layout), sources[0], "gradients", layout, sources)
+    assert residual_of(heir, "w").dtype is torch.float32
+    torch.testing.assert_close(residual_of(heir, "w").double(), left, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -169,7 +169,7 @@ def test_all_ranks_end_with_the_same_bits(dtype: torch.dtype, route: Any) -> Non
 
 
 @pytest.mark.parametrize("rank", [7, 50])
-def test_with_the_full_rank_it_is_the_mean_and_nothing_is_owed(rank: int) -> None:
+def test_with_the_full_rank_it_is_the_mean_without_a_residual(rank: int) -> None:
     steps = [[gradients(t, i) for i in range(3)] for t in range(3)]
     answers, states, _ = stepped(low_rank(rank, exact_below=0), steps)
     expected, *_ = stepped(mean(), steps)
@@ -218,7 +218,7 @@ def test_warm_steps_approach_the_best_approximation() -> None:
         for _ in range(8):
             answers, states, _ = stepped(transform, [[{"w": matrix}] * 2], begin=state)
             right = states[0].matrices["w"].right
-            state = transform.init(Bundle({"w": matrix}))._replace(step=states[0].step)  # nothing is owed
+            state = transform.init(Bundle({"w": matrix}))._replace(step=states[0].step)  # without a residual
             if warm:
                 state.matrices["w"] = state.matrices["w"]._replace(right=right)
             distance = float((answers[0][0]["w"] - best).norm())
@@ -286,27 +286,27 @@ def test_the_first_q_depends_on_the_seed_and_the_name_alone() -> None:
     assert not torch.equal(alone.matrices["w"].right, other.matrices["w"].right)
 
 
-def test_what_is_owed_goes_to_those_who_go_on_and_alone_it_is_given() -> None:
+def test_residuals_go_to_ranks_that_go_on_and_alone_they_are_given() -> None:
     """Four ranks become two, and then one: sums stay, and the one begins with what was left."""
     transform = low_rank(1, exact_below=0)
     steps = [[gradients(t, i) for i in range(4)] for t in range(3)]
     _, states, _ = stepped(transform, steps)
     layout = Bundle(steps[0][0])
-    debts = [saved(state, "gradients") for state in states]
-    total = sum(owed(state, "w") for state in states)
+    sources = [saved(state, "gradients") for state in states]
+    total = sum(residual_of(state, "w") for state in states)
 
-    def heir(debts: Sequence[Saved]) -> Any:
-        return restored(transform.init(layout), debts[0], "gradients", layout, debts)
+    def heir(sources: Sequence[Saved]) -> Any:
+        return restored(transform.init(layout), sources[0], "gradients", layout, sources)
 
-    halves = [heir(debts[:2]), heir(debts[2:])]
-    torch.testing.assert_close(owed(halves[0], "w") + owed(halves[1], "w"), total, rtol=1e-14, atol=1e-14)
-    answers, after, _ = stepped(transform, [[gradients(9, 0)]], begin=heir(debts))
+    halves = [heir(sources[:2]), heir(sources[2:])]
+    torch.testing.assert_close(residual_of(halves[0], "w") + residual_of(halves[1], "w"), total, rtol=1e-14, atol=1e-14)
+    answers, after, _ = stepped(transform, [[gradients(9, 0)]], begin=heir(sources))
     torch.testing.assert_close(answers[0][0]["w"], gradients(9, 0)["w"] + total, rtol=1e-14, atol=1e-14)
-    assert after[0].matrices["w"].owed.residual is None
+    assert after[0].matrices["w"].memory.residual is None
     assert torch.equal(after[0].matrices["w"].right, states[0].matrices["w"].right)
 
 
-def test_one_rank_that_owes_nothing_gets_its_own_gradient_back() -> None:
+def test_one_rank_without_a_residual_gets_its_own_gradient_back() -> None:
     answers, *_ = stepped(low_rank(1, exact_below=0), [[gradients(0, 0)]])
     assert all(torch.equal(answers[0][0][name], tensor) for name, tensor in gradients(0, 0).items())
 
@@ -318,7 +318,7 @@ def test_one_rank_that_owes_nothing_gets_its_own_gradient_back() -> None:
 def test_what_is_not_finite_stops_every_rank_before_anything_is_remembered(wrong: float) -> None:
     transform = low_rank(2, exact_below=0)
     _, states, _ = stepped(transform, [[gradients(0, i) for i in range(2)]])
-    before = [owed(state, "w").clone() for state in states]
+    before = [residual_of(state, "w").clone() for state in states]
     messages: dict[int, str] = {}
 
     async def program(port: Port) -> None:
@@ -333,7 +333,7 @@ def test_what_is_not_finite_stops_every_rank_before_anything_is_remembered(wrong
     VirtualWorld(CLUSTER, 2).run(program)
     assert messages[1].startswith(f"element {3 * 7 + 2} of w on rank 1 is {wrong}, which low_rank(rank=2) cannot")
     assert messages[0].startswith("element 21 of w (or of its row) in the sum over all ranks is ")
-    assert all(torch.equal(owed(state, "w"), residual) for state, residual in zip(states, before, strict=True))
+    assert all(torch.equal(residual_of(state, "w"), residual) for state, residual in zip(states, before, strict=True))
 
 
 def test_impossible_arguments() -> None:

@@ -95,6 +95,7 @@ def test_the_bytes_of_each_layer_are_those_that_its_shapes_say() -> None:
 PRICED = {
     "columns, rows and a vocabulary": (split(2), 2),
     "replicas that send a fourth": (split(2, inner=s.int8_sgd()), 4),
+    "activations in 8 bits": (split(2, activations=pt.compression.int8(8), gradients=pt.compression.bf16()), 2),
     "chosen by bytes": (s.split("auto", parts=2), 2),
     "divided layers": (s.hybrid("0, 3"), 3),
 }
@@ -132,3 +133,21 @@ def test_many_models_in_parts_take_the_time_of_their_parts_and_the_exchange_betw
     alone, many = (pt.simulate(untested, split(4), n, cluster, steps=2, meta=True) for n in (4, 256))
     assert many.seconds > alone.seconds
     assert many.layers == alone.layers
+
+
+def test_what_looks_at_values_cannot_be_priced() -> None:
+    def clipped(output: Tensor, target: Tensor) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(output, target)
+        return loss if loss.item() < 10 else loss.log()
+
+    said = r"job classes with hybrid\(.*\) cannot be computed without values \(.* meta tensors.*\); leave out"
+    with pytest.raises(ValueError, match=said):
+        pt.simulate(job(loss=clipped), s.hybrid("0, 3"), 2, steps=1, meta=True)
+
+
+def test_a_mistake_in_a_job_is_not_taken_for_that() -> None:
+    def mistaken(output: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.mse_loss(output @ output, target.double())
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pt.simulate(job(loss=mistaken), s.hybrid("0, 3"), 2, steps=1, meta=True)

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from laws.catalogue import GROUPED, ROWS, SERVED, STAGED, Row, label
 from polytempo.cluster import one_host
+from polytempo.compression import int8
 from polytempo.core import NotFinite, Strategy
 from polytempo.spec.result import Result
 
@@ -56,7 +57,10 @@ def trained(
 
 
 def is_refused(strategy: Strategy) -> bool:
-    return strategy.one_copy is not None or strategy.server is not None
+    server = strategy.server
+    return strategy.one_copy is not None or (
+        server is not None and (strategy.schedule is not None or server.reassigns is not None)
+    )
 
 
 DECIDES = ("sign_sgd", "krum", "terngrad", "pipemare", "spectrain", "synthetic_gradients")
@@ -87,9 +91,49 @@ def test_layers_in_parts_exchange_16_bits() -> None:
     whole, low = (trained(pt.strategies.split(), precision, workers=2, steps=8) for precision in (None, "bf16"))
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
     assert low.bytes_sent_per_rank < 0.6 * whole.bytes_sent_per_rank
+    eight = trained(pt.strategies.split(activations=int8(), gradients=int8()), "bf16", workers=2, steps=8)
+    assert eight.loss == pytest.approx(whole.loss, rel=0.02)
+    assert eight.bytes_sent_per_rank < 0.8 * low.bytes_sent_per_rank, "half of what layers of 8 features send"
     divided = pt.strategies.hybrid(layers="2")
     whole, low = (trained(divided, precision, workers=2, steps=8) for precision in (None, "bf16"))
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "strategy", [pt.strategies.async_sgd(), pt.strategies.async_sgd(shards=2), pt.strategies.ssp(bound=3)], ids=str
+)
+def test_the_only_worker_of_a_server_makes_the_steps_of_one_alone(strategy: Strategy) -> None:
+    """The shards hold the masters, and step these as the worker itself would."""
+    served, alone = (trained(each, "bf16", workers=1, steps=8) for each in (strategy, pt.strategies.sync_sgd()))
+    assert (served.parameters_sha256, served.loss) == (alone.parameters_sha256, alone.loss)
+    assert served.parameters_sha256 != trained(strategy, None, workers=1, steps=8).parameters_sha256
+
+
+def test_pushes_and_pulls_of_16_bits_carry_all_that_there_is() -> None:
+    """Gradients have 16 bits anyway, and weights are rounded to 16 before they are used."""
+    bf16, digits = pt.compression.bf16(), pt.jobs.find("digits")
+    plain, coded = pt.strategies.async_sgd(), pt.strategies.async_sgd(codec=bf16, pull_codec=bf16)
+    whole, low = (trained(each, "bf16", workers=1, of=digits, steps=8) for each in (plain, coded))
+    assert whole.loss == low.loss
+    assert low.bytes_sent_per_rank < 0.52 * whole.bytes_sent_per_rank
+    for result, carried in ((whole, "float32"), (low, "bf16()")):
+        assert result.precision is not None
+        assert (result.precision["pushes"], result.precision["pulls"]) == (carried, carried)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_workers_of_a_server_send_float32_unless_codecs_say_otherwise(meta: bool) -> None:
+    options: dict[str, Any] = {"meta": True} if meta else {}
+    whole, low = (
+        pt.simulate(job(), pt.strategies.async_sgd(), 1, one_host(), steps=6, precision=precision, **options)
+        for precision in (None, "bf16")
+    )
+    assert whole.server is not None
+    assert low.server is not None
+    assert low.server["bytes_sent"] == whole.server["bytes_sent"]
+    assert low.bytes_sent_per_rank == pytest.approx(whole.bytes_sent_per_rank, rel=0.01), "rows of metrics are text"
+    assert low.precision is not None
+    assert (low.precision["parameter_bytes"], low.precision["pushes"]) == (low.precision["master_bytes"] / 2, "float32")
 
 
 @pytest.mark.parametrize("meta", [False, True])

@@ -1,4 +1,4 @@
-"""Encoded pushes and pulls: what travels, what is held, what is owed, and what a shard makes of nonsense."""
+"""Encoded pushes and pulls: what travels, what is held, what residuals are, and what a shard makes of nonsense."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Code
 
 
 @pytest.mark.parametrize("codec", FED, **by_name)
-def test_what_was_decoded_and_what_is_owed_is_what_was_pushed_though_shards_move(codec: Codec) -> None:
+def test_what_was_decoded_and_the_residuals_are_what_was_pushed_though_shards_move(codec: Codec) -> None:
     """Three layouts, the second with cuts inside of rows; SGD with rate 1 adds up what is decoded."""
     given = gradients(6)
     layouts = [shard_map(MODEL, 3), with_shard_added(MODEL, shard_map(MODEL, 3)), ((Span(0, NUMEL),),)]
@@ -199,27 +199,27 @@ def test_what_a_codec_remembers_of_an_element_goes_with_it() -> None:
         RangeState(6, (2,), (Residual(torch.tensor([7.0, 8.0])), {"tau": 0.125})),
     ]
     fresh = (Residual(), {"tau": 1.0})
-    owed, rest = redistribute(before, 3, (2, 2), fresh)
-    assert (owed.residual.tolist(), rest) == ([[4.0, 0.0], [0.0, 7.0]], {"tau": 0.25})
+    residual, rest = redistribute(before, 3, (2, 2), fresh)
+    assert (residual.residual.tolist(), rest) == ([[4.0, 0.0], [0.0, 7.0]], {"tau": 0.25})
     assert redistribute(before, 4, (2,), fresh) == (Residual(), {"tau": 0.25})
     assert redistribute(before, 8, (2,), fresh) == fresh
     assert redistribute([], 0, (2,), None) is None
 
 
-def test_a_client_keeps_what_it_owes_when_shards_come() -> None:
+def test_a_client_keeps_its_residual_when_shards_come() -> None:
     before, after = shard_map(MODEL, 1), with_shard_added(MODEL, shard_map(MODEL, 1))
     worker, machine = client(feedback(bf16()), before), shard(feedback(bf16()))
     worker.push(gradients(1)[0], 1)
     delivered(worker, [machine])
-    owed = worker.residual()
-    assert owed is not None
-    assert owed.any()
+    residual = worker.residual()
+    assert residual is not None
+    assert residual.any()
     worker.receive(0.0, LAUNCHER, View(1, ((10,), (11,)), ((0, 1),), layout=1, spans=after))
     assert worker.layout == 1
-    assert torch.equal(worker.residual(), owed)  # type: ignore[arg-type]
+    assert torch.equal(worker.residual(), residual)  # type: ignore[arg-type]
 
 
-def test_what_is_owed_moves_bit_by_bit_while_training_goes_on() -> None:
+def test_residuals_move_bit_by_bit_while_training_goes_on() -> None:
     """2 shards at first, 3 after an epoch, 1 after two; a synchronous schedule, and a codec that knows no groups."""
     plain = strategies.backup_workers(backups=0, shards=2)
     assert plain.server is not None

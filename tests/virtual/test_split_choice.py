@@ -172,14 +172,14 @@ def test_mistakes() -> None:
 GIVEN: Rules = {"layers.0": "column", "drops.0": "column", "layers.1": "row"}
 
 
-def told_of(rules: Any, link: Any) -> list[str]:
+def told_of(rules: Any, link: Any, **codecs: str) -> list[str]:
     """What `pt.split` warns of on the first of two ranks, for a perceptron of 8, 6 and 4 features and 5 samples."""
 
     def work(port: Port) -> list[str]:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             model = made(lambda: Perceptron(8, 6, 4))
-            pt.split(model, rules, sample=drawn(5, 8), link=link, gflops=1e-6, port=port)
+            pt.split(model, rules, sample=drawn(5, 8), link=link, gflops=1e-6, port=port, **codecs)
         return [str(each.message) for each in found]
 
     told: list[str] = on_ranks(2, work)[0]
@@ -195,6 +195,17 @@ def test_a_link_that_makes_the_split_slower(rules: Any) -> None:
         "less; most of it is layer layers.1, 2.2e+04 ms against 360 ms. It still divides the memory by 2"
     ]
     assert told_of(rules, "10gbit") == []
+
+
+def test_codecs_make_exchanges_shorter() -> None:
+    """A rank sends 20 doubles in all: 2 bytes a number, or 1 and 4 for a scale."""
+    whole, half, eight = (
+        told_of("auto", pt.cluster.Link(0.0, 8.0), **codecs)[0]
+        for codecs in ({}, {"activations": "bf16"}, {"activations": "int8"})
+    )
+    assert "exchanges take 2e+04 ms" in whole
+    assert "exchanges take 5e+03 ms" in half
+    assert "exchanges take 3e+03 ms" in eight
 
 
 def test_a_link_needs_a_sample() -> None:

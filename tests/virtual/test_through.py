@@ -104,20 +104,20 @@ def ran(transform: Transform, num_ranks: int, dtype: torch.dtype, steps: int = S
     return outcome
 
 
-def owed(state: Any) -> list[Tensor]:
-    """All that a state owes."""
+def residuals(state: Any) -> list[Tensor]:
+    """All residuals of a state."""
     if isinstance(state, Residual):
         return [] if state.residual is None else [state.residual]
     if isinstance(state, dict):
-        return [each for part in state.values() for each in owed(part)]
-    return [each for part in state for each in owed(part)] if isinstance(state, tuple) else []
+        return [each for part in state.values() for each in residuals(part)]
+    return [each for part in state for each in residuals(part)] if isinstance(state, tuple) else []
 
 
 def left(state: State, dtype: torch.dtype) -> Tensor:
-    """What a rank owes, at its place in the flat buffer."""
+    """What a rank holds back, at its place in the flat buffer."""
     empty = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
     for name, codec_state in state.codecs.items():
-        for residual in owed(codec_state):
+        for residual in residuals(codec_state):
             assert residual.shape == empty[name].shape
             empty[name] += residual
     return Bundle(empty).flat.double()
@@ -149,7 +149,7 @@ def tolerance(way: Way, num_ranks: int, dtype: torch.dtype) -> float:
     ids=lambda each: label(each) if isinstance(each, Way) else str(each),
 )
 def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(way: Way, num_ranks: int) -> None:
-    """Σ answers + Σ over ranks of what they owe = Σ of the weighted inputs, where there is feedback."""
+    """Σ answers + Σ over ranks of what they hold back = Σ of the weighted inputs, where there is feedback."""
     dtype = torch.float64 if num_ranks % 2 == 0 else torch.float32
     outcome = ran(way.make(), num_ranks, dtype)
     ranks = [rank for rank in outcome.results if rank is not None]
@@ -170,13 +170,13 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(way: Way, num_rank
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.fed or way.row.feeds_itself], ids=label)
-def test_whoever_goes_on_alone_gives_what_all_owed(way: Way) -> None:
-    """3 ranks become 1: their debts are added, given with the next answer, and none is left."""
+def test_a_rank_that_goes_on_alone_gives_all_residuals(way: Way) -> None:
+    """3 ranks become 1: their sources are added, given with the next answer, and none is left."""
     transform, dtype = way.make(), torch.float64
     ranks = [rank for rank in ran(transform, 3, dtype).results if rank is not None]
     layout = Bundle(values(0, 0, dtype))
-    debts = [saved(rank.state, "s") for rank in ranks]
-    state = restored(transform.init(layout), debts[0], "s", layout, debts)
+    sources = [saved(rank.state, "s") for rank in ranks]
+    state = restored(transform.init(layout), sources[0], "s", layout, sources)
     total = torch.stack([left(rank.state, dtype) for rank in ranks]).sum(0)
     torch.testing.assert_close(left(state, dtype), total, rtol=1e-12, atol=1e-12)
 
@@ -188,7 +188,7 @@ def test_whoever_goes_on_alone_gives_what_all_owed(way: Way) -> None:
     (result,) = VirtualWorld(CLUSTER, 1).run(alone).results
     assert result is not None
     torch.testing.assert_close(result[0], Bundle(values(9, 0, dtype)).flat + total, rtol=1e-12, atol=1e-12)
-    assert owed(result[1]) == []
+    assert residuals(result[1]) == []
     assert result[1].step == STEPS
 
 
@@ -218,22 +218,22 @@ def test_a_bundle_of_nothing(path: Any) -> None:
 
 @pytest.mark.parametrize("path", [None, c.all_gather, c.reduce_scatter])
 def test_what_is_not_finite_is_refused_by_name_before_any_residual_has_changed(path: Any) -> None:
-    """The parameter, the element, and the rank; what the tensors before it owe is as it was."""
+    """The parameter, the element, and the rank; the residuals of the tensors before it are as they were."""
     transform = through(c.feedback(c.fp16()), route=path, exact_below=0)
     states: dict[int, Any] = {}
 
     async def program(port: Port) -> None:
         given = Bundle(values(1, port.rank, torch.float32))
         _, states[port.rank] = await transform.apply(port, given, transform.init(given))
-        residuals = {n: fed.owed.residual for n, fed in states[port.rank].codecs.items() if SHAPES[n] != (0, 3)}
-        kept = {name: residual.clone() for name, residual in residuals.items()}
+        found = {n: fed.memory.residual for n, fed in states[port.rank].codecs.items() if SHAPES[n] != (0, 3)}
+        kept = {name: residual.clone() for name, residual in found.items()}
         tensors = values(2, port.rank, torch.float32)
         last = list(tensors)[-1]
         if port.rank == 1:
             tensors[last].view(-1)[0] = float("nan")
             with pytest.raises(NotFinite, match=rf"element 0 of {last} on rank 1 is nan, which feedback\(fp16\(\)\)"):
                 await transform.apply(port, Bundle(tensors), states[1])
-            assert all(torch.equal(kept[name], residual) for name, residual in residuals.items())
+            assert all(torch.equal(kept[name], residual) for name, residual in found.items())
 
     VirtualWorld(CLUSTER, 2).run(program)
 

@@ -1,4 +1,4 @@
-"""`through`: what arrives, by the codec's own word; near the largest number of 16 bits; and what 16-bit tensors owe."""
+"""`through`: what arrives, by the codec's own word; near the largest number of 16 bits; their residuals."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ EXACT_TO_THE_RANKS = [
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("way", EXACT_TO_THE_RANKS, ids=label)
 def test_of_16_bit_tensors_nothing_is_lost_either(way: Way, dtype: torch.dtype) -> None:
-    """Σ answers + what both owe = Σ x to the rounding of float32; residuals of 16 bits lose 100 times that."""
+    """Σ answers + both residuals = Σ x to the rounding of float32; residuals of 16 bits lose 100 times that."""
     transform = way.make()
 
     async def program(port: Port) -> tuple[Tensor, CodecState]:

@@ -110,6 +110,6 @@ def test_nor_does_it_go_away_by_a_sum_that_is_encoded_again(num_ranks: int) -> N
 
 
 def test_with_feedback_it_comes_back() -> None:
-    """Scaled signs move it, and owe that: it stays within a few scales, where 60 steps in one direction would be 60."""
+    """Scaled signs move it, and so the residual: it stays within a few scales, where 60 steps in one way make 60."""
     history = moved(sign_sgd(feedback=True, exact_below=0).gradients, 2, 60)
     assert float(history[:, UNUSED].abs().max()) < 6

@@ -38,6 +38,8 @@ def adasum() -> Transform:
     async def apply(port: Port, bundle: Bundle) -> Bundle:
         def combine(a: Tensor, b: Tensor) -> Tensor:
             """a ⊕ b for each parameter; both flat, shape (numel,)."""
+            if a.is_meta:  # no values; torch takes a millisecond for each pair of tensors
+                return a
             pairs = zip(bundle.with_flat(a).views.values(), bundle.with_flat(b).views.values(), strict=True)
             return torch.cat([adaptive_sum(x, y).reshape(-1) for x, y in pairs])
 

@@ -49,7 +49,7 @@ class Remembered(NamedTuple):
     Both are of the dtype that is computed with: a residual of 16 bits would lose a part of M in every step.
     """
 
-    owed: Residual
+    memory: Residual
     right: Tensor | None
 
 
@@ -102,10 +102,10 @@ def low_rank(
 
     All ranks end with the same bits where they compute alike: P̂ comes from the same sum by QR in float64, which also
     finds orthonormal columns for a P with dependent or zero ones, so Q comes back to life after a gradient of zeros.
-    With one rank nothing is left out; what is owed from a time with several is given.
+    With one rank nothing is left out; the residual from a time with several is given.
 
     Cost: the route's for r (n + m) numbers where n · m would travel, in two messages; 6 r n m operations; memory for
-    the residual and Q. 16-bit tensors are computed, sent and owed in float32, so they gain half as much.
+    the residual and Q. 16-bit tensors are computed, sent and held back in float32, so they gain half as much.
 
     Raises ValueError for a rank below 1, NotFinite on every rank where one of them has NaN or an infinity in a matrix
     (before anything is remembered; tensors that travel as they are pass it on).
@@ -216,7 +216,7 @@ class _Step:
         """The first message: P of each matrix, then what travels as it is."""
         message = self._message([s.rows * s.rank for s in self.shapes] + [view.numel() for view in self.exact])
         for shape, left in zip(self.shapes, self._matrices(message, left=True), strict=True):
-            residual = before[shape.name].owed.residual
+            residual = before[shape.name].memory.residual
             matrix = self._sum(shape, residual)
             self.sums[shape.name] = matrix
             right = rights[shape.name]
@@ -245,7 +245,7 @@ class _Step:
         rights = self._matrices(message, left=False)
         for shape, left, right in zip(self.shapes, self.lefts, rights, strict=True):
             view, matrix = self.out.views[shape.name], self.sums.pop(shape.name)
-            residual = before[shape.name].owed.residual
+            residual = before[shape.name].memory.residual
             if residual is None or residual.dtype is not self.dtype:
                 residual = torch.empty_like(view, dtype=self.dtype)
             if view.dtype is self.dtype:  # matrix is view
@@ -330,12 +330,12 @@ def _orthonormal(left: Tensor) -> Tensor:
 
 
 def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
-    """Alone: what was owed when there were others is given."""
+    """Alone: the residual from when there were others is given."""
     after = {}
-    for name, (owed, right) in state.matrices.items():
-        if owed.residual is not None:
+    for name, (memory, right) in state.matrices.items():
+        if memory.residual is not None:
             bundle = bundle.with_flat(bundle.flat)
             view = bundle.views[name]
-            view.copy_(narrowed(view + owed.residual, view))
+            view.copy_(narrowed(view + memory.residual, view))
         after[name] = Remembered(Residual(), right)
     return bundle, LowRankState(state.step, after)

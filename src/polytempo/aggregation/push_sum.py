@@ -51,9 +51,9 @@ def push_sum(graph: Graph) -> Transform:
             return bundle, state._replace(step=state.step + 1)
         found, weights = begin(port, state)
         known = len(state.weights) == port.size
-        owed = float(weights[port.rank]) - 1  # x = w z + what has moved z since
-        moved = known and owed and not bundle.flat.is_meta
-        x = bundle.flat.add(state.last.anchor.flat, alpha=owed) if moved else bundle.flat
+        missing = float(weights[port.rank]) - 1  # x = w z + what has moved z since
+        moved = known and missing and not bundle.flat.is_meta
+        x = bundle.flat.add(state.last.anchor.flat, alpha=missing) if moved else bundle.flat
         mixed = await weighted_sum(port, x, found.sources[port.rank], found.listeners[port.rank])
         weights = _pushed(graph, state.step, weights)
         z = mixed if mixed.is_meta else mixed / float(weights[port.rank])

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed has it too
 
 import polytempo
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
-from polytempo.cli.tested import untested
+from polytempo.cli.tested_versions import untested
 from polytempo.core import PolytempoError
 from polytempo.engines.environment import recognise
 from polytempo.engines.launch import launch

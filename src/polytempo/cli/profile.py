@@ -9,12 +9,13 @@ import torch
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cluster import Cluster
-from polytempo.runs.job_memory import WorkerMemory, estimated, measured_bytes
+from polytempo.runs.job_memory import WorkerMemory, estimated, estimated_stage, measured_bytes
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 from polytempo.spec.job_calls import data_of, replica_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job_profile import JobProfile, OperatorCost, profiled
+from polytempo.training.staged_training import cut_of
 
 _REPEATS = 7
 _SHOWN = 12
@@ -42,10 +43,16 @@ def profile(
         torch.set_num_threads(1)
         try:
             model, _ = replica_of(spec)
-            found = profiled(spec.job, model, data_of(spec.job, data), spec.seed, spec.batch_size, _REPEATS)
+            held = data_of(spec.job, data)
+            found = profiled(spec.job, model, held, spec.seed, spec.batch_size, _REPEATS)
         finally:
             torch.set_num_threads(threads)
-        memory, taken = estimated(spec, found.saved_bytes), measured_bytes(spec)
+        memory = (
+            estimated(spec, found.saved_bytes)
+            if made.schedule is None
+            else estimated_stage(spec, cut_of(spec, model, held))
+        )
+        taken = measured_bytes(spec)
     rows = [(which, each) for which in ("forward", "backward") for each in getattr(found, which)]
     if as_json:
         show_json(_plain(found, rows, described, memory, taken))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.exchange import Exchanged, ExchangePlan, WireRoute, check_finite, contribution
-from polytempo.compression.packing import codec_use, whole
+from polytempo.compression.packing import whole
 from polytempo.core import Bundle, Codec, CodecState, EncodeContext, NotFinite, Port, Route
+from polytempo.core.coding import codec_use
 
 
 def all_reduce(route: Route) -> WireRoute:

@@ -134,7 +134,7 @@ class Dgc:
         return kept * like.numel() * wide(like.dtype).itemsize
 
     def init(self, like: Tensor) -> Accumulated:
-        """No momentum, and nothing is owed."""
+        """No momentum, and no residual."""
         return Accumulated(Residual(), Residual())
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
@@ -165,11 +165,11 @@ class Dgc:
         check_kind(x)
         x = x.detach()
         before = self.init(x) if state is None else state
-        u, owed = _memory(before.u, x), before.v
+        u, held = _memory(before.u, x), before.v
         scale, n, ratio = self._scale(x), x.numel(), self.ratio_at(when.step)
         if self._is_dense(n, ratio):
-            return self._whole(x, u, owed, scale, out)
-        v = _memory(owed, x)
+            return self._whole(x, u, held, scale, out)
+        v = _memory(held, x)
         if codes_sparse.serves(x, u, v):
             indices, values = self._found(codes_sparse.SourceArrays(x, v, u, self.momentum, scale), ratio, when)
             wire = self._placed(entries.write(indices, values, n), out)  # which may not fit; so before anything changes
@@ -219,16 +219,16 @@ class Dgc:
         return Accumulated(Residual(u) if self.momentum else Residual(), v)
 
     def _whole(self, x: Tensor, u: Tensor, v: Residual, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
-        """All of u, and what may be owed from sparser steps. Momentum goes on, for nothing of it was kept back."""
+        """All of u, and the residual of sparser steps. Momentum goes on, for nothing of it was kept back."""
         momentum = u * self.momentum + x.to(u.dtype) * scale
-        owed = v.residual
-        total = momentum if owed is None else momentum + owed
+        residual = v.residual
+        total = momentum if residual is None else momentum + residual
         check_finite(self.facts.name, total)
         sent, n = narrowed(total, x), x.numel()
         wire = self._placed(entries.write(torch.arange(n, device=x.device), sent.reshape(-1), n), out)
         u.copy_(momentum)
-        if owed is not None:
-            torch.sub(total, sent, out=owed)  # 0, but for what 16 bits have rounded off
+        if residual is not None:
+            torch.sub(total, sent, out=residual)  # 0, but for what 16 bits have rounded off
         elif sent.dtype is not total.dtype:
             v = Residual(total - sent)
         return wire, self._kept(u, v)
@@ -269,11 +269,11 @@ class Dgc:
         return entries.sampled(t, max(math.ceil(self.sample * t.numel()), math.ceil(2 / ratio)), when)
 
 
-def _memory(owed: Residual, like: Tensor) -> Tensor:
-    """What is owed, to be written to; zeros where that is nothing."""
-    if owed.residual is None:
+def _memory(held: Residual, like: Tensor) -> Tensor:
+    """What is held back, to be written to; zeros where that is nothing."""
+    if held.residual is None:
         return torch.zeros_like(like, dtype=wide(like.dtype), memory_format=torch.contiguous_format)
-    return owed.residual
+    return held.residual
 
 
 def _nonzero(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def dynamic8(block: int = 4096) -> Coded:
     0.993 of itself where it is negative, and all 256 numbers are distinct.
 
     Cost: 1 + 4 / block bytes an element. Law: a contraction; its bound is computed from the 256 numbers and the block's
-    length, and holds where max |v| ≥ 1.2e-38. Smaller blocks travel as zeros, and with feedback are owed.
+    length, and holds where max |v| ≥ 1.2e-38. Smaller blocks travel as zeros, and with feedback are residual.
     Deviations: the paper has one scale for a tensor; cells' middles and code 255 as in the author's later libraries.
     In float64 numbers are looked up in float32.
     Raises NotFinite as `int8` does, and ValueError where block < 1.

@@ -79,11 +79,11 @@ def check_finite(bundle: Bundle, codec: Codec, states: Mapping[str, CodecState],
 
 
 def flushed(bundle: Bundle, state: Exchanged) -> tuple[Bundle, Exchanged]:
-    """Alone, no rank needs an encoding: what was owed when there were others is given, and nothing is owed any more."""
+    """Alone, no rank needs an encoding: residuals from when there were others are given, and are gone."""
     codecs: dict[str, CodecState] = {}
     for name, codec_state in state.codecs.items():
-        owed, codecs[name] = _given(codec_state)
-        for residual in owed:
+        residuals, codecs[name] = _given(codec_state)
+        for residual in residuals:
             bundle = bundle.with_flat(bundle.flat)
             view = bundle.views[name]
             view.copy_(narrowed(view + residual, view))
@@ -91,7 +91,7 @@ def flushed(bundle: Bundle, state: Exchanged) -> tuple[Bundle, Exchanged]:
 
 
 def _given(state: CodecState) -> tuple[list[Tensor], CodecState]:
-    """What a codec's state owes, and the state without it."""
+    """The residuals of a codec's state, and the state without them."""
     if isinstance(state, PartlyGiven):  # not all that ranks add up is to be given: `dgc`
         return state.given()
     if isinstance(state, Residual):
@@ -100,5 +100,5 @@ def _given(state: CodecState) -> tuple[list[Tensor], CodecState]:
         parts = [_given(each) for each in state]
         values = [after for _, after in parts]
         like = type(state)(*values) if hasattr(state, "_fields") else tuple(values)
-        return [residual for owed, _ in parts for residual in owed], like
+        return [residual for residuals, _ in parts for residual in residuals], like
     return [], state

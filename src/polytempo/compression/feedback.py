@@ -30,7 +30,7 @@ def feedback(codec: Codec) -> Feedback:
     So Σ decoded + the last r = Σ x: nothing is lost, only late. A change of the learning rate changes the weight of
     what is late. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for 16-bit tensors
     of float32, 4 bytes an element, so that r takes up what is small against it. Their v is rounded for the codec, and
-    what that leaves is owed as well.
+    what that leaves is residual as well.
 
     Raises ValueError for a codec that remembers already what it did not send (`dgc`, `feedback`), and for one whose
     error may be larger than what it encodes (`qsgd` with few levels, `terngrad`): the residual would grow without end,
@@ -50,9 +50,9 @@ def feedback(codec: Codec) -> Feedback:
 
 
 class Fed(NamedTuple):
-    """What is owed of this tensor; None is before the first encoding."""
+    """What was left out of this tensor; None is before the first encoding."""
 
-    owed: Residual
+    memory: Residual
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +80,7 @@ class Feedback:
         )
 
     def init(self, like: Tensor) -> Fed:
-        """Nothing is owed."""
+        """Nothing was left out."""
         return Fed(Residual())
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
@@ -93,7 +93,7 @@ class Feedback:
 
     def statistic(self, x: Tensor, state: Fed | None) -> float | None:
         """The codec's, of x + r."""
-        residual = None if state is None else state.owed.residual
+        residual = None if state is None else state.memory.residual
         return self.codec.statistic(x if residual is None else narrowed(x + residual, x), None)
 
     def encode(
@@ -103,7 +103,7 @@ class Feedback:
 
         Raises NotFinite before anything has changed, also where the codec lets NaN and infinities pass.
         """
-        residual = None if state is None else state.owed.residual
+        residual = None if state is None else state.memory.residual
         if residual is None:
             residual = torch.zeros_like(x, dtype=wide(x.dtype))
         encode_ = self.codec.encode_ if residual.dtype is x.dtype else self._encode_wide_
@@ -113,7 +113,7 @@ class Feedback:
     def _encode_wide_(
         self, x: Tensor, residual: Tensor, state: None, when: EncodeContext, out: Tensor | None
     ) -> tuple[Tensor, None]:
-        """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is owed, too."""
+        """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is residual, too."""
         check_kind(x)
         v = x.detach() + residual
         check_finite(self.codec.facts.name, v)

@@ -36,7 +36,7 @@ def int8(block: int = 256) -> Coded:
     is met exactly, and any other error e is at most scale / 2 = A / 254, and at most |x|, since 0 is a code; of
     Σe² / (A² + Σx²) with e ≤ |x| the most is at e = |x| = A / 254. The stated bound leaves room for float32's rounding
     and for that of a 16-bit x̂. It does not hold where A < 1.5e-36, for a scale must be a normal number: such a block
-    travels as zeros, and with feedback all of it is owed.
+    travels as zeros, and with feedback all of it is residual.
 
     The scale is rounded to float32 before it is used. In float64 what is beyond float32's range becomes its end.
     Raises NotFinite for NaN and infinities, with everything as it was (if the residual itself is not finite, or so

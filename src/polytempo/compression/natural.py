@@ -56,7 +56,7 @@ class Natural:
     @cached_property
     def facts(self) -> Facts:
         """The bound is 1/8, in the range from 2^-126 to 2^127."""
-        return Facts(codec_name(natural, self), Law("unbiased", lambda like: 1 / 8), flops=20.0)
+        return Facts(codec_name(natural, self), Law("unbiased", lambda like: 1 / 8), flops=20.0, draws=True)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
         """9 bits an element."""

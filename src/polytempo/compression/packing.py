@@ -16,7 +16,8 @@ from torch import Tensor
 
 from polytempo.compression.exact import exact
 from polytempo.core import Codec, CodecState, EncodeContext, NotFinite
-from polytempo.core.kernel_use import KernelUse, Uses, together
+from polytempo.core.coding import codec_use
+from polytempo.core.kernel_use import Uses, together
 
 EXACT_BELOW = 1024
 """Tensors of fewer elements travel as they are, unless something else is said."""
@@ -141,11 +142,6 @@ class Packing:
         for piece, length in zip(self.pieces, lengths, strict=True):
             yield piece, message[place : place + length]
             place += length
-
-
-def codec_use(kernel: Literal["encode", "decode"], codec: Codec, num_bytes: int, calls: int = 1) -> KernelUse:
-    """Encoding, or decoding, tensors of so many bytes in all."""
-    return KernelUse(f"{kernel} {codec.facts.name}", calls, num_bytes)
 
 
 def write(piece: Piece, x: Tensor, state: CodecState, when: EncodeContext, room: Tensor) -> tuple[int, CodecState]:

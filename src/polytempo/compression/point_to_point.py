@@ -12,12 +12,11 @@ and gradients between the parts of a model.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from polytempo.compression.packing import codec_use
-from polytempo.core import Codec, EncodeContext, NotFinite, Port
+from polytempo.core import Codec, EncodeContext, Port
 from polytempo.core.codec import check_forgetful
+from polytempo.core.coding import decoded, encoded, wire_like
 
 
 async def send(port: Port, x: Tensor, to: int, codec: Codec, tag: int = 0, *, step: int = 1) -> None:
@@ -44,38 +43,6 @@ async def recv(port: Port, like: Tensor, source: int, codec: Codec, tag: int = 0
     check_forgetful(codec)
     wire = await port.recv(wire_like(codec, like), source, tag)
     return await decoded(port, wire, like, codec, _occasion(source, tag, step))
-
-
-async def encoded(port: Port, x: Tensor, codec: Codec, when: EncodeContext, where: str) -> Tensor:
-    """The wire of x. `NotFinite` says `where` it was found."""
-    given = x.detach().contiguous()
-
-    def encode() -> Tensor:
-        if given.is_meta:  # a simulation that only prices
-            return wire_like(codec, given)
-        try:
-            return codec.encode(given, None, when)[0]
-        except NotFinite as error:
-            raise NotFinite(error.codec, error.index, error.value, where) from None
-
-    uses = (codec_use("encode", codec, x.numel() * x.element_size()),)
-    return await port.compute(encode, codec.facts.flops / 2 * x.numel(), uses=uses)
-
-
-async def decoded(port: Port, wire: Tensor, like: Tensor, codec: Codec, when: EncodeContext) -> Tensor:
-    """x̂, shaped like `like`, in memory of its own."""
-
-    def decode() -> Tensor:
-        return like if wire.is_meta else codec.decode(wire, like, when)
-
-    uses = (codec_use("decode", codec, like.numel() * like.element_size()),)
-    return await port.compute(decode, codec.facts.flops / 2 * like.numel(), uses=uses)
-
-
-def wire_like(codec: Codec, like: Tensor) -> Tensor:
-    """What a receiver of the wire of a tensor like this allocates."""
-    dtype = codec.wire_dtype(like)
-    return torch.empty(codec.wire_bytes(like) // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 def _occasion(sender: int, tag: int, step: int) -> EncodeContext:

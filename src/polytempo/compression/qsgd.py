@@ -36,7 +36,7 @@ def qsgd(levels: int = 7, bucket: int = 128, seed: int = 0) -> Coded:
 
     v is a bucket of consecutive elements, s is `levels`, and ξᵢ is drawn so that E Q(v) = v; then
     E‖Q(v) - v‖² ≤ min(n / s², √n / s) · ‖v‖² for a bucket of n, 1.6 for the defaults. No
-    feedback is needed, and where the bound is 1 or more it is refused: what is owed would grow from step to step.
+    feedback is needed, and where the bound is 1 or more it is refused: the residual would grow from step to step.
 
     Cost: 4 / bucket + w / 8 bytes an element, w = ⌈log₂(2s + 1)⌉: 7 levels make 4 bits, 1 makes 2, 127 make 8.
     Raises ValueError for levels outside 1 … 32767 or a bucket < 1, and NotFinite for NaN, infinities, and float64
@@ -70,7 +70,7 @@ class Qsgd:
     def facts(self) -> Facts:
         """The bound is lemma 3.1 of the paper, for a bucket: min(n / s², √n / s)."""
         name = codec_name(qsgd, self)
-        return Facts(name, Law("unbiased", self._variance), flops=30.0)
+        return Facts(name, Law("unbiased", self._variance), flops=30.0, draws=True)
 
     def _variance(self, like: Tensor) -> float:
         n, s = min(self.bucket, like.numel()), self.levels

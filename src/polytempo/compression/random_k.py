@@ -37,7 +37,7 @@ def random_k(ratio: float = 0.01, unbiased: bool = False, seed: int = 0) -> Code
     Law: E x̂ = x, E‖x̂ - x‖² = (n/k - 1)‖x‖², unless n/k · |x| is beyond the dtype's range: then x̂ is its largest number.
     With feedback it diverges; use it without.
 
-    An all-reduce of 16-bit tensors adds in 16 bits, as that of `exact`: feedback does not owe what that rounds off, and
+    An all-reduce of 16-bit tensors adds in 16 bits, as that of `exact`: feedback does not keep what that rounds, and
     sums may become infinite. `route=pt.compression.all_gather` adds in float32.
 
     Raises ValueError for a ratio not in (0, 1]; before anything has changed also where n/k is 2^31 or more, and
@@ -65,7 +65,7 @@ class RandomK:
         if self.unbiased:
             law = Law("unbiased", lambda like: self._scale(like) - 1)
         name = codec_name(random_k, self, brief=("unbiased", "seed"))
-        return Facts(name, law, flops=2.0, summable=True, sparse=True)
+        return Facts(name, law, flops=2.0, summable=True, sparse=True, draws=True)
 
     def num_sent(self, like: Tensor) -> int:
         """k."""

@@ -16,7 +16,7 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
 
     A rank's own stripe goes into the sum as it is, residual included, so there is nothing else to remember for it: the
     same memory then keeps what the encoding of the *sum* leaves, the second residual. Both are parts of what all ranks
-    together owe, in the same unit, and so survive a change of owners.
+    together hold back, in the same unit, and so survive a change of owners.
 
     Cost: 2(N-1)/N · K_c bytes from each rank.
     """
@@ -42,14 +42,14 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
     arrived = await port.all_to_all(pieces, likes)
 
     def reduce() -> Tensor:
-        owed = sliced(mine, codecs)
-        take_residual_(mine, given.views, owed)
+        residuals = sliced(mine, codecs)
+        take_residual_(mine, given.views, residuals)
         if plan.merge is None:
             total = given
-            add_others_(mine, total.views, owed, arrived, step, rank)
+            add_others_(mine, total.views, residuals, arrived, step, rank)
         else:
             total = merged(plan.merge, mine, given, arrived, step, rank)
-        return mine.encode(total.views, owed, step, rank)[0]
+        return mine.encode(total.views, residuals, step, rank)[0]
 
     uses = together([*mine.uses("decode", port.size - 1), *mine.uses("encode")])
     sum_wire = await port.compute(reduce, mine.flops * port.size, uses=uses)

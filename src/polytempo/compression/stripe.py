@@ -1,4 +1,4 @@
-"""A stripe: the part of all tensors that one rank adds up, and what it owes of it. See `reduce_scatter`."""
+"""A stripe: the part of all tensors that one rank adds up, and its residual of it. See `reduce_scatter`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begun(
     found: dict[str, CodecState] = {}
     for piece in (piece for part in parts for piece in part.pieces):
         state = states.get(piece.name)
-        if piece.codec.facts.memory == "residual" and (state is None or state.owed.residual is None):
+        if piece.codec.facts.memory == "residual" and (state is None or state.memory.residual is None):
             x = views[piece.name]
             found[piece.name] = Fed(Residual(torch.zeros_like(x, dtype=wide(x.dtype))))
     return found
@@ -30,7 +30,7 @@ def begun(
 def sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecState]:
     """Of each residual the part that belongs to a stripe, as a view: what changes in it changes in the whole."""
     return {
-        piece.name: Fed(Residual(piece.of(states[piece.name].owed.residual)))
+        piece.name: Fed(Residual(piece.of(states[piece.name].memory.residual)))
         for piece in part.pieces
         if piece.codec.facts.memory == "residual"
     }
@@ -40,7 +40,7 @@ def take_residual_(part: Packing, views: Mapping[str, Tensor], states: Mapping[s
     """x += r; r ← 0, on a stripe, of which `states` are; r ← what x has no bits for, where r has more."""
     for piece in part.pieces:
         if piece.name in states:
-            x, residual = piece.of(views[piece.name]), states[piece.name].owed.residual
+            x, residual = piece.of(views[piece.name]), states[piece.name].memory.residual
             if residual.dtype is x.dtype:
                 x.add_(residual)
                 residual.zero_()
@@ -67,7 +67,7 @@ def add_others_(
 ) -> None:
     """x += what all others have of the stripe, in the order of ranks.
 
-    16 bits are added in float32, and what x has no bits for is owed, where the codec has feedback.
+    16 bits are added in float32, and what x has no bits for is residual, where the codec has feedback.
     """
     slices = {piece.name: piece.of(views[piece.name]) for piece in part.pieces}
     totals = {name: x.to(wide(x.dtype)) for name, x in slices.items() if wide(x.dtype) is not x.dtype}
@@ -79,7 +79,7 @@ def add_others_(
             for name, total in totals.items():
                 total += slices[name]
     for name, total in totals.items():
-        _put_(total, slices[name], states[name].owed.residual if name in states else None)
+        _put_(total, slices[name], states[name].memory.residual if name in states else None)
 
 
 def merged(merge: Merge, part: Packing, own: Bundle, arrived: Sequence[Tensor], step: int, rank: int) -> Bundle:

@@ -74,7 +74,7 @@ class TernGrad:
         if clip:
             law = Law("conserving", lambda like: 1 + clip**2 / 8 if clip <= 4 else clip - 1)
         name = codec_name(terngrad, self)
-        return Facts(name, law, flops=25.0, summable=True, statistic=self.scaler)
+        return Facts(name, law, flops=25.0, summable=True, draws=True, statistic=self.scaler)
 
     def scaler(self, x: Tensor) -> float:
         """s: the smaller of max |x| and clip · √(mean of x²). Raises NotFinite."""

@@ -37,8 +37,8 @@ def through(
     `compression.reduce_scatter` for all that can take them. Every rank decodes the same wires in the same order, so all
     end with the same bits. Tensors of fewer than `exact_below` elements travel as they are, except on an all-reduce.
 
-    With `feedback` and the mean, what was given is what was answered plus what ranks owe. With a `merge` that holds of
-    each rank's own wires only: a vote or a median is no sum, and no rank owes what it leaves out.
+    With `feedback` and the mean, what was given is what was answered plus the residuals. With a `merge` that holds of
+    each rank's own wires only: a vote or a median is no sum, and what it leaves out is no residual of any rank.
 
     With one rank nothing is encoded. Raises ValueError for what cannot work, TypeError for what is no codec or route.
     """

@@ -77,6 +77,8 @@ class Facts(NamedTuple):
     """Whether wires hold a few entries, so that a sum of several is denser than each."""
     fixed: bool = True
     """Whether every wire has exactly `wire_bytes`; otherwise that is the most, and its values decide."""
+    draws: bool = False
+    """Whether wires depend on when and by whom they are made: on random numbers."""
     elementwise: bool = False
     """Whether a wire has one number for each element, in order, so that many tensors make one wire."""
     passes_nonfinite: bool = False
@@ -158,8 +160,8 @@ def check_forgetful(codec: Codec) -> None:
     """Raise ValueError for a codec that remembers something, and for one whose wires vary in length."""
     if codec.facts.memory != "none":
         raise ValueError(
-            f"{codec.facts.name} remembers what it did with the tensor before, but what passes between stages "
-            "belongs to other samples each time; use a codec without feedback, as bf16() or int8()"
+            f"{codec.facts.name} remembers what it did with the tensor before, but what passes between parts of a "
+            "model belongs to other samples each time; use a codec without feedback, as bf16() or int8()"
         )
     if not codec.facts.fixed:
         raise ValueError(

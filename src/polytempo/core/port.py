@@ -290,3 +290,8 @@ def world_port(rank: int, hosts: Sequence[int]) -> Port:
 def _all_ranks(size: int) -> tuple[int, ...]:
     """One object for all ranks of a virtual world."""
     return tuple(range(size))
+
+
+async def barrier(port: Port) -> None:
+    """Wait until all ranks of the port are here: its operation as a coroutine, which a world can drive."""
+    await port.barrier()

@@ -30,7 +30,7 @@ class Late(NamedTuple):
 class Residual(NamedTuple):
     """A part of the sum over all ranks that this rank still holds back; None: nothing.
 
-    Who goes on from the states of several ranks owes the sum of what they owed. The one kind of leaf that `apply` may
+    A rank that goes on from the states of several holds the sum of theirs. The one kind of leaf that `apply` may
     overwrite in place: who may have to apply again from the same state gives it a `duplicate`.
     """
 
@@ -38,7 +38,7 @@ class Residual(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In what numbers of that dtype are owed and added up: float32 for 16 bits, to which small ones cannot be added.
+    """The dtype of residuals and sums of that one: float32 for 16 bits, to which small numbers cannot be added.
 
     In bfloat16 0.5 + 0.001 is 0.5: a residual would stop to grow, and what comes to it would be lost.
     """
@@ -179,15 +179,19 @@ def saved(state: Any, path: str) -> Saved:
     return found
 
 
-def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequence[Saved] | None = None) -> Any:
+def restored(
+    like: Any, source: Saved, path: str, layout: Bundle, residual_sources: Sequence[Saved] | None = None
+) -> Any:
     """A state shaped as `like` (what `init` made) with the leaves of `source`.
 
     A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
-    in the dtype and on the device of `like`, or of `layout`. What is `Residual` becomes the sum over `debts`, which is
-    `source` alone where nothing is said; it has the dtype that is owed for tensors of `layout` (`wide`).
+    in the dtype and on the device of `like`, or of `layout`. A `Residual` becomes the sum of `residual_sources`, which
+    is `source` alone where nothing is said; it has the dtype of residuals for tensors of `layout` (`wide`).
     """
     if isinstance(like, Residual):
-        return _owed(f"{path}/0", [source] if debts is None else debts, next(iter(layout.tensors.values())))
+        return _summed_residual(
+            f"{path}/0", [source] if residual_sources is None else residual_sources, next(iter(layout.tensors.values()))
+        )
     if isinstance(like, Bundle):
         return like.with_flat(Bundle(_tensors(like.names, source, path)).flat.to(like.flat))
     if isinstance(like, Tensor):
@@ -195,9 +199,11 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequenc
             raise ValueError(f"the saved state has no {path!r}; was it saved by another strategy?")
         return source.tensors[path].to(like)
     if isinstance(like, dict):
-        return {key: restored(value, source, f"{path}/{key}", layout, debts) for key, value in like.items()}
+        return {key: restored(value, source, f"{path}/{key}", layout, residual_sources) for key, value in like.items()}
     if isinstance(like, tuple):
-        return _tuple_like(like, [restored(v, source, f"{path}/{i}", layout, debts) for i, v in enumerate(like)])
+        return _tuple_like(
+            like, [restored(v, source, f"{path}/{i}", layout, residual_sources) for i, v in enumerate(like)]
+        )
     if like is None and f"{path}/{layout.names[0]}" in source.tensors:
         found = _tensors(layout.names, source, path)
         return Bundle({name: found[name].to(tensor) for name, tensor in layout.tensors.items()})
@@ -206,8 +212,8 @@ def restored(like: Any, source: Saved, path: str, layout: Bundle, debts: Sequenc
     return source.scalars[path]
 
 
-def _owed(path: str, debts: Sequence[Saved], like: Tensor) -> Residual:
-    found = [debt.tensors[path] for debt in debts if path in debt.tensors]
+def _summed_residual(path: str, residual_sources: Sequence[Saved], like: Tensor) -> Residual:
+    found = [each.tensors[path] for each in residual_sources if path in each.tensors]
     if not found:
         return Residual()
     total = found[0].to(device=like.device, dtype=wide(like.dtype), copy=True)

@@ -36,14 +36,18 @@ def windows(tokens: Tensor, context: int) -> TensorDataset:
     return TensorDataset(inputs.view(num_windows, context), targets.view(num_windows, context))
 
 
-def read_characters(path: Path) -> tuple[str, Tensor]:
-    """The vocabulary of a UTF-8 file (its characters, sorted) and the text as places in it, int64 (length,)."""
+def read_text(path: Path) -> str:
+    """All of a UTF-8 file. ValueError for one that is larger than `MAX_BYTES`, and for other bytes."""
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    codes = numpy.frombuffer(text.encode("utf-32-le"), numpy.uint32)
+
+
+def read_characters(path: Path) -> tuple[str, Tensor]:
+    """The vocabulary of a UTF-8 file (its characters, sorted) and the text as places in it, int64 (length,)."""
+    codes = numpy.frombuffer(read_text(path).encode("utf-32-le"), numpy.uint32)
     found, places = numpy.unique(codes, return_inverse=True)
     return "".join(map(chr, found)), torch.from_numpy(places.astype(numpy.int64))

@@ -89,7 +89,7 @@ class RayLives:
         return process
 
     def poll(self, wait_s: float) -> list[EngineProcess]:
-        """Those whose function has returned, or whose actor is lost."""
+        """Those whose function has returned, or whose actor is lost. Without actors it waits, too: nodes may come."""
         if not self._answers:
             time.sleep(wait_s)
             return []

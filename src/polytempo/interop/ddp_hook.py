@@ -183,7 +183,10 @@ class CommHook:
         """
         if state.get("hook") != self._name:
             saved = f"was saved by comm_hook({state['hook']})" if "hook" in state else "is not that of a comm_hook"
-            raise ValueError(f"the state {saved}, but this is comm_hook({self._name})")
+            raise ValueError(
+                f"the state {saved}, but this is comm_hook({self._name}); make the hook that saved it, or begin "
+                "without its state"
+            )
         if self._last is not None:
             self._last.wait()
         self._carried.load(state)

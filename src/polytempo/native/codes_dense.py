@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from polytempo.native.call import DTYPES
-from polytempo.native.library import available, load
+from polytempo.native.library import available, required
 
 Residual = Tensor | None
 """A residual r: v = x + r is encoded, and r becomes v - decode(code)."""
@@ -23,18 +20,13 @@ def fits(*tensors: Residual) -> bool:
     )
 
 
-@cache
-def _library() -> Any:
-    return load()
-
-
 def cast_(x: Tensor, residual: Residual, limit: float, wire: Tensor) -> int:
     """wire ← v in its 16-bit dtype, what is finite clamped to ±limit. -1, or the index of what is not finite.
 
     All encoders here answer so. Only without a residual does this one pass NaN and infinities on.
     """
     return int(
-        _library().pt_cast_encode(
+        required().pt_cast_encode(
             *(DTYPES[wire.dtype], x.data_ptr(), _address(residual), limit, wire.data_ptr(), x.numel())
         )
     )
@@ -42,14 +34,14 @@ def cast_(x: Tensor, residual: Residual, limit: float, wire: Tensor) -> int:
 
 def add_cast_(wire: Tensor, out: Tensor) -> None:
     """out += wire, of 16-bit floats."""
-    status = _library().pt_cast_add(DTYPES[wire.dtype], wire.data_ptr(), out.data_ptr(), out.numel())
+    status = required().pt_cast_add(DTYPES[wire.dtype], wire.data_ptr(), out.data_ptr(), out.numel())
     assert status == 0, "the kernel refuses what was checked before"
 
 
 def int8_(x: Tensor, residual: Residual, block: int, scales: Tensor, codes: Tensor) -> int:
     """scales (num_blocks,) and codes (numel,) of v."""
     return int(
-        _library().pt_int8_encode(
+        required().pt_int8_encode(
             *(x.data_ptr(), _address(residual), block, scales.data_ptr(), codes.data_ptr(), x.numel())
         )
     )
@@ -57,14 +49,14 @@ def int8_(x: Tensor, residual: Residual, block: int, scales: Tensor, codes: Tens
 
 def add_int8_(scales: Tensor, codes: Tensor, block: int, out: Tensor) -> None:
     """out += scale · code."""
-    status = _library().pt_int8_add(scales.data_ptr(), codes.data_ptr(), block, out.data_ptr(), out.numel())
+    status = required().pt_int8_add(scales.data_ptr(), codes.data_ptr(), block, out.data_ptr(), out.numel())
     assert status == 0, "the kernel refuses what was checked before"
 
 
 def dynamic8_(x: Tensor, residual: Residual, block: int, tree: Tensor, scales: Tensor, codes: Tensor) -> int:
     """scales (num_blocks,) and codes (numel,) of v; `tree` as `compression.dynamic8` lays it out."""
     return int(
-        _library().pt_dynamic8_encode(
+        required().pt_dynamic8_encode(
             *(x.data_ptr(), _address(residual), block, tree.data_ptr()),
             *(scales.data_ptr(), codes.data_ptr(), x.numel()),
         )
@@ -73,7 +65,7 @@ def dynamic8_(x: Tensor, residual: Residual, block: int, tree: Tensor, scales: T
 
 def add_dynamic8_(scales: Tensor, codes: Tensor, block: int, tree: Tensor, out: Tensor) -> None:
     """out += scale · number[code]."""
-    status = _library().pt_dynamic8_add(
+    status = required().pt_dynamic8_add(
         *(scales.data_ptr(), codes.data_ptr(), block, tree.data_ptr(), out.data_ptr(), out.numel())
     )
     assert status == 0, "the kernel refuses what was checked before"
@@ -83,7 +75,7 @@ def one_bit_(x: Tensor, residual: Residual, means: Tensor, words: Tensor, row_le
     """means (num_rows, 2) and words (num_rows, words_per_row) of v's rows."""
     num_rows = x.numel() // row_length
     return int(
-        _library().pt_one_bit_encode(
+        required().pt_one_bit_encode(
             *(x.data_ptr(), _address(residual), means.data_ptr(), words.data_ptr(), num_rows, row_length)
         )
     )
@@ -92,13 +84,13 @@ def one_bit_(x: Tensor, residual: Residual, means: Tensor, words: Tensor, row_le
 def add_one_bit_(means: Tensor, words: Tensor, out: Tensor, row_length: int) -> None:
     """out += the mean that each bit names."""
     num_rows = out.numel() // row_length
-    _library().pt_one_bit_add(means.data_ptr(), words.data_ptr(), out.data_ptr(), num_rows, row_length)
+    required().pt_one_bit_add(means.data_ptr(), words.data_ptr(), out.data_ptr(), num_rows, row_length)
 
 
 def sign_(x: Tensor, residual: Residual, scale: Residual, words: Tensor) -> int:
     """words of v, and its mean magnitude, where there is a place for it; else ±1 is what bits say."""
     return int(
-        _library().pt_sign_encode(
+        required().pt_sign_encode(
             *(x.data_ptr(), _address(residual), scale is not None, _address(scale), words.data_ptr(), x.numel())
         )
     )

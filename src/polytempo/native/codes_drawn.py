@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from polytempo.native.library import load, why_not
+from polytempo.native.library import load, required
 
 
 class Fields(NamedTuple):
@@ -26,14 +26,6 @@ class Fields(NamedTuple):
 
 class _Fields(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in Fields._fields]
-
-
-@cache
-def _library() -> Any:
-    library = load()
-    if library is None:
-        raise ValueError(f"there is no native core: {why_not()}")
-    return library
 
 
 @cache
@@ -65,7 +57,7 @@ def qsgd_encode(
 ) -> int:
     """The wire of v = x + residual, and residual ← v - decoded; None: of x. Cost: x and residual read twice, then."""
     return int(
-        _library().pt_qsgd_encode(
+        required().pt_qsgd_encode(
             *(x.data_ptr(), _address(residual), x.numel(), bucket, levels),
             *(ctypes.byref(_native(fields)), key, wire.data_ptr()),
         )
@@ -74,7 +66,7 @@ def qsgd_encode(
 
 def qsgd_decode(wire: Tensor, out: Tensor, bucket: int, levels: int, fields: Fields, add: bool) -> None:
     """out += decoded, or out ← decoded."""
-    _library().pt_qsgd_decode(
+    required().pt_qsgd_decode(
         wire.data_ptr(), out.data_ptr(), out.numel(), bucket, levels, ctypes.byref(_native(fields)), int(add)
     )
 
@@ -82,7 +74,7 @@ def qsgd_decode(wire: Tensor, out: Tensor, bucket: int, levels: int, fields: Fie
 def terngrad_scaler(x: Tensor, residual: Tensor | None, clip: float) -> float | None:
     """The smaller of max |v| and clip · √(mean of v²), for clip > 0; None where v has a number that is none."""
     scaler = ctypes.c_float()
-    unfinite: int = _library().pt_terngrad_scaler(
+    unfinite: int = required().pt_terngrad_scaler(
         x.data_ptr(), _address(residual), x.numel(), clip, ctypes.addressof(scaler)
     )
     return None if unfinite >= 0 else scaler.value
@@ -92,7 +84,7 @@ def terngrad_encode(
     x: Tensor, residual: Tensor | None, own: float, scaler: float, fields: Fields, key: int, words: Tensor
 ) -> None:
     """Fields of t + 1, t being sign(v) with probability min(|v|, own) / scaler, else 0."""
-    _library().pt_terngrad_encode(
+    required().pt_terngrad_encode(
         *(x.data_ptr(), _address(residual), x.numel(), own, scaler),
         *(ctypes.byref(_native(fields)), key, words.data_ptr()),
     )
@@ -100,16 +92,16 @@ def terngrad_encode(
 
 def terngrad_decode(words: Tensor, out: Tensor, scaler: float, terms: int, fields: Fields, add: bool) -> None:
     """out += scaler · (field - terms), or out ← that."""
-    _library().pt_terngrad_decode(
+    required().pt_terngrad_decode(
         words.data_ptr(), out.data_ptr(), out.numel(), scaler, terms, ctypes.byref(_native(fields)), int(add)
     )
 
 
 def natural_encode(x: Tensor, residual: Tensor | None, key: int, wire: Tensor) -> int:
     """The wire of v = x + residual, and residual ← v - decoded; None: of x."""
-    return int(_library().pt_natural_encode(x.data_ptr(), _address(residual), x.numel(), key, wire.data_ptr()))
+    return int(required().pt_natural_encode(x.data_ptr(), _address(residual), x.numel(), key, wire.data_ptr()))
 
 
 def natural_decode(wire: Tensor, out: Tensor, add: bool) -> None:
     """out += decoded, or out ← decoded."""
-    _library().pt_natural_decode(wire.data_ptr(), out.data_ptr(), out.numel(), int(add))
+    required().pt_natural_decode(wire.data_ptr(), out.data_ptr(), out.numel(), int(add))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.native.library import load
+from polytempo.native.library import load, required
 
 _MOST = 2**31
 _ENTRY_BYTES = 8
@@ -46,13 +46,13 @@ class SourceArrays(NamedTuple):
     def count_over(self, cut: float) -> Looked:
         """How many |v| > cut. One pass, and nothing is written."""
         bad = ctypes.c_int64()
-        count = _library().pt_sparse_count(self._structure(), cut, self.x.numel(), ctypes.byref(bad))
+        count = required().pt_sparse_count(self._structure(), cut, self.x.numel(), ctypes.byref(bad))
         return Looked(count, bad.value)
 
     def above(self, cut: float, indices: Tensor, values: Tensor) -> Looked:
         """How many |v| >= cut (and > 0); as many of them as there is room for, indices (int32) ascending."""
         bad = ctypes.c_int64()
-        count = _library().pt_sparse_above(
+        count = required().pt_sparse_above(
             *(self._structure(), cut, self.x.numel(), indices.data_ptr(), values.data_ptr(), indices.numel()),
             ctypes.byref(bad),
         )
@@ -67,7 +67,7 @@ class SourceArrays(NamedTuple):
         room = 2 * k + 4096
         scratch = torch.empty(_ENTRY_BYTES * room, dtype=torch.uint8)
         bad = ctypes.c_int64()
-        _library().pt_sparse_top(
+        required().pt_sparse_top(
             *(self._structure(), self.x.numel(), k, wire.data_ptr(), wire.data_ptr() + 4 * k),
             *(scratch.data_ptr(), room, ctypes.byref(bad)),
         )
@@ -93,12 +93,12 @@ def serves(*tensors: Tensor) -> bool:
 def pack_threshold(x: Tensor, residual: Tensor | None, tau: float, is_map: bool, words: Tensor) -> None:
     """Strom's codes of v = x + residual (finite) into the bytes `words`; residual ← v - what is sent. One pass."""
     r = None if residual is None else residual.data_ptr()
-    _library().pt_threshold_pack(x.data_ptr(), r, tau, x.numel(), is_map, words.data_ptr())
+    required().pt_threshold_pack(x.data_ptr(), r, tau, x.numel(), is_map, words.data_ptr())
 
 
 def add_threshold(out: Tensor, words: Tensor, tau: float, is_map: bool) -> bool:
     """out += what the words (bytes, 4 each) say; False, and nothing is added, where that is impossible."""
-    status: int = _library().pt_threshold_add(
+    status: int = required().pt_threshold_add(
         out.data_ptr(), out.numel(), words.data_ptr(), words.numel() // 4, tau, is_map
     )
     return status == 0
@@ -107,21 +107,15 @@ def add_threshold(out: Tensor, words: Tensor, tau: float, is_map: bool) -> bool:
 def add_entries(out: Tensor, indices: Tensor, values: Tensor, count: int) -> bool:
     """out[indices] += values, both given as bytes at any address; False, and nothing is added, where one is beyond."""
     assert min(indices.nbytes, values.nbytes) >= 4 * count, "the caller has measured the wire"
-    status: int = _library().pt_sparse_add(out.data_ptr(), out.numel(), indices.data_ptr(), values.data_ptr(), count)
+    status: int = required().pt_sparse_add(out.data_ptr(), out.numel(), indices.data_ptr(), values.data_ptr(), count)
     return status == 0
 
 
 def zero(data: Tensor, indices: Tensor, count: int) -> None:
     """data[indices] = 0, for indices (int32, or their bytes) that a `SourceArrays` has found."""
-    _library().pt_sparse_zero(data.data_ptr(), indices.data_ptr(), count)
+    required().pt_sparse_zero(data.data_ptr(), indices.data_ptr(), count)
 
 
 def accumulate(x: Tensor, velocity: Tensor, total: Tensor, momentum: float, scale: float) -> None:
     """velocity ← momentum · velocity + scale · x; total ← total + velocity. One pass."""
-    _library().pt_sparse_accumulate(x.data_ptr(), velocity.data_ptr(), total.data_ptr(), momentum, scale, x.numel())
-
-
-def _library() -> Any:
-    library = load()
-    assert library is not None, "serves() was asked before"
-    return library
+    required().pt_sparse_accumulate(x.data_ptr(), velocity.data_ptr(), total.data_ptr(), momentum, scale, x.numel())

@@ -14,7 +14,6 @@ import os
 import threading
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from polytempo.core.errors import Mismatch
 from polytempo.native.arena import Window, own_arena
 from polytempo.native.call import MOVED, name_of
 from polytempo.native.group import Group
-from polytempo.native.library import load
+from polytempo.native.library import required
 
 LEAST_BYTES = 3 << 20
 """Smaller tensors are copied through the ring, which takes less time than to borrow them."""
@@ -77,7 +76,7 @@ def borrowed(group: Group, note: Tensor, like: Tensor, source: int) -> Tensor:
 
 def _returned(window: Window, offset: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child has our tensors, but they are not its own
-        _library().pt_word_set(window.base + offset, _FREE)
+        required().pt_word_set(window.base + offset, _FREE)
 
 
 @dataclass
@@ -103,7 +102,7 @@ class _Slot:
 
     @property
     def is_free(self) -> bool:
-        return bool(_library().pt_word_seen(self.memory.data_ptr()) == _FREE)
+        return bool(required().pt_word_seen(self.memory.data_ptr()) == _FREE)
 
 
 class Slots:
@@ -122,7 +121,7 @@ class Slots:
             slot = self._with_room(tensor.nbytes)
             slot.like(tensor).copy_(tensor)
             slot.borrower, slot.used_turn = borrower, self._turn
-            _library().pt_word_set(slot.memory.data_ptr(), _LENT)
+            required().pt_word_set(slot.memory.data_ptr(), _LENT)
             return slot.offset
 
     def _with_room(self, num_bytes: int) -> _Slot:
@@ -140,7 +139,7 @@ class Slots:
         """Take slots back from processes that have ended, and let go of those that were not used for long."""
         for slot in self.slots:
             if not slot.is_free and slot.borrower is not None and slot.borrower.process_has_ended():
-                _library().pt_word_set(slot.memory.data_ptr(), _FREE)
+                required().pt_word_set(slot.memory.data_ptr(), _FREE)
         self.slots = [s for s in self.slots if not s.is_free or self._turn - s.used_turn < _UNUSED_TURNS]
 
 
@@ -163,9 +162,3 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def _library() -> Any:
-    library = load()
-    assert library is not None, "a group has the native core"
-    return library

@@ -112,6 +112,15 @@ def load() -> ctypes.CDLL | None:
     return _opened()[0]
 
 
+@cache
+def required() -> Any:
+    """The library, where it is known to be there. Errors: ValueError where it is not."""
+    library = load()
+    if library is None:
+        raise ValueError(f"there is no native core: {why_not()}")
+    return library
+
+
 def available() -> bool:
     """Whether this process has the native core."""
     return load() is not None

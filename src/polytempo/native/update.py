@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polytempo.native.call import DTYPES
-from polytempo.native.library import load, why_not
+from polytempo.native.library import required
 from polytempo.native.step import Hyper
 
 DTYPES_UPDATED = (torch.float32, torch.float64)
@@ -19,17 +18,9 @@ DTYPES_UPDATED = (torch.float32, torch.float64)
 DTYPES_CHECKED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@cache
-def _library() -> Any:
-    library = load()
-    if library is None:
-        raise ValueError(f"there is no native core: {why_not()}")
-    return library
-
-
 def unfinite(values: Tensor) -> int:
     """The index of the first element that is NaN or infinite, -1 if all are finite. Reads a flat tensor once."""
-    index: int = _library().pt_unfinite(DTYPES[values.dtype], values.data_ptr(), values.numel())
+    index: int = required().pt_unfinite(DTYPES[values.dtype], values.data_ptr(), values.numel())
     assert index >= -1, f"no kernel for {values.dtype}"
     return index
 
@@ -37,7 +28,7 @@ def unfinite(values: Tensor) -> int:
 def squares(a: Tensor, b: Tensor) -> tuple[float, float]:
     """(Σ a², Σ b²) of two flat, contiguous tensors of one length and dtype, added up in f64. Reads each once."""
     sums = (ctypes.c_double * 2)()
-    status = _library().pt_squares(DTYPES[a.dtype], a.data_ptr(), b.data_ptr(), ctypes.addressof(sums), a.numel())
+    status = required().pt_squares(DTYPES[a.dtype], a.data_ptr(), b.data_ptr(), ctypes.addressof(sums), a.numel())
     assert status == 0, f"no kernel for {a.dtype}"
     return sums[0], sums[1]
 
@@ -50,7 +41,7 @@ def lamb_direction_(
     All are flat, contiguous, of one length and dtype; none overlap. Cost: one pass over memory.
     """
     sums = (ctypes.c_double * 2)()
-    status = _library().pt_lamb_direction(
+    status = required().pt_lamb_direction(
         *(DTYPES[weights.dtype], ctypes.addressof(hyper)),
         *(each.data_ptr() for each in (gradient, weights, first, second, out)),
         *(ctypes.addressof(sums), weights.numel()),
@@ -69,8 +60,8 @@ class Updater:
         if dtype not in DTYPES_UPDATED:
             raise ValueError(f"the native update is for {DTYPES_UPDATED}, not for {dtype}; use native=False")
         self.hyper = hyper
-        self._function = _library().pt_update
-        self._descend = _library().pt_descend
+        self._function = required().pt_update
+        self._descend = required().pt_descend
         self._code = DTYPES[dtype]
         self._float = ctypes.c_float if dtype is torch.float32 else ctypes.c_double
         self._hyper_address = ctypes.addressof(hyper)

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from polytempo.partition.balance import prefix, slowest_least, total_least
 from polytempo.partition.chain import Chain, chain_of, has_parameters
 from polytempo.partition.cut import Cut, Stage, StageCost, Value
-from polytempo.partition.exported import exported
+from polytempo.partition.exported_graph import exported
 from polytempo.partition.modes import attributes_kept
 from polytempo.partition.places import Places
 from polytempo.partition.profile import counted, measured

@@ -1,9 +1,10 @@
-"""`Wires`: what passes between the stages of a pipeline, in fewer bytes.
+"""`Wires`: what passes between the stages of a pipeline, or between the ranks of split layers, in fewer bytes.
 
     forward    stage 0 ── h, encoded ──▶ stage 1 computes with ĥ = decode(encode(h))
     backward   stage 0 ◀── ĝ ────────── stage 1 sends g = ∂L/∂ĥ, encoded; stage 0 takes ĝ for ∂L/∂h
 
-So the gradient passes the codec of activations as if it were the identity (straight through).
+So the gradient passes the codec of activations as if it were the identity (straight through). What split layers encode,
+`partition.tensor.model_group` says.
 
 Sources: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
 conditional computation", 2013, section 3.1 (straight through); T. Dettmers, "8-bit approximations for parallelism in
@@ -13,7 +14,7 @@ deep learning", 2016, for 8-bit activations and gradients between the parts of a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,9 @@ from polytempo.core.codec import check_codec, check_forgetful
 from polytempo.partition.cut import Cut, Layout
 
 Way = Literal["forward", "backward"]
+WAYS: tuple[Way, Way] = ("forward", "backward")
+
+_FLOATS = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Wires:
                 check_codec(codec)
                 check_forgetful(codec)
 
+    @property
+    def draws(self) -> bool:
+        """Whether what travels depends on random numbers."""
+        return any(each is not None and each.facts.draws for each in (self.activations, self.gradients))
+
     def codec(self, way: Way, like: Tensor) -> Codec | None:
         """What encodes a tensor like this on its way. None for whole numbers, truth values and single numbers (a size,
         a scale), and for a tensor that would not get smaller."""
@@ -61,6 +70,26 @@ class Wires:
         """What travels for a tensor like this."""
         codec = self.codec(way, like)
         return like.nbytes if codec is None else codec.wire_bytes(like)
+
+    def common_codec(self, way: Way, likes: Sequence[Tensor]) -> Codec | None:
+        """What encodes tensors that travel in one exchange. None where together they would not get smaller."""
+        codec = self.activations if way == "forward" else self.gradients
+        own = [like for like in likes if like.numel()]
+        if codec is None or not all(like.is_floating_point() for like in own):
+            return None
+        return None if sum(map(codec.wire_bytes, own)) > sum(like.nbytes for like in own) else codec
+
+    def common_bytes(self, way: Way, likes: Sequence[Tensor]) -> int:
+        """Of the wires of tensors that travel in one exchange, each once."""
+        codec = self.common_codec(way, likes)
+        if codec is None:
+            return sum(like.nbytes for like in likes)
+        return sum(codec.wire_bytes(like) for like in likes if like.numel())
+
+
+def without_memory(numbers: int, itemsize: int) -> Tensor:
+    """A flat tensor of so many numbers of so many bytes each, to ask what travels for it."""
+    return torch.empty((), dtype=_FLOATS[itemsize]).expand(numbers)
 
 
 AS_THEY_ARE = Wires()

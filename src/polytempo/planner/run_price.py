@@ -11,8 +11,9 @@ import torch
 from polytempo.cluster import Cluster
 from polytempo.core import Bundle, Strategy
 from polytempo.core.transform import cost_of
+from polytempo.partition.cut import Cut
 from polytempo.planner.search_space import PlannedRun
-from polytempo.runs.job_memory import estimated
+from polytempo.runs.job_memory import WorkerMemory, estimated, estimated_stage
 from polytempo.runs.simulate import simulate
 from polytempo.runs.simulation_checks import check_simulation
 from polytempo.spec.catalogue import parse_strategy
@@ -21,6 +22,8 @@ from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job_profile import profiled
+from polytempo.training.pipeline.pipeline_stage import schedule_of
+from polytempo.training.staged_training import cut_of
 
 _FEWEST_STEPS = 4
 _MOST_PERIOD = 64
@@ -46,6 +49,8 @@ class Pricer:
         self._saved_bytes: float | None = None
         self._found: dict[tuple[object, ...], RunPrice] = {}
         self._memory: dict[tuple[object, ...], int] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
+        """By the number of parts, and the batch size."""
 
     def price(self, run: PlannedRun, *, rounds: int = 1, network_factor: float = 1.0) -> RunPrice:
         """Of the run, for at least `rounds` times its period, on links between hosts that are so much faster.
@@ -65,12 +70,12 @@ class Pricer:
         return self._found[key]
 
     def memory_bytes(self, run: PlannedRun) -> int:
-        """Of one of its workers, reckoned. A stage, or a part of layers, is counted as the whole model."""
+        """Of a worker, reckoned; of the stage that needs the most. Layers in parts are counted as whole ones."""
         key = (run.strategy, run.workers, run.batch_size)
         if key not in self._memory:
             options = RunOptions(batch_size=run.batch_size)
             spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, options)
-            self._memory[key] = estimated(spec, round(self._saved_of_sample() * run.batch_size)).total
+            self._memory[key] = self._worker_memory(spec).total
         return self._memory[key]
 
     def hosts(self, run: PlannedRun) -> int:
@@ -78,6 +83,15 @@ class Pricer:
         spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, RunOptions())
         servers = max(0, spec.topology().num_servers - 1)  # the last is the coordinator, in the launcher
         return len(set(self.cluster.hosts(run.workers))) + servers
+
+    def _worker_memory(self, spec: RunSpec) -> WorkerMemory:
+        if spec.strategy.schedule is None:
+            return estimated(spec, round(self._saved_of_sample() * spec.batch_size))
+        schedule = schedule_of(spec.strategy)
+        key = (schedule.stages * schedule.parts, spec.batch_size)
+        if key not in self._cuts:
+            self._cuts[key] = cut_of(spec, model_of(self.job), self.data)
+        return estimated_stage(spec, self._cuts[key])
 
     def _saved_of_sample(self) -> float:
         if self._saved_bytes is None:

@@ -35,12 +35,15 @@ from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 
 _TRIED_WORKERS = 4
+"""A trial has at most so many, or those that hold one model."""
 _SLACK = 2.0
+"""A trial ends where its run would take, and cost, so many times as much as the best that is known."""
 _MOST_RUNS_OF_JOB = 3
 """A trial has at most so many times the job's epochs."""
 _LARGE = 4
 """The large batch of the first round is at most a fourth of the data."""
 _MOST_CHECKS = 6
+"""Of the winner at its batch, in the last round."""
 _NEAR = 1.5
 """A batch was tried where one within this factor was."""
 _PRECISE = 12
@@ -70,7 +73,7 @@ def plan_run(
     """
     began_s = time.perf_counter()
     search = _Search(job, space, until, cluster, data, seed, say, uncertain=uncertainty_of(cluster, spread or {}))
-    interrupted = _is_interrupted(search)
+    interrupted = _search_ends_early(search)
     forecasts = search.forecasts()
     order = ranked(forecasts, limits)
     winner, second = (order[0] if order else None), (runner_up(order) if order else None)
@@ -103,8 +106,8 @@ def plan_run(
     )
 
 
-def _is_interrupted(search: _Search) -> bool:
-    """Search, to the end or until KeyboardInterrupt, which is raised again where nothing was found."""
+def _search_ends_early(search: _Search) -> bool:
+    """Search; whether KeyboardInterrupt has ended that. It is raised again where nothing was found."""
     try:
         search.price_all()
         search.try_families()

@@ -60,6 +60,9 @@ def _check_target(job: Job, has_test: bool, until: Mapping[str, float]) -> None:
     if not until:
         raise ValueError("a plan needs a target: give until, such as accuracy=0.97 or loss=0.1")
     if not has_test:
-        raise ValueError(f"job {job.name} has no test set, so no run can be seen to reach a target")
+        raise ValueError(
+            f"job {job.name} has no test set, so no run can be seen to reach a target; let its data function return "
+            "pt.Data(train, test)"
+        )
     if "accuracy" in until and job.correct is None:
         raise ValueError(f"job {job.name} measures no accuracy; give the target as loss=…")

@@ -40,7 +40,7 @@ from polytempo.server.timing import Timing
 from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
-from polytempo.spec.result import parameters_sha256
+from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served_context import ComputeGradients
@@ -169,13 +169,14 @@ class Rerun:
             self.errors[written(life)] = f"{type(error).__name__}: {error}"
             return
         if attendance is not None:
-            self.finals[written(life)] = parameters_sha256(context.model.parameters())
+            self.finals[written(life)] = context.sha256()
 
 
 def options_of(facts: RunFacts, data: Path | None) -> RunOptions:
     """The run's options, as far as they matter; `data` may lie elsewhere now."""
     given = dict(facts.options)
-    return RunOptions(**{**given, "data": data or given.get("data")})
+    bits = precision_of(given.get("precision"))
+    return RunOptions(**{**given, "data": data or given.get("data"), "precision": bits})
 
 
 def written(life: Life) -> str:

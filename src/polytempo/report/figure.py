@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polytempo.report.style import AXIS, GRID, INK, PAPER, QUIET
+from polytempo.report.axes import Line
+from polytempo.report.style import AXIS, GRID, INK, PAPER, QUIET, look
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -44,6 +45,21 @@ def empty_figure(height: int, x_title: str, y_title: str = "") -> Figure:
         "yaxis": _axis(y_title),
     }
     return Figure([], layout)
+
+
+def run_line(number: int, line: Line, name: str, hover: str) -> dict[str, Any]:
+    """The trace of a line of run `number`, in the run's look. `name` and `hover` are HTML."""
+    style = look(number)
+    return {
+        "type": "scatter",
+        "x": [x for x, _ in line],
+        "y": [y for _, y in line],
+        "name": name,
+        "meta": number,
+        "mode": "lines",
+        "line": {"color": style.color, "dash": style.dash.plotly, "width": 2},
+        "hovertemplate": hover,
+    }
 
 
 def _axis(title: str) -> dict[str, Any]:

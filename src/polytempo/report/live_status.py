@@ -124,7 +124,10 @@ def read_status(folder: Place) -> LiveStatus | None:
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is no status of a run ({error}); remove it to see what else the run left") from error
     if status.version != VERSION:
-        raise ValueError(f"{path} is of version {status.version}, and this polytempo reads version {VERSION}")
+        raise ValueError(
+            f"{path} is of version {status.version}, and this polytempo reads version {VERSION}; look at the run with "
+            "the polytempo that made it"
+        )
     return status
 
 

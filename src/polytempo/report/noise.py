@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from polytempo.report.axes import Line
-from polytempo.report.figure import Figure, empty_figure
+from polytempo.report.figure import Figure, empty_figure, run_line
 from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import look
@@ -53,33 +53,14 @@ def noise_curves(runs: Sequence[RunRecord]) -> Figure | None:
     figure.yaxis.update(type="log", dtick=1, tickformat="~g")
     names = short_labels(runs)
     for number, line in lines.items():
-        style, text = look(number), html.escape(names[number], quote=False)
+        text = html.escape(names[number], quote=False)
         hover = "noise scale %{y:.3g} samples after %{x:,.0f} samples<extra></extra>"
-        figure.data.append(
-            {
-                "type": "scatter",
-                "x": [x for x, _ in line],
-                "y": [y for _, y in line],
-                "name": text,
-                "meta": number,
-                "mode": "lines",
-                "line": {"color": style.color, "dash": style.dash.plotly, "width": 2},
-                "hovertemplate": f"{text}<br>{hover}",
-            }
-        )
+        figure.data.append(run_line(number, line, text, f"{text}<br>{hover}"))
         result = runs[number].result
         if not result.get("server") and result.get("steps"):
             batch = result["samples"] / result["steps"]
-            figure.data.append(
-                {
-                    "type": "scatter",
-                    "x": [line[0][0], line[-1][0]],
-                    "y": [batch, batch],
-                    "name": f"{text}: samples of a step",
-                    "meta": number,
-                    "mode": "lines",
-                    "line": {"color": style.color, "dash": "dot", "width": 1},
-                    "hovertemplate": f"{text}<br>{batch:,.0f} samples a step<extra></extra>",
-                }
-            )
+            ends = [(line[0][0], batch), (line[-1][0], batch)]
+            hover = f"{text}<br>{batch:,.0f} samples a step<extra></extra>"
+            dotted = {"color": look(number).color, "dash": "dot", "width": 1}
+            figure.data.append({**run_line(number, ends, f"{text}: samples of a step", hover), "line": dotted})
     return figure

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from polytempo.report.axes import Line, axes_of
-from polytempo.report.figure import Figure, empty_figure
+from polytempo.report.figure import Figure, empty_figure, run_line
 from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import PAPER, QUIET, look
@@ -38,24 +38,14 @@ def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> Figure | None
     figure = empty_figure(340, time_title(runs) if over == "seconds" else "Samples (all workers)")
     for number, (line, label) in enumerate(zip(lines, short_labels(runs), strict=True)):
         style, text = look(number), html.escape(label, quote=False)
-        figure.data.append(
-            {
-                "type": "scatter",
-                "x": [x for x, _ in line],
-                "y": [y for _, y in line],
-                "name": text,
-                "meta": number,
-                "mode": "lines+markers",
-                "line": {"color": style.color, "dash": style.dash.plotly, "width": 2},
-                "marker": {
-                    "symbol": style.symbol.plotly,
-                    "color": style.color,
-                    "size": _some(len(line), number),
-                    "line": {"width": 0},
-                },
-                "hovertemplate": _hover(text if len(runs) > 1 else "", quantity, over, unit),
-            }
-        )
+        marker = {
+            "symbol": style.symbol.plotly,
+            "color": style.color,
+            "size": _some(len(line), number),
+            "line": {"width": 0},
+        }
+        hover = _hover(text if len(runs) > 1 else "", quantity, over, unit)
+        figure.data.append({**run_line(number, line, text, hover), "mode": "lines+markers", "marker": marker})
     _crop(figure, lines, quantity)
     return figure
 

@@ -19,9 +19,14 @@ from polytempo.core import Bundle, is_idle
 from polytempo.core.transform import cost_of
 from polytempo.data.shard import DataShard
 from polytempo.engines.launch import launch
+from polytempo.partition.cut import Cut
+from polytempo.partition.schedules.facts import facts
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.pipeline.pipeline_stage import schedule_of
+from polytempo.training.pipeline.priced_stage import on_meta
+from polytempo.training.pipeline.stage_model import StageModel
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PEAK = "5"
@@ -33,14 +38,14 @@ class WorkerMemory(NamedTuple):
     """Bytes of one worker."""
 
     parameters: int
-    """And buffers, such as running statistics."""
+    """And buffers, such as running statistics. Of a stage: as many versions as it holds."""
     gradients: int
     optimizer: int
     """Its state after a step."""
     temporary: int
     """What its step needs while it runs."""
     activations: int
-    """What autograd keeps of one batch between forward and backward."""
+    """What autograd keeps of one batch between forward and backward; of a stage, of the micro-batches under way."""
     strategy: int
     """What its transforms remember from step to step."""
     exchanged: int
@@ -58,12 +63,40 @@ class WorkerMemory(NamedTuple):
 
 
 def estimated(spec: RunSpec, saved_bytes: int) -> WorkerMemory:
-    """Of a worker of the run; `saved_bytes` are the activations of one batch (`JobProfile.saved_bytes`).
+    """Of a worker with the whole model; `saved_bytes` are the activations of one batch (`JobProfile.saved_bytes`).
 
     Nothing is computed: the model and a step of the optimizer are on the meta device.
     """
     with torch.device("meta"):
         model = model_of(spec.job)
+    return _reckoned(spec, model, saved_bytes)
+
+
+def estimated_stage(spec: RunSpec, parts: Cut) -> WorkerMemory:
+    """Of the worker that needs the most: it has one stage of the job's model, cut in `parts` with a batch of the run.
+
+    parameters x versions that passes under way use, and what is kept of a micro-batch x micro-batches under way
+
+    A stage that recomputes keeps what it is sent, and all of one micro-batch. Nothing is computed.
+    """
+    schedule, on_meta_device = schedule_of(spec.strategy), on_meta(parts)
+    found = []
+    for number in range(schedule.stages):
+        needs, costs = facts(schedule, number), parts.costs[number :: schedule.stages]
+        kept = max(cost.saved_bytes for cost in costs)
+        held = kept * needs.held
+        if schedule.recomputes:
+            held = max(cost.bytes_in for cost in costs) * needs.held + kept
+        model = StageModel(on_meta_device.stages[number :: schedule.stages])
+        memory = _reckoned(spec, model, -(-held // schedule.micro_batches))
+        older = (needs.versions - 1) * _bytes(model.parameters())
+        found.append(memory._replace(parameters=memory.parameters + older))
+    return max(found, key=lambda memory: memory.total)
+
+
+def _reckoned(spec: RunSpec, model: nn.Module, saved_bytes: int) -> WorkerMemory:
+    """`model`: on the meta device, what the worker holds."""
+    with torch.device("meta"):
         optimizer = optimizer_of(spec.job, model, spec.lr)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter in trained.values():
@@ -72,16 +105,16 @@ def estimated(spec: RunSpec, saved_bytes: int) -> WorkerMemory:
         with _Live() as live:
             optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    strategy, workers, bundle = spec.strategy, spec.workers, Bundle({n: p.detach() for n, p in trained.items()})
+    strategy, replicas, bundle = spec.strategy, spec.replicas, Bundle({n: p.detach() for n, p in trained.items()})
     transforms = (strategy.gradients, strategy.parameters)
-    exchanges = [transform for transform in transforms if workers > 1 and not is_idle(transform, workers)]
+    exchanges = [transform for transform in transforms if replicas > 1 and not is_idle(transform, replicas)]
     return WorkerMemory(
         parameters=_bytes([*model.parameters(), *model.buffers()]),
         gradients=_bytes(trained.values()),
         optimizer=_bytes(states),
         temporary=live.most,
         activations=saved_bytes,
-        strategy=sum(cost_of(transform, bundle, workers).memory_bytes for transform in exchanges),
+        strategy=sum(cost_of(transform, bundle, replicas).memory_bytes for transform in exchanges),
         exchanged=len(exchanges) * _bytes(trained.values()),
     )
 

@@ -6,6 +6,7 @@ real model, once ──▶ rules, operations, a batch's sizes ──▶ each ran
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -38,6 +39,9 @@ from polytempo.training.virtual_step import StepWork, charged, step_of_work
 from polytempo.worlds import Outcome
 from polytempo.worlds.symmetry import run_priced
 
+_WITHOUT_VALUES = re.compile(r"\bmeta\b", re.IGNORECASE)
+"""In what torch says where an operation needs the values of a tensor on the meta device, or a tensor elsewhere."""
+
 
 class PricedParts(NamedTuple):
     """What came of it."""
@@ -52,8 +56,8 @@ def priced_parts(
 ) -> PricedParts:
     """So many steps of `spec`, each on a batch as large as the first one. `updates`: of each rank.
 
-    Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `parted_model`, and where
-    layers do what depends on values.
+    Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `parted_model`, and for a
+    job that cannot be computed without values.
     """
     model, _ = replica_of(spec)
     named, names = resolved(spec, model, data), [name for name, _ in model.named_parameters()]
@@ -99,9 +103,12 @@ def resolved(spec: RunSpec, model: nn.Module, data: Data) -> RunSpec:
 def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any) -> None:
     try:
         objective(batch).backward()
-    except (NotImplementedError, RuntimeError) as error:
+    except (RuntimeError, TypeError) as error:
+        if not _WITHOUT_VALUES.search(str(error)):
+            raise
+        said = str(error).splitlines()[0]
         raise ValueError(
-            f"job {spec.job.name} with {spec.strategy} computes what depends on values ({error}); leave out meta, and "
+            f"job {spec.job.name} with {spec.strategy} cannot be computed without values ({said}); leave out meta, and "
             "simulate some steps with values"
         ) from error
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink
 from polytempo.core import Port
+from polytempo.core.port import barrier
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import Engine, EngineSetup, Launch, Role
 from polytempo.engines.init import init
@@ -127,9 +128,9 @@ def probe() -> dict[str, Any]:
     world = init(timeout_s=_TIMEOUT_S, quiet=True)
     port = world.port
     links = world.drive(_talk(port)) if port.size > 1 else []
-    world.drive(_met(port))
+    world.drive(barrier(port))
     speed = flops_per_s()
-    world.drive(_met(port))
+    world.drive(barrier(port))
     host = list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank])
     return {"name": socket.gethostname(), "host": host, "links": links, "flops_per_s": speed}
 
@@ -143,10 +144,6 @@ def flops_per_s() -> float:
         torch.mm(left, right)
         best_s = min(best_s, time.perf_counter() - begin_s)
     return 2 * _MATRIX**3 / best_s
-
-
-async def _met(port: Port) -> None:
-    await port.barrier()
 
 
 async def _talk(port: Port) -> list[tuple[int, int, float, float]]:

@@ -27,7 +27,7 @@ from polytempo.runs.arguments import (
     checked_engine,
     is_here,
 )
-from polytempo.runs.diverged import diverged_result
+from polytempo.runs.divergence import diverged_result
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.folder import began
 from polytempo.runs.folder_names import slug

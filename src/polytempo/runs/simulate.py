@@ -42,7 +42,7 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.batched_step import BatchedReplicas
 from polytempo.training.distillation import data_of_group, of_group
-from polytempo.training.evaluate import Evaluation
+from polytempo.training.evaluate import evaluation_of
 from polytempo.training.guard import unfinite_names
 from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import VirtualNoiseBoard
@@ -141,7 +141,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     check_simulated(model, data, workers)
     world = VirtualWorld(cluster, workers, seed=spec.seed)
     cost = step_cost(spec, model, data, cluster)
-    test = None if data.test is None else Evaluation(job, model, data, options.precision)
+    test = evaluation_of(spec, model, data)
     observer = VirtualObserver(workers, test)
     updates, gathered = [_updates(spec, rank) for rank in range(workers)], Gathered()
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))

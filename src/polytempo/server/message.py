@@ -29,6 +29,12 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     """A message from one mailbox to another."""
 
     HEADER_BYTES: ClassVar[int] = 64
+    num_kinds: ClassVar[int] = 0
+    """How many classes below this one there are by now, whichever modules they are in."""
+
+    def __init_subclass__(cls) -> None:
+        """Count the class, so that `wire.frames` knows when its decoder lacks one."""
+        Message.num_kinds += 1
 
     @property
     def num_bytes(self) -> int:

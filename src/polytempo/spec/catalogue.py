@@ -10,7 +10,7 @@ from typing import cast
 from polytempo import aggregation, cluster, collectives, compression, strategies
 from polytempo.cluster import Cluster, Stragglers
 from polytempo.cluster.measured import read_cluster
-from polytempo.core import Strategy
+from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
 from polytempo.partition import scheduled, schedules
 from polytempo.spec.call import split_calls
@@ -44,6 +44,11 @@ def parse_strategy(text: str) -> Strategy:
     strategy = NAMES.strategy(text)
     assert isinstance(strategy, Strategy)
     return strategy
+
+
+def codec_of(given: Codec | str | None) -> Codec | None:
+    """A codec that is given as it is or as text: int8(), "int8", "qsgd(levels=127)". ValueError for wrong text."""
+    return cast("Codec", NAMES.codec(given)) if isinstance(given, str) else given
 
 
 def parse_strategies(text: str | None) -> list[Strategy]:

@@ -136,7 +136,9 @@ class RunOptions:
             raise ValueError("a run with reshape leaves no snapshots to resume from; leave one of them out")
         unknown = set(self.until) - {"accuracy", "loss"}
         if unknown:
-            raise ValueError(f"until knows accuracy and loss, not {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"until knows accuracy and loss, not {', '.join(sorted(unknown))}; give until={{'accuracy': 0.97}}"
+            )
 
     @property
     def elastic(self) -> bool:

@@ -91,6 +91,11 @@ class RunSpec:
         """How many models there are, each of one worker or of several that hold it together."""
         return self.workers // self.strategy.holders
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step of all workers together, at the number of workers with which the run begins."""
+        return self.options.global_batch_size or self.workers * self.batch_size
+
     def topology(self, hosts: Sequence[int] = ()) -> Topology:
         """The run's nodes. `hosts`: the host of each; empty: one host."""
         service = self.strategy.server
@@ -183,10 +188,11 @@ def _check_average(strategy: Strategy, options: RunOptions) -> None:
 def _check_precision(precision: Precision, strategy: Strategy, options: RunOptions) -> None:
     """ValueError where the run's workers could not compute in 16 bits."""
     check_precision(precision, strategy)
-    if options.elastic:
+    if options.elastic and precision.is_dynamic:
         raise ValueError(
-            f"precision={precision}: workers of an elastic run take over each other's models between two steps, and "
-            "not their float32 masters; leave out precision, or min_workers and max_workers"
+            f"precision={precision}: workers of an elastic run finish each other's steps, and whether one overflowed "
+            "they agree on within it, with those that may be lost; use bf16, or a constant scale such as "
+            "fp16(loss_scale=1024)"
         )
 
 

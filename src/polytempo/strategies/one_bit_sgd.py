@@ -17,7 +17,7 @@ def one_bit_sgd(route: WireRoute | None = None, exact_below: int = 1024) -> Stra
 
     Cost: 2(N-1)/N · (1/32 of float32's bytes, and 8 bytes a row); memory for one more gradient, in
     float32 where that has 16 bits.
-    Change the learning rate in small steps: what is owed was computed before.
+    Change the learning rate in small steps: the residual was computed with the one before.
 
     Source: F. Seide, H. Fu, J. Droppo, G. Li and D. Yu, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs", 2014. There groups are the columns of matrices stored by column.

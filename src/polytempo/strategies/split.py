@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.partition.over_parts import over_parts
 from polytempo.partition.tensor.rule_text import rule_text, rules_of
 from polytempo.partition.tensor.rules import Rules
 from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
+from polytempo.partition.wires import Wires
 from polytempo.strategies.sync_sgd import sync_sgd
 
 
 def split(
-    rules: Rules | str = "auto", parts: int = 2, sequence: bool = False, inner: Strategy | None = None
+    rules: Rules | str = "auto",
+    parts: int = 2,
+    sequence: bool = False,
+    inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """Split the layers that `rules` name over `parts` workers, which compute one batch together.
 
@@ -24,6 +30,8 @@ def split(
     `workers` is a multiple of `parts`: worker r has part r mod N of model r // N, whose N workers get the same batches.
     `inner` (default: `sync_sgd()`) is what happens between workers that hold the same parts.
 
+    `activations` and `gradients`: codecs by which layers exchange these, as `pt.split` says.
+
     Cost: activations, of which `partition.tensor.traffic` counts the bytes. Gradients, optimizer state and activations
     of split layers exist once over the N workers.
 
@@ -31,5 +39,5 @@ def split(
     """
     written = AUTO if rules == AUTO else rules_of(rules)
     text = AUTO if isinstance(written, str) else rule_text(written)
-    name = call_name(split, {"rules": text, "parts": parts, "sequence": sequence, "inner": inner}, brief=("inner",))
-    return over_parts(name, SplitLayers(written, parts, sequence), inner or sync_sgd())
+    name = call_name(split, {**locals(), "rules": text}, brief=("inner", "activations", "gradients"))
+    return over_parts(name, SplitLayers(written, parts, sequence, Wires(activations, gradients)), inner or sync_sgd())

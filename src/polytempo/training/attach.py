@@ -22,7 +22,7 @@ from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.spec.precision import Precision, check_precision
 from polytempo.training.agree import agree_to_train
-from polytempo.training.attached import handle_of, set_handle
+from polytempo.training.attached_models import handle_of, set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
 from polytempo.training.divided_parameters import check_divided, check_restorable, own_parameters

@@ -137,7 +137,7 @@ class Bucket:
     def place(self, answer: Bundle | None, *, answered: bool) -> None:
         """Point every parameter's `.grad` at its part of `answer`; None: no gradient in this step.
 
-        A frozen parameter has none, whatever late or owed answer there is for it. `answered`: the transform did
+        A frozen parameter has none, whatever late answer or residual there is for it. `answered`: the transform did
         something, so that this is no more what the rank computed.
         """
         self._placed = None

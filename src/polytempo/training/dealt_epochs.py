@@ -20,7 +20,7 @@ from polytempo.data.plan import Deals
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import of_tickets
 from polytempo.training.agree import agree
-from polytempo.training.dealers import set_dealer
+from polytempo.training.epoch_source import set_source
 from polytempo.training.loop_facts import LoopFacts
 from polytempo.training.ticket_loop import ServerLink, TicketLoop
 from polytempo.worlds import ProcessWorld
@@ -78,7 +78,7 @@ class DealtEpochs:
         self.done = 0
         """Epochs that this rank has been through."""
         self._within = False
-        set_dealer(world, self)
+        set_source(world, self)
         atexit.register(self.at_exit)
 
     @property
@@ -91,7 +91,7 @@ class DealtEpochs:
         """Whether an epoch is under way."""
         return self._within
 
-    # ------------------------------------------------------------------ a `Dealer`
+    # ------------------------------------------------------------------ a `EpochSource`
 
     def takes(self, shard: DataShard) -> bool:
         """The first shard that the loop trains on is dealt by tickets; others are dealt as ever."""
@@ -155,7 +155,7 @@ class DealtEpochs:
             self.joined.link.close(wait_s=self.timeout_s)
             self._take_account(self.joined.link)
         atexit.unregister(self.at_exit)
-        set_dealer(self._world, None)
+        set_source(self._world, None)
 
     def _take_account(self, link: ServerLink) -> None:
         told = link.account

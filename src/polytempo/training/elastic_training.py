@@ -32,7 +32,7 @@ from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.commit_point import Committed, Wishes, commit_point
 from polytempo.training.elastic_state import broadcast_buffers, broadcast_json, broadcast_saved, hand_over_model
 from polytempo.training.elastic_strategies import check_elastic, mixed
-from polytempo.training.evaluate import Evaluation
+from polytempo.training.evaluate import evaluation_of
 from polytempo.training.gradients import gradients_of
 from polytempo.training.guard import unfinite_names
 from polytempo.training.handle import Handle
@@ -43,11 +43,6 @@ from polytempo.training.residual_handover import handed_over, residuals_by_path
 from polytempo.training.resumption import load
 from polytempo.training.schedule_state import schedule_restore, schedule_saved
 from polytempo.worlds import ProcessWorld
-
-
-def global_batch_of(spec: RunSpec) -> int:
-    """Samples of a step of all workers together, at the number of workers with which the run begins."""
-    return spec.options.global_batch_size or spec.workers * spec.batch_size
 
 
 class Stopped(PolytempoError):
@@ -64,7 +59,7 @@ class ElasticTraining:
         self.model, self.optimizer = replica_of(spec)
         self.data = data_of(spec.job, spec.options.data)
         self._wishes, self._record = wishes, record
-        self._evaluation = None if self.data.test is None else Evaluation(spec.job, self.model, self.data)
+        self._evaluation = evaluation_of(spec, self.model, self.data)
         self._unchecked = unfinite_names(self.model)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._scheduler: LRScheduler | None = None
@@ -208,14 +203,16 @@ class ElasticTraining:
             size=size,
             batch_size=spec.batch_size,
             seed=spec.seed,
-            global_batch_size=global_batch_of(spec) if keeps_all else None,
+            global_batch_size=spec.global_batch_size if keeps_all else None,
             slices=spec.strategy.slices,
         )
 
     def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
         whole = replace(self.spec.strategy, slices=None)  # slices are computed here, not by hooks
         asked, given = self.spec.options, (self.model, self.optimizer, whole)
-        options = AttachOptions(on_drift=asked.on_drift, allow_nan=asked.allow_nan, grows=True)
+        options = AttachOptions(
+            on_drift=asked.on_drift, allow_nan=asked.allow_nan, grows=True, precision=asked.precision
+        )
         if not view.stateful:
             return attach_replica(*given, world=world, options=options._replace(seed=asked.seed))
         newcomers = frozenset(range(view.stateful, world.size))
@@ -269,7 +266,8 @@ class ElasticTraining:
             schedule_restore(self._scheduler, told["schedule"])
         self._begun = not newcomer
         if replica.parameters is not None:
-            await self._meet_at_once(port, view, context)
+            with replica.in_float32():
+                await self._meet_at_once(port, view, context)
         elif newcomer:
             self.member.taken_over(view.step)
         self._begun = True
@@ -394,7 +392,8 @@ class ElasticTraining:
         """At a border of steps, when all are still there: residuals of those that leave go to one that stays."""
         await replica.settle()
         if replica.parameters is not None:
-            await keep_mean(port, replica.parameters.groups(), leaves=self._leaves)
+            with replica.in_float32():
+                await keep_mean(port, replica.parameters.groups(), leaves=self._leaves)
         residuals = residuals_by_path(replica.states())
         if residuals:
             self._inherited = await handed_over(port, residuals, leaves=self._leaves)

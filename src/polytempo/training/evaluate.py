@@ -19,6 +19,7 @@ from polytempo.core import Port
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged
 from polytempo.spec.precision import Precision
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.precision.reduced_forward import dtype_of, install
 from polytempo.training.sample_batches import SampleBatches
 
@@ -134,3 +135,8 @@ def copied_modules(model: nn.Module) -> nn.Module:
             f"a model is scored in a copy of its own, and {type(model).__name__} cannot be copied: {error}; give the "
             "module that holds this a __deepcopy__, or make it when forward needs it"
         ) from error
+
+
+def evaluation_of(spec: RunSpec, model: nn.Module, data: Data) -> Evaluation | None:
+    """Scores of a run's model, in the run's precision; None where there is no test set."""
+    return None if data.test is None else Evaluation(spec.job, model, data, spec.options.precision)

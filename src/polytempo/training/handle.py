@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.core import Port
 from polytempo.core.notice import Notice, preempting_signals
+from polytempo.core.port import barrier
 from polytempo.core.state import Saved
 from polytempo.large_batch.noise_scale import NoiseScale
 from polytempo.one_host.hogwild import TurnHooks
@@ -124,7 +124,7 @@ class Handle:
             yield
             return
         if self._turns is not None:
-            self.world.drive(_met(port))  # so that no rank writes while others read
+            self.world.drive(barrier(port))  # so that no rank writes while others read
         agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
         named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
         with replica.in_float32():
@@ -226,7 +226,10 @@ class Handle:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank."""
         if state["strategy"] != str(self.replica.strategy):
-            raise ValueError(f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached")
+            raise ValueError(
+                f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the one "
+                "that saved it, or begin without its state"
+            )
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
         if self.replica.masters is not None:
             self.replica.masters.restore(state["scalars"])
@@ -258,7 +261,9 @@ class Handle:
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again.
 
-        Where ranks share one copy of the parameters all must call it, and each gets parameters of its own.
+        What is under way is let go of (`delayed_sgd`): call `state_dict` first, which finishes it, where the ranks are
+        to exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each
+        gets parameters of its own.
         """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()
@@ -298,7 +303,3 @@ def _feels_scales(replica: Replica, copy: OneCopy | None, turns: TurnHooks | Non
     means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
     free = turns is not None and strategy.one_copy != "in_turn"
     return _meets(replica, copy, turns) and not means and not free
-
-
-async def _met(port: Port) -> None:
-    await port.barrier()

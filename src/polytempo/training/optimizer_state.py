@@ -47,7 +47,10 @@ def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimize
     described = json.loads(text)
     now = optimizer.state_dict()
     if [len(g["params"]) for g in described["groups"]] != [len(g["params"]) for g in now["param_groups"]]:
-        raise ValueError("the saved optimizer has other parameter groups than this one")
+        raise ValueError(
+            "the saved optimizer has other parameter groups than this one; give this one the same parameters, in the "
+            "same groups"
+        )
     state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in described["numbers"].items()}
     for name, tensor in source.tensors.items():
         if name.startswith(f"{path}/"):

@@ -158,12 +158,12 @@ class ParameterExchange:
         """What is remembered, each with the path that it is saved under."""
         return [(_path(i), state) for i, state in enumerate(self.states)]
 
-    def restore(self, source: Saved, debts: Sequence[Saved] | None) -> None:
+    def restore(self, source: Saved, residual_sources: Sequence[Saved] | None) -> None:
         """Take over what was saved; what was not, begins anew."""
         for i, layout in enumerate(self._layouts()):
             state = self._strategy.parameters.init(layout)
             held = source.holds(_path(i))
-            self.states[i] = restored(state, source, _path(i), layout, debts) if held else state
+            self.states[i] = restored(state, source, _path(i), layout, residual_sources) if held else state
 
 
 def _uses(groups: Sequence[Mapping[str, Tensor]]) -> Uses:

@@ -78,7 +78,7 @@ def parted_model(spec: RunSpec, model: nn.Module, data: Data, port: Port, drive:
         rules = parted.rules
         if isinstance(rules, str):
             rules = split_plan(model, sample_of(spec.job, data, spec.batch_size, spec.seed), parted.ranks).rules
-        return apply_rules(model, rules, ModelGroup(ports.model, drive, parted.sequence))
+        return apply_rules(model, rules, ModelGroup(ports.model, drive, parted.sequence, parted.wires))
     assert isinstance(parted, DividedNames)
     names = planned_names(spec, model, data) if parted.names is None else parted.names
     return divide(model, names, DataGroup(ModelGroup(ports.data, drive), parted.exchange))

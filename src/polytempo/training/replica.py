@@ -301,19 +301,19 @@ class Replica:
         gradients: list[tuple[str, State]] = [("gradients", bucket.state) for bucket in self.buckets]
         return gradients if self.parameters is None else gradients + self.parameters.named_states()
 
-    def restore(self, source: Saved, debts: Sequence[Saved] | None = None) -> None:
+    def restore(self, source: Saved, residual_sources: Sequence[Saved] | None = None) -> None:
         """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew.
 
-        `debts`: the states whose `Residual` this rank takes over; without them, those of `source`.
+        `residual_sources`: the states whose `Residual` this rank takes over; without them, those of `source`.
         """
         with self.in_float32():
             for bucket in self.buckets:
                 layout = Bundle(bucket.parameters)
                 state = self.strategy.gradients.init(layout)
                 held = source.holds("gradients")
-                bucket.begin(restored(state, source, "gradients", layout, debts) if held else state)
+                bucket.begin(restored(state, source, "gradients", layout, residual_sources) if held else state)
             if self.parameters is not None:
-                self.parameters.restore(source, debts)
+                self.parameters.restore(source, residual_sources)
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step, self.restored = step, True

@@ -35,7 +35,7 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
     """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
 
     With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state
-    of saved rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks still owed
+    of saved rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks had held back
     (residuals of error feedback) goes to exactly one rank each, so that their sum stays what it was. Another mesh
     beside that is a ValueError.
 
@@ -142,8 +142,8 @@ def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[
         context.average.load_state_dict({"average": under(weights, AVERAGE), "steps": steps, "decay": decay})
     fresh = _rates(context.replica.optimizer)
     optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
-    debtors = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
-    context.replica.restore(_strategy(own), [_strategy(part) for part in debtors])
+    sources = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
+    context.replica.restore(_strategy(own), [_strategy(part) for part in sources])
     _take_position(context, own)
     return fresh
 

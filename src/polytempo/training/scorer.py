@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from polytempo.data.batches import Batches
 from polytempo.spec.job import Data, Job
+from polytempo.spec.precision import Precision
 from polytempo.training.evaluate import Evaluation, tensors_of
 from polytempo.training.randomness import kept_random_states
 from polytempo.training.running_statistics import Running
@@ -17,14 +18,21 @@ from polytempo.training.trainable_parameters import trainable
 
 
 class Scorer:
-    """Scores on the test set of `data`, which must have one. `model` is the scorer's own; `optimizer` says what trains.
-
-    It draws no number that others miss, and touches no tensor of theirs.
+    """Scores on the test set of `data`, which must have one, in the 16 bits of a `precision`. `model` is the scorer's
+    own; `optimizer` says what trains. It draws no number that others miss, and touches no tensor of theirs.
     """
 
-    def __init__(self, job: Job, data: Data, batches: Batches, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        batches: Batches,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: Precision | None = None,
+    ) -> None:
         self._batches, self._model = batches, model
-        self._evaluation = Evaluation(job, model, data)
+        self._evaluation = Evaluation(job, model, data, precision)
         self._parameters = [parameter.detach() for parameter in trainable(model, optimizer).values()]
         self._running = Running(model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.optim import Optimizer
 from polytempo.core import Port, Program, Strategy
 from polytempo.data.batches import Batches
 from polytempo.spec.job import Data, Job
+from polytempo.spec.result import parameters_sha256
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.part_noise import PartNoise
 from polytempo.training.pipeline.served_stage import ServedStage
+from polytempo.training.precision.masters import Masters
 from polytempo.training.rate_schedule import RateSchedule
 
 ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
@@ -42,6 +45,8 @@ class ServedContext:
     """Looks for what is not finite; None: it may be."""
     noise: PartNoise | None = None
     """Measures the gradient noise scale; None: nothing does."""
+    masters: Masters | None = None
+    """Of the model, where it computes in 16 bits."""
     stage: ServedStage | None = None
     """This process's stage, where the model is cut; `model` is then that of the stage."""
 
@@ -49,3 +54,12 @@ class ServedContext:
     def whole(self) -> nn.Module:
         """The whole model: that of the first stage has all stages' final weights when its work is over."""
         return self.model if self.stage is None else self.stage.whole
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around the exchanges of a step and the optimizer's own: all in float32."""
+        return nullcontext() if self.masters is None else self.masters.whole_step()
+
+    def sha256(self) -> str:
+        """Of the whole model's float32 parameters, as results have it."""
+        with nullcontext() if self.masters is None else self.masters.in_float32():
+            return parameters_sha256(self.whole.parameters())

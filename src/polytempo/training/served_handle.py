@@ -20,9 +20,11 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
 from polytempo.partition.branches import ThreadedModel
+from polytempo.spec.precision import Precision
 from polytempo.training.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
 from polytempo.training.loop_facts import facts_of_loop
 from polytempo.training.ownership import Ownership
+from polytempo.training.precision.masters import masters_of
 from polytempo.training.served_step import ServedStep
 from polytempo.training.ticket_loop import TicketLoop
 from polytempo.worlds import ProcessWorld
@@ -40,6 +42,7 @@ class ServedHandle:
         start: ServerStart,
         *,
         allow_nan: bool,
+        precision: Precision | None = None,
     ) -> None:
         self.world, self._model, self._optimizer, self._strategy = world, model, optimizer, strategy
         self._start, self._allow_nan = start, allow_nan
@@ -47,7 +50,8 @@ class ServedHandle:
         """Whether the hooks are on."""
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
-        self._step = ServedStep(model, optimizer, strategy, allow_nan=allow_nan)
+        self._masters = masters_of(model, optimizer, precision)
+        self._step = ServedStep(model, optimizer, strategy, allow_nan=allow_nan, masters=self._masters)
         self._ownership = Ownership(model, optimizer)
         assert strategy.server is not None
         self._epochs = DealtEpochs(
@@ -74,19 +78,20 @@ class ServedHandle:
     def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
         """Start the server, and connect this rank."""
         world = self.world
-        facts = facts_of_loop(
-            self._model,
-            self._optimizer,
-            self._strategy,
-            hosts=tuple(world.port.hosts),
-            batches_per_epoch=len(batches),
-            timeout_s=self._epochs.timeout_s,
-            allow_nan=self._allow_nan,
-            first_epoch=shard.epoch,
-            servers=0 if world.servers is None else len(world.servers.ranks),
-        )
-        link = self._start.link(world, facts)
-        loop = TicketLoop(world.rank, facts, self._model, self._optimizer, self._strategy, link, life=world.life)
+        with nullcontext() if self._masters is None else self._masters.in_float32():
+            facts = facts_of_loop(
+                self._model,
+                self._optimizer,
+                self._strategy,
+                hosts=tuple(world.port.hosts),
+                batches_per_epoch=len(batches),
+                timeout_s=self._epochs.timeout_s,
+                allow_nan=self._allow_nan,
+                first_epoch=shard.epoch,
+                servers=0 if world.servers is None else len(world.servers.ranks),
+            )
+        link, given = self._start.link(world, facts), (self._model, self._optimizer, self._strategy)
+        loop = TicketLoop(world.rank, facts, *given, link, life=world.life, masters=self._masters)
         self._step.begin(loop)
         return JoinedLoop(loop, link)
 
@@ -158,12 +163,17 @@ class ServedHandle:
         )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss: with a parameter server there is no `precision` that would scale it."""
+        """The loss: with a parameter server no `precision` scales it."""
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Let this rank's gradient have a norm of at most `max_norm`; returns the norm that it had."""
-        return nn.utils.clip_grad_norm_([p for g in self._optimizer.param_groups for p in g["params"]], max_norm)
+        """Let this rank's gradient have a norm of at most `max_norm`; returns the norm that it had. With a `precision`
+        the coming step does the scaling, and `.grad` stays as it is."""
+        held = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if self._masters is None:
+            return nn.utils.clip_grad_norm_(held, max_norm)
+        norm = nn.utils.get_total_norm([p.grad.float() for p in held if p.grad is not None])
+        return self._masters.clip(norm, max_norm)
 
     def detach(self) -> None:
         """End the server and take the hooks off: the model has the server's final weights, and the loop is an ordinary
@@ -178,5 +188,7 @@ class ServedHandle:
         self._epochs.leave()
         for hook in self._step.hooks:
             hook.remove()
+        if self._masters is not None:
+            self._masters.end()
         self._ownership.end()
         self.attached = False

@@ -10,7 +10,7 @@ It performs nothing itself: its methods are coroutines for `server.worker.server
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from polytempo.core import Bundle, Port, State, Strategy, is_idle
 from polytempo.core.state import settled
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.pull import fetched
+from polytempo.training.precision.masters import Masters
 from polytempo.training.running_statistics import Running
 from polytempo.training.shard_rule import parameters_of
 from polytempo.training.table_rows import ModelTables
@@ -35,11 +36,24 @@ class ServersModel(NamedTuple):
 
 
 class ServedReplica:
-    """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed."""
+    """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed.
 
-    def __init__(self, port: Port, model: nn.Module, optimizer: Optimizer, strategy: Strategy, client: Client) -> None:
-        self._port, self._strategy, self._client = port, strategy, client
-        found = parameters_of(model, optimizer, strategy)
+    `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients that are
+    not empty are exchanged inside of their `whole_step`, as float32.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        client: Client,
+        masters: Masters | None = None,
+    ) -> None:
+        self._port, self._strategy, self._client, self._masters = port, strategy, client, masters
+        with self._in_float32():
+            found = parameters_of(model, optimizer, strategy)
         trained = trainable(model, optimizer)
         self.has_tables = any(p.row_width for p in found)
         """Whether some parameters travel by rows."""
@@ -71,7 +85,11 @@ class ServedReplica:
 
     def look_up(self) -> None:
         """The parameters may lie in other memory than before."""
-        self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        with self._in_float32():
+            self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def _in_float32(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._masters is None else self._masters.in_float32()
 
     def begin(self) -> None:
         """Let the strategy remember nothing yet."""
@@ -112,17 +130,18 @@ class ServedReplica:
     @contextmanager
     def lent(self, other: ServersModel) -> Iterator[None]:
         """Inside, the model has the other's values."""
-        own = [(parameter, parameter.data) for parameter in self._parameters.values()]
-        running = self._running.vector()
-        for name, parameter in self._parameters.items():
-            parameter.data = other.values[name]
-        self._running.place(other.running)
-        try:
-            yield
-        finally:
-            for parameter, data in own:
-                parameter.data = data
-            self._running.place(running)
+        with self._in_float32():
+            own = [(parameter, parameter.data) for parameter in self._parameters.values()]
+            running = self._running.vector()
+            for name, parameter in self._parameters.items():
+                parameter.data = other.values[name]
+            self._running.place(other.running)
+            try:
+                yield
+            finally:
+                for parameter, data in own:
+                    parameter.data = data
+                self._running.place(running)
 
     async def exchange_gradients(self, *, empty: bool) -> bool:
         """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""
@@ -141,9 +160,9 @@ class ServedReplica:
         return True
 
     def _computed(self, *, empty: bool) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
-        }
+        found = self._parameters.items()
+        with self._in_float32():
+            return {name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in found}
 
     async def exchange_parameters(self) -> None:
         """After the optimizer's step."""
@@ -167,8 +186,8 @@ class ServedReplica:
     def _place(self, bundle: Bundle) -> None:
         if not self.has_values:
             return
-        if self.values:
-            with torch.no_grad():
+        with torch.no_grad(), self._in_float32():
+            if self.values:
                 torch._foreach_copy_(list(self.values.values()), list(bundle.views.values()))
-        self._tables.place(self._client.pulled_rows())
+            self._tables.place(self._client.pulled_rows())
         self._running.place(self._client.pulled_running())

@@ -7,7 +7,7 @@ after     parameters are pulled ── `.grad` is the loop's own again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.core import Strategy
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
+from polytempo.training.precision.masters import Masters
 from polytempo.training.shard_rule import shard_rule_of
 from polytempo.training.ticket_loop import TicketLoop
 from polytempo.training.trainable_parameters import trainable
@@ -32,8 +33,17 @@ class ServedStep:
     weights) may not change under it: RuntimeError at the step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, *, allow_nan: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        *,
+        allow_nan: bool,
+        masters: Masters | None = None,
+    ) -> None:
         assert strategy.server is not None
+        self._masters, self._wide = masters, ExitStack()
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._service = strategy.server
         self._trained = trainable(model, optimizer)
@@ -74,6 +84,8 @@ class ServedStep:
             return None
         self._check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and self._masters is not None:
+            raise self._masters.closure()
         if closure is None:
             self._exchange()
             return None
@@ -100,6 +112,8 @@ class ServedStep:
         if self._guard is not None:
             self._guard.gradients(self.num_steps, self.loop.rank)
         self._own = [(parameter, parameter.grad) for parameter in self._trained.values()]
+        if self._masters is not None:
+            self._wide.enter_context(self._masters.whole_step())
         if self._service.decays == "workers":
             self._take_decays()
         self._exchanged = True
@@ -109,8 +123,8 @@ class ServedStep:
 
     def _take_decays(self) -> None:
         """Add the weight decay to copies of the gradients: the loop's own stay as they are."""
-        for parameter, gradient in self._own:
-            parameter.grad = None if gradient is None else gradient.clone()
+        for parameter in self._trained.values():
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         self._decays = [
             (group, group["weight_decay"]) for group in self._optimizer.param_groups if "weight_decay" in group
         ]
@@ -126,6 +140,7 @@ class ServedStep:
         try:
             self.loop.after_step()
         finally:
+            self._wide.close()
             for parameter, gradient in self._own:
                 parameter.grad = gradient
             self._own = []

@@ -156,7 +156,7 @@ class _Worker:
         if server is not None and server.reassigns is not None:
             assert isinstance(work_client, WorkClient), "stages do not help each other"
             self._reassigned = Reassigned(port, context, client, work_client)
-        self._replica = ServedReplica(port, context.model, context.optimizer, context.strategy, client)
+        self._replica = ServedReplica(port, context.model, context.optimizer, context.strategy, client, context.masters)
         self._steps = 0
         self._samples = 0
         self._idle_s = self._idle_at_end_s = 0.0
@@ -306,17 +306,18 @@ class _Worker:
     async def _exchange(self, *, empty: bool) -> None:
         """The strategy's two transforms with the local step between them, which an empty step leaves out."""
         optimizer = self._context.optimizer
-        if self._context.decay is not None and not empty and self._replica.has_values:
-            self._context.decay.add_()
-        steps = await self.waited(self._replica.exchange_gradients(empty=empty))
-        if not empty:
-            if steps:
-                flops, uses = _UPDATE_FLOPS * self._replica.numel, (update_use(optimizer),)
-                update = optimizer.step if self._replica.has_values else _no_step
-                await self._port.compute(update, flops, uses=uses)
-            if self._replica.has_values:
-                optimizer.zero_grad()
-        await self.waited(self._replica.exchange_parameters())
+        with self._context.step():
+            if self._context.decay is not None and not empty and self._replica.has_values:
+                self._context.decay.add_()
+            steps = await self.waited(self._replica.exchange_gradients(empty=empty))
+            if not empty:
+                if steps:
+                    flops, uses = _UPDATE_FLOPS * self._replica.numel, (update_use(optimizer),)
+                    update = optimizer.step if self._replica.has_values else _no_step
+                    await self._port.compute(update, flops, uses=uses)
+                if self._replica.has_values:
+                    optimizer.zero_grad()
+            await self.waited(self._replica.exchange_parameters())
 
     def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
         """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""

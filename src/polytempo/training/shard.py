@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from polytempo.data.shard import DataShard
-from polytempo.training.dealers import dealer_of
+from polytempo.training.epoch_source import source_of
 from polytempo.training.ports import ports_of
 from polytempo.worlds import ProcessWorld, current
 
@@ -32,9 +32,9 @@ class WorldShard:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches for the rest of the epoch."""
-        dealer = dealer_of(self._world)
-        if dealer is not None and dealer.takes(self.inner):
-            yield from dealer.epoch(self.inner)
+        source = source_of(self._world)
+        if source is not None and source.takes(self.inner):
+            yield from source.epoch(self.inner)
             return
         begun = self._world.shares.begin()
         try:
@@ -73,8 +73,8 @@ class WorldShard:
         The rest of an epoch is dealt anew, each sample once; a loop that is resumed says it again. ValueError where a
         server deals the batches.
         """
-        dealer = dealer_of(self._world)
-        if dealer is not None and dealer.takes(self.inner):
+        source = source_of(self._world)
+        if source is not None and source.takes(self.inner):
             raise ValueError("a parameter server deals the batches, whose size stays; begin with a larger batch_size")
         self.inner.grow(batch_size * self.inner.size)
 
@@ -93,8 +93,8 @@ class WorldShard:
         Where a parameter server deals the batches, between epochs: ValueError within one, where no rank knows which
         samples the others have had.
         """
-        dealer = dealer_of(self._world)
-        if dealer is not None and dealer.is_within(self.inner):
+        source = source_of(self._world)
+        if source is not None and source.is_within(self.inner):
             raise ValueError("a parameter server deals the batches, in no order; save the position between epochs")
         return self.inner.state_dict()
 

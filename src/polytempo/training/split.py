@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,12 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from polytempo.cluster import Link
 from polytempo.cluster.rate import rate_of
-from polytempo.core import Port
+from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.plan import SplitPlan, given_plan, split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
 from polytempo.partition.tensor.rules import matched
 from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
+from polytempo.partition.wires import Wires
+from polytempo.spec.catalogue import codec_of
 from polytempo.training.agree import agree
 from polytempo.training.layer_plan import LATENCY_S
 from polytempo.worlds import ProcessWorld, current
@@ -30,6 +33,8 @@ def split(
     *,
     sample: Any = None,
     sequence: bool = False,
+    activations: Codec | str | None = None,
+    gradients: Codec | str | None = None,
     link: str | Link | None = None,
     gflops: float = 10.0,
     world: ProcessWorld | None = None,
@@ -58,38 +63,50 @@ def split(
 
     `pt.partition.tensor.column(heads=8, packed=3)` and `row(heads=8)` split by whole heads the linear layers of an
     attention of one's own. With `sequence` each rank has some positions between split layers, so norms and dropouts are
-    computed once and not on all ranks; tensors are then (batch, positions, features).
+    computed once and not on all ranks; tensors are then (batch, positions, features). "auto" in place of rules splits
+    all layers that can be by the fewest bytes (`partition.plan.split_choice`), as `sample` shows, which the model is
+    called with.
 
-    "auto" in place of rules splits every layer that can be, by the ways that send the fewest bytes
-    (`partition.plan.split_choice`), as far as `sample`, which the model is called with, shows them. The answer's `ways`
-    are those of the layers that were split.
+    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", by which the layers exchange
+    these. A sum over ranks of p_r is Q(s_j) for each piece j, with s_j = p_j[j] + Σ_{r≠j} Q(p_r[j]), in the order of
+    ranks, so that all ranks hold the same bits (`partition.tensor.model_group`).
 
     `link`: the network between these ranks, as its rate, such as "1gbit" (with 50 microseconds of latency), or a
     `pt.cluster.Link`. With it and a `sample`, which then has a whole batch, a UserWarning says where exchanges take
-    longer than the computing that they save, at `gflops` (1e9 floating-point operations a second) of each rank.
+    longer than the computing that they save, at `gflops` (1e9 floating-point operations a second) of each rank. `port`:
+    this rank's place in another world than a process world, such as a virtual one. There, `split`, forward and backward
+    passes are called inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
-    `port`: this rank's place in another world than a process world, such as a virtual one. There, `split`, forward and
-    backward passes are called inside of `await suspendable(…)` (`polytempo.core.suspension`).
-
-    Errors: `Mismatch` where ranks of a model give other rules or models; ValueError for names that fit no layer, for
-    layers that cannot be split so, for parameters that are tied and not split alike, for ranks without a mesh that has
-    the axis "model".
+    Errors: `Mismatch` where ranks of a model give other rules, codecs or models; ValueError for names that fit no
+    layer, layers that cannot be split so, tied parameters that are not split alike, ranks without a mesh that has the
+    axis "model", and codecs that remember something or have wires of varying length.
     """
-    whole = port or (world or current()).port
-    group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive, sequence)
+    group = _group(world, port, sequence, Wires(codec_of(activations), codec_of(gradients)))
     named, plan = _named(model, rules, sample, group)
     if link is not None:
-        _warn_of_link(plan or _given(model, named, sample, group), sample, link, gflops)
-    if group.size > 1:
-        group.drive(_begun_alike(group.port, model, named, sequence))
+        _warn_of_link(plan or _given(model, named, sample, group), group.wires, sample, link, gflops)
+    _begin_alike(group, model, named)
     return apply_rules(model, named, group)
 
 
-async def _begun_alike(port: Port, model: nn.Module, rules: Rules, sequence: bool) -> None:
+def _group(world: ProcessWorld | None, port: Port | None, sequence: bool, wires: Wires) -> ModelGroup:
+    if port is not None:
+        return ModelGroup(model_port(port), drive, sequence, wires)
+    real = world or current()
+    return ModelGroup(model_port(real.port), real.drive, sequence, wires)
+
+
+def _begin_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
+    if group.size > 1:
+        group.drive(_begun_alike(group, model, rules))
+
+
+async def _begun_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    told = {"rules": {pattern: str(way) for pattern, way in rules.items()}, "sequence": sequence, "model": shapes}
-    await agree(port, told)
-    await take_first(port, model)
+    ways = {pattern: str(way) for pattern, way in rules.items()}
+    told = {"rules": ways, "sequence": group.sequence, "codecs": str(group.wires), "model": shapes}
+    await agree(group.port, told)
+    await take_first(group.port, model)
 
 
 def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup) -> tuple[Rules, SplitPlan | None]:
@@ -114,13 +131,13 @@ def _given(model: nn.Module, rules: Rules, sample: Any, group: ModelGroup) -> Sp
     return given_plan(model, sample, matched(model, rules), group.size)
 
 
-def _warn_of_link(plan: SplitPlan, sample: Any, link: str | Link, gflops: float) -> None:
+def _warn_of_link(plan: SplitPlan, wires: Wires, sample: Any, link: str | Link, gflops: float) -> None:
     if not 0 < gflops < float("inf"):
         raise ValueError(f"gflops={gflops:g}: must be above 0")
     network = Link(LATENCY_S, rate_of(link)) if isinstance(link, str) else link
     [samples, *_] = (len(each) for each in tree_leaves(sample) if isinstance(each, Tensor) and each.dim())
     rates = {"latency_s": network.latency_s, "bytes_per_s": network.bytes_per_s, "flops_per_s": 1e9 * gflops}
-    if slower := plan.slower(samples, **rates):
+    if slower := replace(plan, wires=wires).slower(samples, **rates):
         warnings.warn(slower, UserWarning, stacklevel=3)
 
 

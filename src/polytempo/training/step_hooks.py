@@ -149,7 +149,8 @@ class StepHooks:
             self._world.record("compute", self._backward.mark_s)
         self._world.drive(self._replica.finish_step(self._ports.data))
         if self._replica.splits:
-            self._world.drive(align(self._replica.splits))
+            with self._replica.in_float32():
+                self._world.drive(align(self._replica.splits))
         if self._replica.drift is not None:
             if not self._replica.exchanges_gradients:
                 self._replica.drift.after_exchange()

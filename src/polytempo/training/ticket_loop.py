@@ -26,6 +26,7 @@ from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.loop_facts import LoopFacts
 from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
+from polytempo.training.precision.masters import Masters
 from polytempo.training.served_replica import ServedReplica, ServersModel
 from polytempo.training.shard_rule import rates_of
 from polytempo.worlds.mail import Mail, MailWorld
@@ -89,6 +90,7 @@ class TicketLoop:
         *,
         life: int = 1,
         stage: ServedStage | None = None,
+        masters: Masters | None = None,
     ) -> None:
         topology, service = facts.topology, facts.service
         self.rank, self._service, self._size, self._optimizer = rank, service, len(topology.firsts), optimizer
@@ -115,7 +117,7 @@ class TicketLoop:
         self._work = work_of(self._client, stages, 0 if stage is None else stage.late)
         self._decay = LocalDecay(optimizer) if stage is not None and service.decays == "workers" else None
         self._greeting = link.greeting
-        self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client)
+        self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client, masters)
         self.dealt: list[Dealt] = []
         """What the loop has been given since its last step."""
         self.losses: list[Tensor] = []

@@ -132,7 +132,8 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
     await updates.perform(port, work.update, _UPDATE_FLOPS * size, uses.update)
     work.updated()
     await replica.finish_step(port)
-    await align(replica.splits)
+    with replica.in_float32():
+        await align(replica.splits)
     return answer
 
 

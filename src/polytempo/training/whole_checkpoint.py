@@ -83,7 +83,10 @@ def holders_of(saved: Sequence[CheckpointPart]) -> list[list[CheckpointPart]]:
             number = cuts_of(str(part.scalars[PARTS]))[0] if PARTS in part.scalars else 0
             found.setdefault(number, []).append(part)
     if sorted(found) != list(range(len(found))):
-        raise ValueError(f"the parts {sorted(found)} of a model are not all there")
+        raise ValueError(
+            f"of the model's parts only those numbered {sorted(found)} are there; bring the files of all ranks into "
+            "one folder"
+        )
     return [found[number] for number in range(len(found))]
 
 

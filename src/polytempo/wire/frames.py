@@ -121,7 +121,7 @@ def decode(frames: Sequence[Frame], limits: FrameLimits, references: References 
         reader = _Reader(frames, limits, references)
         token = _reading.set(reader)
         try:
-            message: Message = _decoder(len(Message.__subclasses__())).decode(memoryview(frames[0])[1:])
+            message: Message = _decoder(Message.num_kinds).decode(memoryview(frames[0])[1:])
         finally:
             _reading.reset(token)
         reader.finish()
@@ -237,8 +237,8 @@ def _kinds(kind: type[Message]) -> Iterator[type[Message]]:
 
 @cache
 def _decoder(num_kinds: int) -> msgspec.msgpack.Decoder[Any]:
-    """Made when it is first needed, for every kind of message that has been imported by then: `num_kinds` tell them
-    apart from those of another kind of run in this process."""
+    """For every kind of message that has been imported by now: `num_kinds` tells them apart from those of another kind
+    of run in this process. Made when it is first needed."""
     return msgspec.msgpack.Decoder(Union[tuple(_kinds(Message))], dec_hook=_tensor)  # noqa: UP007
 
 

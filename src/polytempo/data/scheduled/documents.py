@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.data.text import MAX_BYTES
+from polytempo.data.text import read_text
 
 _MOST_DOCUMENTS = 0.5
 """A word that more of the documents have tells none from another."""
@@ -68,13 +68,7 @@ def _read(path: Path) -> list[str]:
     """The speeches without their speakers."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; name a text")
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    return [re.sub(r"\A[^\n]*:\n", "", speech) for speech in re.split(r"\n\s*\n", text) if speech.strip()]
+    return [re.sub(r"\A[^\n]*:\n", "", speech) for speech in re.split(r"\n\s*\n", read_text(path)) if speech.strip()]
 
 
 def _dirichlet(rows: int, columns: int, concentration: float, random: torch.Generator) -> Tensor:

@@ -102,7 +102,7 @@ def reachable(given: str | None, pod_address: str | None) -> str:
     try:
         loopback = ipaddress.ip_address(address).is_loopback
     except ValueError:
-        raise ValueError(f"address={address!r} is no IP address of this host") from None
+        raise ValueError(f"address={address!r} is no IP address; give one of this host that pods reach") from None
     if loopback:
         raise ValueError(f"address={address} is this host's loopback: in a pod, it is the pod itself; give another one")
     return address
@@ -117,7 +117,7 @@ def _read_options(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: the options of engine kubernetes cannot be read ({error.strerror})") from None
     readers = {".json": json.loads, ".toml": tomllib.loads}
     if path.suffix not in readers:
-        raise ValueError(f"{path}: options are read from {' and '.join(readers)} files")
+        raise ValueError(f"{path}: options are read from {' and '.join(readers)} files; name the file so")
     try:
         found = readers[path.suffix](text)
     except ValueError as error:

@@ -68,7 +68,7 @@ class KubernetesOptions:
         if not self.image.strip():
             raise ValueError('kubernetes needs the image of the pods: image="registry.example.org/polytempo:0.1"')
         if self.form not in get_args(Form):
-            raise ValueError(f"form={self.form!r} is none of {', '.join(get_args(Form))}")
+            raise ValueError(f"form={self.form!r} is none of {', '.join(get_args(Form))}; give one of these")
         at_least = {"pods": 1, "gpus": 0, "user": 1, "restarts": 0, "deadline_s": 1, "ttl_s": 0, "grace_s": 0}
         for name, least in at_least.items():
             value = getattr(self, name)

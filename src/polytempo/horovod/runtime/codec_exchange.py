@@ -26,7 +26,7 @@ class CodecExchange:
         self._states: dict[_Layout, State] = {}
 
     def average_(self, transport: SetTransport, tensors: Mapping[str, Tensor]) -> None:
-        """Each of the tensors, of one dtype, becomes the mean. With one rank it stays, and what is owed is added."""
+        """Each of the tensors, of one dtype, becomes the mean. With one rank it stays, and the residual is added."""
         layout = next(iter(tensors.values())).dtype, tuple(tensor.shape for tensor in tensors.values())
         bundle = Bundle(tensors)
         state = self._states[layout] if layout in self._states else self._transform.init(bundle)

@@ -13,7 +13,7 @@ from polytempo.interop.backend.across_hosts import Hosts, HostsGroup
 from polytempo.interop.backend.compiled import leave_alone
 from polytempo.interop.backend.connected import Look, connected
 from polytempo.interop.backend.messages import PendingMessage
-from polytempo.interop.backend.monitored import allow_monitored_barrier
+from polytempo.interop.backend.monitored_barrier import allow_monitored_barrier
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.options import Options
 from polytempo.interop.backend.process_group import SharedMemoryGroup

@@ -27,7 +27,7 @@ from polytempo.partition.branches.parts import BranchedModel, Code, Region, part
 from polytempo.partition.branches.passes import run_region
 from polytempo.partition.branches.pool import Pool
 from polytempo.partition.branches.settings import is_caching, is_plain
-from polytempo.partition.exported import exported
+from polytempo.partition.exported_graph import exported
 from polytempo.partition.modes import attributes_kept
 from polytempo.partition.profile import counted
 from polytempo.partition.trace import FIXED, Inputs, Traced, Untraceable, trace

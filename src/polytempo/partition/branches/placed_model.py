@@ -14,7 +14,7 @@ from polytempo.partition.branches.parts import parts_of
 from polytempo.partition.branches.placed_passes import Leaf, PlacedPass, Sizes, backward, forward, parameters_of
 from polytempo.partition.branches.placement import Placement, placement
 from polytempo.partition.cut import Layout
-from polytempo.partition.exported import exported
+from polytempo.partition.exported_graph import exported
 from polytempo.partition.profile import counted
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel

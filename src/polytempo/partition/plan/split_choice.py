@@ -21,6 +21,8 @@ from polytempo.partition.plan.follower import Follower, followers
 from polytempo.partition.plan.volume import LayerVolume, volumes
 from polytempo.partition.tensor.way import Way, column, row, way_of
 from polytempo.partition.trace import Untraceable, inputs_of, trace
+from polytempo.partition.wires import AS_THEY_ARE, WAYS, Wires, without_memory
+from polytempo.partition.wires import Way as Passing
 
 
 class SplitLayerPlan(NamedTuple):
@@ -47,6 +49,8 @@ class SplitPlan:
     also: Mapping[str, Way]
     """Dropouts between a column and a row layer."""
     ranks: int
+    wires: Wires = AS_THEY_ARE
+    """By which codecs layers exchange what they do."""
 
     @property
     def rules(self) -> dict[str, Way]:
@@ -55,7 +59,16 @@ class SplitPlan:
 
     def bytes_of(self, layer: SplitLayerPlan, batch_size: int) -> float:
         """What all ranks together send for a layer in a step, forward and backward."""
-        return (self.ranks - 1) * layer.numbers * batch_size * layer.volume.itemsize
+        there, back = (self._bytes(layer, way, batch_size) for way in WAYS)
+        return (self.ranks - 1) * (there + back)
+
+    def _bytes(self, layer: SplitLayerPlan, way: Passing, batch_size: int) -> float:
+        """Of a layer's numbers that pass this way; by codecs about, as if each rank made one wire of its share."""
+        numbers, itemsize = getattr(layer, way) * batch_size, layer.volume.itemsize
+        piece = without_memory(round(numbers / self.ranks), itemsize)
+        if not piece.numel() or self.wires.common_codec(way, [piece]) is None:
+            return float(numbers * itemsize)
+        return self.ranks * self.wires.common_bytes(way, [piece])
 
     def seconds_of(self, layer: SplitLayerPlan, batch_size: int, latency_s: float, bytes_per_s: float) -> float:
         """Of a layer's exchanges in a step, each rank on a link of its own."""

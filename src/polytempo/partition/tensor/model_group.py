@@ -1,13 +1,22 @@
 """`ModelGroup`: the ranks that hold the parts of one model's layers, and what they exchange.
 
 Sums are formed in the order of ranks, so all ranks have the same bits of them, in every world. All exchanges are one
-or two all-to-alls, because parts may have different sizes. With N ranks and K bytes of the whole tensor:
+or two all-to-alls (`rounds`), because parts may have different sizes. With N ranks and K bytes of the whole tensor:
 
 | exchange | rounds | bytes of all ranks |
 |---|---|---|
 | `gather` parts into the whole | 1 | (N-1) · K |
 | `reduce` partial sums to parts of the sum | 1 | (N-1) · K |
 | `total`: the sum on all ranks | 2 | 2(N-1) · K |
+
+With `wires`, a codec Q for each way, K is what the wires of the pieces take, of which each rank has, or gets, one:
+
+    gather    [Q(x_0) │ Q(x_1) │ …]                            the sender, too, goes on with what its wire decodes to
+    reduce    s_j = p_j[j] + Σ_{r≠j} Q(p_r[j])                 the sender encodes; the own piece is added as it is
+    total     [Q(s_0) │ Q(s_1) │ …], with s_j as above         so a number is encoded at most twice
+
+Gradients pass Q as if it were the identity, as in pipelines (`partition.wires`). Gradients of parameters that all ranks
+hold, and what checks and losses exchange, travel as they are.
 """
 
 from __future__ import annotations
@@ -16,15 +25,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polytempo.core import Port, Program
+from polytempo.partition.tensor.rounds import AS_IT_IS, RoundCodec, to_all, to_owners
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 Drive = Callable[[Program[Any]], Any]
 """Runs a coroutine to its end, while the caller waits: a process world's `drive`, or `core.suspension.drive`."""
+
+
+class Occasion(NamedTuple):
+    """Which exchange of which pass this is, for codecs that draw random numbers; the same on all ranks."""
+
+    step: int = 1
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -34,6 +52,8 @@ class ModelGroup:
     port: Port
     drive: Drive
     sequence: bool = False
+    wires: Wires = AS_THEY_ARE
+    """The codecs of what split layers exchange in forward passes, and in backward passes."""
     positions: tuple[int, ...] = field(default=(), init=False)
     """How the sequence of the pass under way is divided."""
     passes: int = field(default=0, init=False)
@@ -42,7 +62,9 @@ class ModelGroup:
     """That which computes now, whose exchanges are counted."""
     sent: dict[str, list[float]] = field(default_factory=dict, init=False)
     """By layers' names: bytes that all ranks have sent in forward and in backward passes."""
-    _backward: bool = field(default=False, init=False)
+    _backward: Occasion | None = field(default=None, init=False)
+    _occasion: Occasion = field(default=Occasion(), init=False)
+    """Of the last exchange that has begun."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
         """A copied model is of the same ranks."""
@@ -58,15 +80,27 @@ class ModelGroup:
         """Number of ranks."""
         return self.port.size
 
+    def begin_pass(self) -> None:
+        """Before a forward pass. Codecs that draw random numbers draw by a number of torch's random state, as dropouts
+        do, so that a pass that is computed again, or in a run that goes on, has the same bits."""
+        self.passes += 1
+        self._occasion = Occasion(1 + int(torch.randint(2**31, ())) if self.wires.draws else 1)
+
     @contextmanager
-    def of_layer(self, name: str | None, *, backward: bool = False) -> Iterator[None]:
-        """Inside, exchanges count as those of the layer, unless it lies in another one that computes."""
+    def of_layer(self, name: str | None, *, backward: Occasion | None = None) -> Iterator[None]:
+        """Inside, exchanges count as those of the layer, unless it lies in another one that computes; with `backward`,
+        as the way back of what had this occasion."""
         before = self.layer, self._backward
         self.layer, self._backward = self.layer or name, backward
         try:
             yield
         finally:
             self.layer, self._backward = before
+
+    def next_occasion(self) -> Occasion:
+        """Of an exchange that begins, and of its way back."""
+        self._occasion = Occasion(self._occasion.step, self._occasion.number + 1)
+        return self._occasion
 
     def count(self, forward: float, backward: float = 0.0) -> None:
         """Bytes that all ranks send for the layer that computes now."""
@@ -75,33 +109,50 @@ class ModelGroup:
             found[0] += forward
             found[1] += backward
 
-    def _counted(self, num_bytes: float) -> None:
-        each = (self.size - 1) * num_bytes
+    def _passage(self, likes: Sequence[Tensor], wires: Wires | None) -> RoundCodec:
+        """How tensors like these travel now; `wires` None: as the group's say."""
+        codec = (wires or self.wires).common_codec(self._way, likes)
+        if codec is None:
+            return AS_IT_IS
+        step, number = self._backward or self._occasion
+        what = "gradients" if self._backward else "activations"
+        return RoundCodec(codec, step, 4 * number + 2 * bool(self._backward), f"the {what} of layer {self.layer}")
+
+    def _counted(self, likes: Sequence[Tensor], wires: Wires | None, rounds: int = 1) -> None:
+        each = (self.size - 1) * rounds * (wires or self.wires).common_bytes(self._way, likes)
         self.count(0.0, each) if self._backward else self.count(each)
 
-    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    @property
+    def _way(self) -> Literal["forward", "backward"]:
+        return "backward" if self._backward else "forward"
+
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int, wires: Wires | None = None) -> Tensor:
         """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
         if self.size == 1:
             return part
-        whole: Tensor = self.drive(gathered_parts(self.port, part, sizes, dim))
-        self._counted(whole.nbytes)
+        likes = _flat_parts(part, sizes, dim)
+        whole: Tensor = self.drive(gathered_parts(self.port, part, sizes, dim, self._passage(likes, wires)))
+        self._counted(likes, wires)
         return whole
 
-    def reduce(self, partial: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    def reduce(self, partial: Tensor, sizes: Sequence[int], dim: int, wires: Wires | None = None) -> Tensor:
         """This rank's part along `dim` of the sum of all ranks' tensors."""
         if self.size == 1:
             return partial
-        part: Tensor = self.drive(_reduced(self.port, partial, sizes, dim))
-        self._counted(partial.nbytes)
-        return part
+        pieces = [piece.contiguous() for piece in partial.split(list(sizes), dim)]
+        flat = [piece.view(-1) for piece in pieces]
+        part: Tensor = self.drive(to_owners(self.port, flat, self._passage(flat, wires)))
+        self._counted(flat, wires)
+        return part.view_as(pieces[self.rank])
 
-    def total(self, partial: Tensor) -> Tensor:
+    def total(self, partial: Tensor, wires: Wires | None = None) -> Tensor:
         """The sum of all ranks' tensors."""
         if self.size == 1:
             return partial
-        whole: Tensor = self.drive(_total(self.port, partial))
-        self._counted(2 * partial.nbytes)
-        return whole
+        pieces = partial.contiguous().view(-1).tensor_split(self.size)
+        whole: Tensor = self.drive(_total(self.port, pieces, self._passage(pieces, wires)))
+        self._counted(pieces, wires, rounds=2)
+        return whole.view(partial.shape)
 
     def all(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor; all have one shape."""
@@ -109,34 +160,26 @@ class ModelGroup:
         return found
 
 
-async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: int, by: RoundCodec = AS_IT_IS) -> Tensor:
     """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
-    flat = part.contiguous().view(-1)
-    shapes = [[*part.shape[:dim], size, *part.shape[dim + 1 :]] for size in sizes]
-    likes = [flat.new_empty(()).expand(prod(shape)) for shape in shapes]
-    found = await port.all_to_all([flat] * port.size, likes)
+    shapes = _shapes(part, sizes, dim)
+    found = await to_all(port, part.contiguous().view(-1), _flat_parts(part, sizes, dim), by)
     return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)], dim)
 
 
-async def _reduced(port: Port, partial: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    pieces = [piece.contiguous() for piece in partial.split(list(sizes), dim)]
-    mine = pieces[port.rank]
-    found = await port.all_to_all([piece.view(-1) for piece in pieces], [mine.view(-1)] * port.size)
-    return _sum(found).view_as(mine)
-
-
-async def _total(port: Port, partial: Tensor) -> Tensor:
-    pieces = partial.contiguous().view(-1).tensor_split(port.size)
-    mine = _sum(await port.all_to_all(pieces, [pieces[port.rank]] * port.size))
-    return torch.cat(await port.all_to_all([mine] * port.size, pieces)).view(partial.shape)
+async def _total(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Tensor:
+    mine = await to_owners(port, pieces, by)
+    return torch.cat(await to_all(port, mine, pieces, by._replace(number=by.number + 1)))
 
 
 async def _all(port: Port, mine: Tensor) -> list[Tensor]:
     return await port.all_gather(mine)
 
 
-def _sum(found: Sequence[Tensor]) -> Tensor:
-    total = found[0].clone()
-    for each in found[1:]:
-        total += each
-    return total
+def _shapes(part: Tensor, sizes: Sequence[int], dim: int) -> list[list[int]]:
+    return [[*part.shape[:dim], size, *part.shape[dim + 1 :]] for size in sizes]
+
+
+def _flat_parts(part: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """What every rank's part is like, flat."""
+    return [part.new_empty(()).expand(prod(shape)) for shape in _shapes(part, sizes, dim)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from polytempo.core import Port
@@ -60,31 +59,33 @@ class PartedModel(nn.Module):
     def full_parameters(self) -> dict[str, Tensor]:
         """The whole model's parameters by its names, on every rank. All ranks of the model call it.
 
+        They are those that are saved: of a model of 16-bit parameters (`pt.precision`) the float32 masters.
+
         Cost: a gather of every split parameter.
         """
-        return self._full(lambda parameter: parameter.detach())
+        saved = self.state_dict()
+        return self._full({name: saved[name] for name, _ in self.named_parameters()})
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The same of gradients; parameters without one are left out."""
-        return self._full(lambda parameter: parameter.grad)
+        """The same of gradients, as `.grad` has them; parameters without one are left out."""
+        mine = {name: parameter.grad for name, parameter in self.named_parameters()}
+        return self._full({name: tensor for name, tensor in mine.items() if tensor is not None})
 
-    def _full(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        mine = {name: of(parameter) for name, parameter in self.named_parameters()}
-        held = {name: tensor for name, tensor in mine.items() if tensor is not None}
+    def _full(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.group.size == 1:
             return {name: tensor.clone() for name, tensor in held.items()}
         whole: dict[str, Tensor] = self.group.drive(joined(self.group.port, held, self.parts))
         return whole
 
-    @torch.no_grad()
     def load_full_parameters(self, full: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of a whole model's parameters. ValueError names those that are missing."""
+        """Take this rank's parts of a whole model's parameters, as `load_state_dict` does: of a model of 16-bit
+        parameters the masters take them. ValueError names those that are missing."""
         parts, own = self.parts, dict(self.named_parameters())
         if missing := sorted(own.keys() - full.keys()):
             raise ValueError(f"the whole model's parameters lack {', '.join(missing[:5])}; there are {len(full)}")
-        for name, parameter in own.items():
-            whole = full[name]
-            parameter.copy_(parts[name].take(whole, self.group.rank) if name in parts else whole)
+        rank = self.group.rank
+        taken = {name: parts[name].take(full[name], rank) if name in parts else full[name] for name in own}
+        self.load_state_dict(taken, strict=False)
 
 
 async def joined(port: Port, tensors: Mapping[str, Tensor], parts: Mapping[str, Division]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from polytempo.partition.tensor.way import Way
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 AUTO: Final = "auto"
 """In place of rules: the ways that send the fewest bytes."""
@@ -19,6 +20,8 @@ class SplitLayers:
     rules: Mapping[str, Way] | str
     ranks: int
     sequence: bool = False
+    wires: Wires = AS_THEY_ARE
+    """The codecs of what the layers exchange."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number of ranks that is none, and for a plan by position."""

@@ -17,6 +17,7 @@ from polytempo.partition.tensor.linear import VocabularyLinear
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.partition.tensor.way import Way
+from polytempo.partition.wires import AS_THEY_ARE
 
 
 class LossOptions(TypedDict, total=False):
@@ -41,9 +42,10 @@ class SplitModel(PartedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's. The first time, ranks compare their random states and outputs; ValueError says what is amiss."""
-        self.group.passes += 1
+        self.group.begin_pass()
         check, self._checked = not self._checked, True
-        if check and self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules()):
+        drops = self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules())
+        if check and (drops or self.group.wires.draws):
             self._check_random()
         answer = self.__dict__["model"](*args, **kwargs)
         if check and isinstance(answer, Tensor) and not self._vocabularies():
@@ -57,8 +59,8 @@ class SplitModel(PartedModel):
         return split_cross_entropy(self.group, logits, target, self._classes(logits), **options)
 
     def all_logits(self, logits: Tensor) -> Tensor:
-        """(…, this rank's classes) to (…, classes). Cost: a gather."""
-        return gathered(self.group, logits, self._classes(logits).sizes, -1)
+        """(…, this rank's classes) to (…, classes), as they are. Cost: a gather."""
+        return gathered(self.group, logits, self._classes(logits).sizes, -1, AS_THEY_ARE)
 
     def _vocabularies(self) -> list[VocabularyLinear]:
         return [module for module in self.modules() if isinstance(module, VocabularyLinear)]
@@ -78,8 +80,8 @@ class SplitModel(PartedModel):
     def _check_random(self) -> None:
         if not same_everywhere(self.group, torch.get_rng_state()):
             raise ValueError(
-                "the ranks of one model have different random states, so their dropouts would differ; before training "
-                'call torch.manual_seed(seed + world.port.coordinates["data"]) on all of them'
+                "the ranks of one model have different random states, so their dropouts, and what codecs draw, would "
+                'differ; before training call torch.manual_seed(seed + world.port.coordinates["data"]) on all of them'
             )
 
     def _check_output(self, answer: Tensor) -> None:

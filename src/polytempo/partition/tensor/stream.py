@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polytempo.partition.tensor.division import even_sizes
-from polytempo.partition.tensor.exchange import copied, gathered_to_split, reduced, scattered, summed
+from polytempo.partition.tensor.exchange import copied, gathered_to_split, reduced, scattered, shared, summed
 from polytempo.partition.tensor.model_group import ModelGroup
 
 POSITIONS = -2
@@ -43,7 +43,7 @@ def passed(group: ModelGroup, whole: Tensor) -> Tensor:
 
 def own_parameter(group: ModelGroup, parameter: Tensor) -> Tensor:
     """A parameter that all ranks hold, used on what passes: its gradient is the sum over all positions."""
-    return copied(group, parameter) if group.sequence else parameter
+    return shared(group, parameter) if group.sequence else parameter
 
 
 def check_positions(group: ModelGroup, tensor: Tensor) -> None:

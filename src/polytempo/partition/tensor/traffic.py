@@ -9,11 +9,13 @@ from torch import nn
 
 from polytempo.partition.tensor.attention import SplitAttention
 from polytempo.partition.tensor.convolution import ColumnConvolution, RowConvolution
+from polytempo.partition.tensor.division import even_sizes
 from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
 from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.linear import ColumnLinear, RowLinear
 from polytempo.partition.tensor.sequence import ScatterLayer, SequenceLayer
 from polytempo.partition.tensor.split_model import SplitModel
+from polytempo.partition.wires import AS_THEY_ARE, Way, Wires, without_memory
 
 
 class LayerTraffic(NamedTuple):
@@ -23,7 +25,19 @@ class LayerTraffic(NamedTuple):
     backward_bytes: int
 
 
-def layer_traffic(layer: SplitLayer, positions: int, itemsize: int) -> LayerTraffic:
+class _Exchange(NamedTuple):
+    """A whole tensor that layers exchange in pieces, one of each rank."""
+
+    way: Way
+    pieces: tuple[int, ...]
+    """Numbers of each."""
+    rounds: int = 1
+    """2 for a sum on all ranks."""
+    wires: Wires | None = None
+    """None: as the model's say."""
+
+
+def layer_traffic(layer: SplitLayer, positions: int, itemsize: int, samples: int = 1) -> LayerTraffic:
     """What one layer sends for so many positions (samples times their length), of numbers of `itemsize` bytes.
 
     With N ranks, P positions and I inputs, O outputs, in units of (N-1) · itemsize bytes:
@@ -38,42 +52,71 @@ def layer_traffic(layer: SplitLayer, positions: int, itemsize: int) -> LayerTraf
     | norms and others by position | 0 | 0 | 0 | 2 · parameters |
     | scatter | | | 0 | P·O |
 
+    With codecs, what the wires of the pieces take in place of `itemsize` bytes a number, but for parameters; then with
+    `sequence` it counts that the positions are of so many `samples`, for their lengths are what is divided.
+
     It holds for layers whose input needs a gradient, for row layers that take parts, for attention without weights.
     """
-    forward, backward = _numbers(layer, positions)
-    each = (layer.group.size - 1) * itemsize
-    return LayerTraffic(forward * each, backward * each)
+    size, sent = layer.group.size, {"forward": 0, "backward": 0}
+    for way, pieces, rounds, wires in _exchanges(layer, positions, samples):
+        likes = [without_memory(numbers, itemsize) for numbers in pieces]
+        sent[way] += (size - 1) * rounds * (wires or layer.group.wires).common_bytes(way, likes)
+    return LayerTraffic(sent["forward"], sent["backward"])
 
 
-def _numbers(layer: SplitLayer, positions: int) -> tuple[int, int]:
-    sequence = layer.group.sequence
+def _exchanges(layer: SplitLayer, positions: int, samples: int) -> list[_Exchange]:
+    size = layer.group.size
+
+    def stream(features: int, summed: Way) -> list[_Exchange]:
+        """What enters or leaves, and on which way it is summed without `sequence`."""
+        if not layer.group.sequence:
+            return [_Exchange(summed, _pieces(positions * features, size), 2)]
+        whole = _by_position(positions, samples, size, features)
+        return [_Exchange("forward", whole), _Exchange("backward", whole)]
+
+    def parameters(numbers: int) -> list[_Exchange]:
+        return [_Exchange("backward", (numbers,), 2, AS_THEY_ARE)] if layer.group.sequence else []
+
+    def passed(features: int) -> list[_Exchange]:
+        whole = _by_position(positions, samples, size, features) if layer.group.sequence else ()
+        return [_Exchange("backward", whole)]
+
     match layer:
         case ColumnLinear():
-            inputs, gathered = positions * layer.in_features, positions * layer.out_features * layer.gathers
-            return (inputs + gathered, inputs) if sequence else (gathered, 2 * inputs)
+            outputs = tuple(positions * each for each in layer.outputs.sizes) if layer.gathers else ()
+            return [*stream(layer.in_features, "backward"), _Exchange("forward", outputs)]
         case RowLinear():
-            outputs, bias = positions * layer.out_features, 0 if layer.bias is None else layer.out_features
-            return (outputs, outputs + 2 * bias) if sequence else (2 * outputs, 0)
+            return [
+                *stream(layer.out_features, "forward"),
+                *parameters(0 if layer.bias is None else layer.out_features),
+            ]
         case RowEmbedding():
-            outputs = positions * layer.embedding_dim
-            return (outputs, outputs) if sequence else (2 * outputs, 0)
+            return stream(layer.embedding_dim, "forward")
         case ColumnEmbedding():
-            outputs = positions * layer.embedding_dim
-            return outputs, outputs * sequence
+            features = tuple(positions * each for each in layer.features.sizes)
+            return [_Exchange("forward", features), *passed(layer.embedding_dim)]
         case SplitAttention():
-            inputs = positions * layer.embed_dim
-            forward, backward = _numbers(layer.out_proj, positions)
-            return (forward + inputs, backward + inputs) if sequence else (forward, backward + 2 * inputs)
+            return [*stream(layer.embed_dim, "backward"), *_exchanges(layer.out_proj, positions, samples)]
         case ColumnConvolution() | RowConvolution():
             raise ValueError(
                 "what a convolution sends depends on the size of its images, not on positions; a layer's inputs and "
                 "outputs are what partition.plan.volumes counts"
             )
         case SequenceLayer():
-            return 0, 2 * sum(p.numel() for p in layer.parameters())
+            return parameters(sum(p.numel() for p in layer.parameters()))
         case ScatterLayer():
-            return 0, positions * _features(layer.whole)
-    return 0, 0
+            return passed(_features(layer.whole))
+    return []
+
+
+def _pieces(numbers: int, size: int) -> tuple[int, ...]:
+    """Of a flat tensor, as `Tensor.tensor_split` cuts it."""
+    each, more = divmod(numbers, size)
+    return tuple(each + (rank < more) for rank in range(size))
+
+
+def _by_position(positions: int, samples: int, size: int, features: int) -> tuple[int, ...]:
+    return tuple(samples * each * features for each in even_sizes(positions // samples, size, what="positions"))
 
 
 def _features(layer: nn.Module) -> int:
@@ -93,10 +136,15 @@ def loss_traffic(num_ranks: int, positions: int, itemsize: int, *, smooths: bool
 
 
 def model_traffic(
-    model: SplitModel, positions: int, itemsize: int, other: Mapping[str, int] | None = None
+    model: SplitModel, positions: int, itemsize: int, other: Mapping[str, int] | None = None, samples: int = 1
 ) -> dict[str, LayerTraffic]:
-    """`layer_traffic` of every split layer, by name. `other`: how many positions layers see that see others."""
+    """`layer_traffic` of every split layer, by name. `other`: how many positions layers see that see those of one
+    sample, such as an embedding of positions."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SplitLayer)}
     outer = {n: m for n, m in layers.items() if not any(n.startswith(f"{o}.") for o in layers)}
-    counts = other or {}
-    return {name: layer_traffic(layer, counts.get(name, positions), itemsize) for name, layer in outer.items()}
+    seen = {name: (count, 1) for name, count in (other or {}).items()}
+    found = {}
+    for name, layer in outer.items():
+        count, of = seen.get(name, (positions, samples))
+        found[name] = layer_traffic(layer, count, itemsize, of)
+    return found

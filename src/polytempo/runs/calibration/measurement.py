@@ -19,6 +19,7 @@ from polytempo.cluster.fit import Sample
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.core.kernel_use import KernelUse
+from polytempo.core.port import barrier
 from polytempo.engines.init import init
 from polytempo.native.arena import shared_empty
 from polytempo.runs.calibration.kernel_samples import around, operators, transforms
@@ -85,17 +86,17 @@ def calibration() -> dict[str, Any]:
     meetings = world.drive(collectives(port, empty)) if port.size > 1 else []
     samples: list[Sample] = []
     for measure in (operators, transforms, around, servers):
-        world.drive(_met(port))
+        world.drive(barrier(port))
         samples += measure()
-    world.drive(_met(port))
+    world.drive(barrier(port))
     speed = flops_per_s()
-    world.drive(_met(port))
+    world.drive(barrier(port))
     steps, on_processor = step_seconds()
-    world.drive(_met(port))
+    world.drive(barrier(port))
     small = {kernel: median(step_times(run, time.thread_time)) for kernel, run in SMALL_RUNS.items()}
-    world.drive(_met(port))
+    world.drive(barrier(port))
     turns = [{name: _undisturbed(run) for name, run in MESSAGE_RUNS.items()} for _ in range(_TURNS)]
-    world.drive(_met(port))
+    world.drive(barrier(port))
     return {
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
@@ -193,7 +194,3 @@ def spread_of(values: list[float]) -> float:
     return (ordered[int(0.9 * (len(ordered) - 1))] - ordered[int(0.1 * (len(ordered) - 1))]) / ordered[
         len(ordered) // 2
     ]
-
-
-async def _met(port: Port) -> None:
-    await port.barrier()

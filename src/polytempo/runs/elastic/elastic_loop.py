@@ -26,7 +26,7 @@ from polytempo.membership.run_membership import RunMembership
 from polytempo.runs.elastic.generation_group import joined_group
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
 from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
-from polytempo.training.attached import detach_from, handle_of
+from polytempo.training.attached_models import detach_from, handle_of
 from polytempo.training.commit_point import commit_point
 from polytempo.training.elastic_training import Stopped
 from polytempo.training.handle import Handle

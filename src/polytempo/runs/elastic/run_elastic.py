@@ -41,7 +41,6 @@ from polytempo.runs.run_page import reported, show_rows
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic_strategies import check_elastic
-from polytempo.training.elastic_training import global_batch_of
 from polytempo.training.growth import times_by
 from polytempo.training.trainer import recorder
 
@@ -140,7 +139,7 @@ def check_elastic_spec(spec: RunSpec) -> None:
     if slices is not None:
         Invariant(slices).check(most)
     if options.scaling == "global":
-        check_global_batch(global_batch_of(spec), slices or most, "workers" if slices is None else "slices")
+        check_global_batch(spec.global_batch_size, slices or most, "workers" if slices is None else "slices")
     elif options.global_batch_size is not None or slices is not None:
         raise ValueError(
             f"scaling='local' keeps each worker's batch, and global_batch_size={options.global_batch_size} with "

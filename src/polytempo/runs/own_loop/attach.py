@@ -14,13 +14,14 @@ from polytempo.spec.precision import Precision, check_precision, precision_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
-from polytempo.training.attached import set_handle
+from polytempo.training.attached_models import set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
-from polytempo.training.dealers import dealer_of
 from polytempo.training.drift_watch import OnDrift
+from polytempo.training.epoch_source import source_of
 from polytempo.training.handle import Handle
 from polytempo.training.ports import ports_of
+from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.requirements import check_served
 from polytempo.training.served_handle import ServedHandle
 from polytempo.worlds import ProcessWorld, current
@@ -108,7 +109,8 @@ def attach_served(
         )
     if options.precision is not None:
         check_precision(options.precision, strategy)
-    if dealer_of(world) is not None:
+        check_masters(model, optimizer, options.precision)
+    if source_of(world) is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; put both models into one "
             "nn.ModuleList, or call detach() on the other's handle first"
@@ -122,7 +124,8 @@ def attach_served(
         world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
     if world.life == 1 and world.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer))
-    handle = ServedHandle(world, model, optimizer, strategy, LoopServerStart(world), allow_nan=options.allow_nan)
+    bits, start = options.precision, LoopServerStart(world)
+    handle = ServedHandle(world, model, optimizer, strategy, start, allow_nan=options.allow_nan, precision=bits)
     set_handle(model, handle)
     return handle
 

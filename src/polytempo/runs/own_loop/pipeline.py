@@ -14,6 +14,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import Wires
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
+from polytempo.spec.catalogue import codec_of
 from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
 from polytempo.training.pipeline.pipeline_stage import Loss
 from polytempo.worlds import ProcessWorld, current
@@ -29,8 +30,8 @@ def pipeline(
     by: By | Sequence[str] = "operations",
     inner: Strategy | None = None,
     max_norm: float | None = None,
-    activations: Codec | None = None,
-    gradients: Codec | None = None,
+    activations: Codec | str | None = None,
+    gradients: Codec | str | None = None,
     seed: int = 0,
     on_drift: Literal["stop", "ignore"] = "stop",
     world: ProcessWorld | None = None,
@@ -63,8 +64,8 @@ def pipeline(
     `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
 
-    `activations` and `gradients` are codecs (`pt.compression`) by which tensors pass from stage to stage, and their
-    gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
+    `activations` and `gradients` are codecs (`pt.compression`), also as text such as "int8", by which tensors pass from
+    stage to stage, and their gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
     raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
@@ -72,7 +73,7 @@ def pipeline(
     Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
     a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
-    whole, world = strategy_of(schedule, inner, Wires(activations, gradients)), world or current()
+    whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
     if whole.server is not None:
         given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed
         return ServedPipeline(world, *given, LoopServerStart(world))

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Port, Strategy
+from polytempo.core import Strategy
+from polytempo.core.port import barrier
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
 from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
-from polytempo.training.dealers import dealer_of
 from polytempo.training.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
+from polytempo.training.epoch_source import source_of
 from polytempo.training.loop_facts import LoopFacts, facts_of_loop
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.pipeline.pipeline import agreed_cut
@@ -150,7 +151,7 @@ class ServedPipeline:
         names = {id(p): name for name, p in self._whole.named_parameters()}
         every = {n: found[names[id(p)]] for n, p in self._whole.named_parameters(remove_duplicate=False)}
         every |= {name: found.get(name, buffer) for name, buffer in self._whole.named_buffers()}
-        self._world.drive(_together(self._world.port))  # no replica trains on while another pulls
+        self._world.drive(barrier(self._world.port))  # no replica trains on while another pulls
         return {name: every[name] for name in self._whole.state_dict() if name in every}
 
     def training_state(self) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class ServedPipeline:
         state["batches"] = len(self._epochs.batches)
         if self._world.rank == 0:
             state["shards"] = loop.states()
-        self._world.drive(_together(self._world.port))  # no replica trains on before the states are there
+        self._world.drive(barrier(self._world.port))  # no replica trains on before the states are there
         return state
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
@@ -255,10 +256,6 @@ class ServedPipeline:
             yield
 
 
-async def _together(port: Port) -> None:
-    await port.barrier()
-
-
 def _pair(batch: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
     return tuple(batch[:-1]), batch[-1]
 
@@ -287,7 +284,7 @@ def _check(
         )
     if world.life > 1:
         _refuse_return(world, stages)
-    if dealer_of(world) is not None:
+    if source_of(world) is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; call detach() on it first"
         )

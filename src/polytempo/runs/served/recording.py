@@ -68,6 +68,7 @@ def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
     kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan")
     taken = {name: getattr(options, name) for name in kept}
     taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
+    taken |= {} if options.precision is None else {"precision": str(options.precision)}
     return RunFacts(
         format=FORMAT,
         version=VERSION,

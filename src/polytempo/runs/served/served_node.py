@@ -35,7 +35,6 @@ from polytempo.server.shard.snapshot import read, snapshot_errors
 from polytempo.server.worker.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
 from polytempo.server.worker.stage_messages import StageMessages, through_stages
-from polytempo.spec.result import parameters_sha256
 from polytempo.training.server_worker import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
@@ -162,7 +161,7 @@ class _Part:
         return self._told(world) | {
             "attendance": list(attendance),
             # a worker that came when the run was over, or left before it was, has not got the final weights
-            "sha256": None if client.finished or leaving.left else parameters_sha256(context.whole.parameters()),
+            "sha256": None if client.finished or leaving.left else context.sha256(),
             "stage": None if context.stage is None else context.stage.report(),
             "left": leaving.left,
             "threads": torch.get_num_threads(),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ from polytempo.training.goals import check_goals
 from polytempo.training.guard import Guard
 from polytempo.training.local_decay import LocalDecay
 from polytempo.training.part_noise import PartNoise
+from polytempo.training.precision.masters import bytes_of, masters_of
 from polytempo.training.rate_schedule import RateSchedule, check_schedule
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
@@ -113,6 +115,8 @@ class ServedProgram:
             self.stages = stages_of_job(spec, with_values, self.data, self.parameters, meta=meta)
             self.spans = self.stages.spans
         self.weights, self.running = flat_of(model, optimizer), Running(model).vector()
+        self.precision = _precision_facts(spec, model)
+        """What results say of 16-bit parameters."""
         self.service = self._service(service, optimizer)
         busy_s = self.weights.nbytes / _SLOWLY_BYTES_PER_S  # a copy says nothing while it applies an update
         self.timing = Timing(deadline_s=options.timeout_s).of_processes(busy_s)
@@ -248,6 +252,7 @@ class ServedProgram:
             decay=decay,
             guard=None if spec.options.allow_nan or meta else Guard(model, trainable(model, optimizer)),
             noise=None if every is None else PartNoise(spec.job, model, trainable(model, optimizer), every=every),
+            masters=None if meta else masters_of(model, optimizer, spec.options.precision),
             stage=stage,
         )
 
@@ -279,7 +284,7 @@ class ServedProgram:
 
     def scorer(self) -> Scorer:
         """Scores what the shards hold, with a model of its own."""
-        return Scorer(self.spec.job, self.data, self.batches, *replica_of(self.spec))
+        return Scorer(self.spec.job, self.data, self.batches, *replica_of(self.spec), self.spec.options.precision)
 
     @property
     def _num_tickets(self) -> int:
@@ -310,6 +315,16 @@ class ServedProgram:
         if (schedule := made_schedule(self.spec.job)) is not None:
             check_schedule(optimizer, schedule, self._steps_per_epoch, _movable(service))
         return made
+
+
+def _precision_facts(spec: RunSpec, model: nn.Module) -> dict[str, Any] | None:
+    """What a result says of workers that compute in 16 bits; None where they do not."""
+    precision, service = spec.options.precision, spec.strategy.server
+    if precision is None or service is None:
+        return None
+    carried = {"pushes": service.codec, "pulls": service.pull_codec}
+    names = {what: "float32" if codec is None else codec.facts.name for what, codec in carried.items()}
+    return {"dtype": str(precision)} | bytes_of(model) | {"loss_scale": 1.0, "skipped_steps": 0} | names
 
 
 def _movable(service: Service | None) -> Collection[str] | None:

@@ -40,7 +40,7 @@ from polytempo.server.timing import Timing
 from polytempo.server.worker.server_calls import through
 from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.spec.job import Data
-from polytempo.spec.result import Result, parameters_sha256
+from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.server_worker import Attendance, work
@@ -208,9 +208,7 @@ class ServedSimulation:
             worker_bytes=sum(sent[:workers]),
             server_bytes=sum(sent[workers:]),
             threads=torch.get_num_threads(),
-            parameters_sha256=(
-                None if self.meta else parameters_sha256(self.contexts[attendances[0].worker].whole.parameters())
-            ),
+            parameters_sha256=None if self.meta else self.contexts[attendances[0].worker].sha256(),
             trace_hash=trace.hash,
             stages=[stage.report() for w in self.topology.replica_of(0) if (stage := self.contexts[w].stage)],
         )

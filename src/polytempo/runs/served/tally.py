@@ -48,6 +48,7 @@ class Tally:
 
     def __init__(self, program: ServedProgram, scheduler: BatchScheduler, before: RunSnapshot | None = None) -> None:
         self._spec, self._service, self._batches = program.spec, program.service, program.batches
+        self._precision = program.precision
         self._scheduler = scheduler
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.stop: Callable[[], None] = scheduler.stop
@@ -113,6 +114,7 @@ class Tally:
             server=facts_of(self._service, totals.statistics, totals.attendances, totals.server_bytes)
             | totals.server_facts,
             stages=list(totals.stages) or None,
+            precision=self._precision,
         )
 
 

@@ -51,6 +51,7 @@ class ParameterVersions:
         """The first version that a later pass begins with, where that may be an old one."""
         self._memory: dict[int, list[Tensor]] = {0: self._present()}
         self._uses: Counter[int] = Counter()
+        """By version, forward passes whose backward pass is not over."""
         self._free: list[list[Tensor]] = []
 
     def _present(self) -> list[Tensor]:
@@ -111,6 +112,8 @@ class ParameterVersions:
     def done(self, version: int) -> None:
         """The backward pass of a forward pass with `version` is over."""
         self._uses[version] -= 1
+        if not self._uses[version]:
+            del self._uses[version]
         self.forget()
 
     def update_begins(self) -> None:
@@ -118,7 +121,7 @@ class ParameterVersions:
 
         Cost: a copy of the parameters, unless no pass uses the present version. Memory: as many versions as are in use.
         """
-        if self.stashes and (self._uses[self.current] > 0 or self.oldest <= self.current):
+        if self.stashes and (self.current in self._uses or self.oldest <= self.current):
             into = self._free.pop() if self._free else [torch.empty_like(p) for p in self._memory[self.current]]
             torch._foreach_copy_(into, self._memory[self.current])
             self._lie_in(into)
@@ -130,9 +133,8 @@ class ParameterVersions:
     def forget(self) -> None:
         """Let go of versions that no pass uses, now or later."""
         first = min(self.oldest, self.current)
-        for version in [v for v in self._memory if v < first and self._uses[v] <= 0]:
+        for version in [v for v in self._memory if v < first and v not in self._uses]:
             self._free.append(self._memory.pop(version))
-            del self._uses[version]
 
     @property
     def num_versions(self) -> int:

@@ -254,7 +254,8 @@ class PipelineStage:
         numel = sum(parameter.numel() for parameter in replica.trainable.values())
         await ports.whole.compute(self.optimizer.step, UPDATE_FLOPS * numel, "update")
         await replica.finish_step(ports.data)
-        await align(replica.splits)
+        with replica.in_float32():
+            await align(replica.splits)
         if replica.drift is not None:
             if not replica.exchanges_gradients:
                 replica.drift.after_exchange()

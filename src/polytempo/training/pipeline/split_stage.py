@@ -45,7 +45,7 @@ def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stages: int, por
             "column(gather=True)"
         )
     _check_shared(cut, ways, stages)
-    group = ModelGroup(port.along(MODEL), drive, split.sequence)
+    group = ModelGroup(port.along(MODEL), drive, split.sequence, split.wires)
     own, found = port.coordinates["stage"], list(cut.stages)
     for part in cut.stages[own::stages]:
         module = deepcopy(part.module)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.compression.point_to_point import decoded, encoded, wire_like
 from polytempo.core import Codec, EncodeContext, Port
+from polytempo.core.coding import decoded, encoded, wire_like
 from polytempo.core.op import Work
 from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule

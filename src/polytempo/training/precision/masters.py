@@ -4,6 +4,8 @@
     parameter      16 bits                  float32                              float32
     gradient       16 bits, times S         float32, a chunk at a time           -
 
+A step that is itself an exchange of both, as with a parameter server, is a `whole_step`.
+
 The parameters stay the same objects, so optimizers, hooks and names know them as before. What changes is the memory
 that they lie in: 16 bits, or, inside `in_float32`, the masters.
 """
@@ -133,6 +135,26 @@ class Masters:
                 parameter.copy_(master)
             self._versions[i] = parameter._version
 
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Inside, parameters and their gradients are float32, these without the loss scale and as `clip` has said; at
+        the end there are no gradients. Instead of `watch`: what happens inside is the step, the optimizer's own
+        included.
+        """
+        with self.in_float32():
+            self._widen_gradients()
+            try:
+                yield
+            finally:
+                for parameter in self._model.parameters():
+                    parameter.grad = None
+
+    def _widen_gradients(self) -> None:
+        """While parameters are float32."""
+        every = [_Gradient(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        factor, self._clip = self._clip / self.scaling.scale, 1.0
+        _give(every, factor)
+
     # ------------------------------------------------------------------ losses and gradients
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -163,16 +185,8 @@ class Masters:
 
     def report(self) -> dict[str, Any]:
         """What a result says; see `Result.precision`."""
-        every = list(self._model.parameters())
-        masters = sum(master.nbytes for master in self._masters)
-        low = sum(2 * master.numel() for master in self._masters)
-        return {
-            "dtype": str(self.precision),
-            "parameter_bytes": sum(4 * p.numel() for p in every) - masters + low,
-            "master_bytes": masters,
-            "loss_scale": self.scaling.scale,
-            "skipped_steps": self.scaling.skipped,
-        }
+        scaling = {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
+        return {"dtype": str(self.precision)} | bytes_of(self._model) | scaling
 
     def saved(self) -> dict[str, Scalar]:
         """What a run that goes on has to know beside the parameters."""
@@ -192,10 +206,7 @@ class Masters:
         if self._gradients is not None:  # an optimizer whose `step` calls its parent's runs all hooks twice
             return
         if len(args) > 1 or kwargs.get("closure") is not None:
-            raise ValueError(
-                f"precision={self.precision}: {type(optimizer).__name__}.step was given a closure, which would compute "
-                "with float32 parameters; call backward() before step()"
-            )
+            raise self.closure()
         gradients = self._present()
         if self.scaling.scale != 1 and gradients and not self._scaled:
             raise RuntimeError(
@@ -215,6 +226,13 @@ class Masters:
             _plain_step(optimizer)
             _take_back(chunk)
         _give(last, factor)
+
+    def closure(self) -> ValueError:
+        """The error where a step is given one."""
+        return ValueError(
+            f"precision={self.precision}: {type(self._optimizer).__name__}.step was given a closure, which would "
+            "compute with float32 parameters; call backward() before step()"
+        )
 
     def _after_step(self, *_: Any) -> None:
         if self._gradients is None:
@@ -244,15 +262,14 @@ class Masters:
         return chunks
 
     def end(self) -> None:
-        """The model is one of float32 again, and computes as it did."""
+        """The model is one of float32 again, with its gradients, and computes as it did."""
         for hook in self._hooks:
             hook.remove()
         for remove in self._remove:
             remove()
         self._begin_float32()
         self._low = []
-        for parameter in self._parameters:
-            parameter.grad = None  # of another dtype
+        self._widen_gradients()
 
 
 def masters_of(
@@ -260,6 +277,14 @@ def masters_of(
 ) -> Masters | None:
     """The masters of `model`, which computes in 16 bits from now on; None without a precision."""
     return None if precision is None else Masters(model, optimizer, precision, called)
+
+
+def bytes_of(model: nn.Module) -> dict[str, int]:
+    """What a model takes of 16-bit parameters, and of the float32 masters of those that have some."""
+    wide = kept_wide(model)
+    every = [p.numel() * (1 if id(p) in wide else -1) for p in model.parameters() if p.is_floating_point()]
+    kept, low = sum(n for n in every if n > 0), -sum(n for n in every if n < 0)
+    return {"parameter_bytes": 4 * kept + 2 * low, "master_bytes": 4 * low}
 
 
 def check(model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:

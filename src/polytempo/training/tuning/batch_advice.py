@@ -19,15 +19,20 @@ from polytempo.training.tuning.range_test import RangeTest, range_test
 from polytempo.training.tuning.trial import Trial
 
 _RATES = 6
+"""So many learning rates are compared, each so many times the next one:"""
 _STEP_BETWEEN_RATES = 2.0
 _PARTS = 8
+"""Of each batch, whose gradients tell the noise."""
 _FEWEST_STEPS = 10
 """An epoch has at least so many, or its batches would be too few to tell runs apart."""
 _EFFICIENT = 0.8
+"""Of the most samples a second: a larger batch of one process hardly gets more."""
 _WORSE = 1.5
 """Times the first loss: the run does not learn."""
 _PROBED = (1, 2, 4, 8, 16, 32, 64)
+"""Batches whose steps are timed,"""
 _PROBES = 3
+"""each so often; the least counts."""
 
 
 class NoiseEvidence(NamedTuple):
@@ -88,8 +93,9 @@ def advise_batch(
     Up to the noise scale 𝓑 a step on B samples does the work of B small ones, at the price of B / 𝓑 more samples;
     `extra` is that price. The rate is the best of six, halved from each to the next, in short runs.
 
-    `budget`: the cost, in runs of the job's own epochs; a half of it goes into the runs that tell rates apart. Errors:
-    ValueError where the data have no length or the budget is too small for a step of each run.
+    `budget`: the cost, in runs of the job's own epochs. The noise scale takes a quarter of it at most, the rest goes
+    into the runs that tell rates apart: at least three steps a rate, also where that is more than the budget. Errors:
+    ValueError where the data have no length, the first loss is not finite, or a hundredth of the job's rate diverges.
     Source of the price: S. McCandlish et al., "An empirical model of large-batch training", 2018, section 2.3; of the
     halving: K. Jamieson and A. Talwalkar, 2016.
     """
@@ -150,13 +156,13 @@ def _speeds(job: Job, data: Data, seed: int, length: int) -> tuple[dict[int, flo
 
 
 def _step_s(trial: Trial) -> float:
-    begin = time.perf_counter()
+    begin_s = time.perf_counter()
     trial.step()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin_s
 
 
 def _noise(job: Job, data: Data, samples: int, seed: int, length: int) -> NoiseEvidence:
-    """The noise scale along a run with the job's rate, or a tenth of it where that diverges."""
+    """The noise scale along a run with the job's rate, or a tenth or a hundredth of it where that diverges."""
     batch = min(job.batch_size, length)
     cost = 0
     for lr in (job.lr, job.lr / 10, job.lr / 100):

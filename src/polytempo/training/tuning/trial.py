@@ -100,7 +100,9 @@ class Trial:
     def test_loss(self) -> float:
         """On the test set. Errors: ValueError where the job has none."""
         if self._evaluation is None:
-            raise ValueError(f"job {self.job.name} has no test set to score on")
+            raise ValueError(
+                f"job {self.job.name} has no test set to score on; let its data function return pt.Data(train, test)"
+            )
         return self._evaluation.score(tensors_of(self.model)).loss
 
     def recent_loss(self, samples: int) -> float:

@@ -1,4 +1,4 @@
-"""Nothing of a gradient is lost when a run is saved, crashes, grows or shrinks: each debt goes to exactly one rank."""
+"""Nothing of a gradient is lost when a run is saved, crashes, grows or shrinks: each residual goes to one rank."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def mean_gradients(steps: range, num_ranks: int) -> Tensor:
     return torch.stack([gradient(r, step).flat / num_ranks for step in steps for r in range(num_ranks)]).sum(0)
 
 
-def owed(state: Any) -> dict[str, Tensor]:
+def residuals(state: Any) -> dict[str, Tensor]:
     """The residual of each parameter that has one."""
     if isinstance(state, dict):
         return {
             name: value.residual for name, part in state.items() for value in leaves(part) if value.residual is not None
         }
-    return {k: v for part in state for k, v in owed(part).items()} if isinstance(state, tuple) else {}
+    return {k: v for part in state for k, v in residuals(part).items()} if isinstance(state, tuple) else {}
 
 
 def leaves(state: Any) -> list[Residual]:
@@ -75,12 +75,12 @@ def leaves(state: Any) -> list[Residual]:
     return [leaf for part in state for leaf in leaves(part)] if isinstance(state, tuple) else []
 
 
-def total_owed(states: list[State]) -> Tensor:
-    """What all ranks together owe, over all parameters."""
+def total_residual(states: list[State]) -> Tensor:
+    """What all ranks together hold back, over all parameters."""
     total = gradient(0, 0)
     total.flat.zero_()
     for state in states:
-        for name, residual in owed(state).items():
+        for name, residual in residuals(state).items():
             total.views[name].add_(residual)
     return total.flat
 
@@ -88,7 +88,7 @@ def total_owed(states: list[State]) -> Tensor:
 def resumed(
     transform: Transform, states: list[State], num_ranks: int, dtype: torch.dtype = torch.float64
 ) -> list[State]:
-    """What `training.resumption.load` does: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … owed."""
+    """What `training.resumption.load` does: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … had."""
     layout = gradient(0, 0, dtype)
     written = [saved(state, "gradients") for state in states]
     through_disk = [Saved({k: t.clone() for k, t in one.tensors.items()}, dict(one.scalars)) for one in written]
@@ -152,9 +152,9 @@ def test_what_is_still_to_come_after_growth_is_what_was_to_come_before() -> None
 
 def test_alone_what_was_not_sent_is_given_once_and_its_momentum_stops() -> None:
     _, states = run(HEAVY, range(3), [HEAVY.init(gradient(0, 0)) for _ in range(3)])
-    owed_v = memories(states)[1]
+    held_v = memories(states)[1]
     answers, after = run(HEAVY, range(3, 5), resumed(HEAVY, states, 1))
-    torch.testing.assert_close(answers, mean_gradients(range(3, 5), 1) + owed_v, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(answers, mean_gradients(range(3, 5), 1) + held_v, rtol=1e-12, atol=1e-12)
     assert not any(total.any() for total in memories(after))
 
 
@@ -164,11 +164,11 @@ def test_alone_what_is_given_to_a_large_gradient_leaves_it_finite(name: str) -> 
     transform, dtype = TRANSFORMS[name], torch.float16
     _, states = run(transform, range(3), [transform.init(gradient(0, 0, dtype)) for _ in range(2)], dtype)
     (heir,) = resumed(transform, states, 1, dtype)
-    for residual in owed(heir).values():
+    for residual in residuals(heir).values():
         residual.mul_(1e6)
-    debt = total_owed([heir])
-    assert debt.abs().max() > 1000
-    given = 65504 * debt.sign().to(dtype)
+    left = total_residual([heir])
+    assert left.abs().max() > 1000
+    given = 65504 * left.sign().to(dtype)
 
     async def program(port: Port) -> Tensor:
         answer, _ = await transform.apply(port, gradient(0, 0, dtype).with_flat(given.clone()), heir)
@@ -182,23 +182,23 @@ def test_alone_what_is_given_to_a_large_gradient_leaves_it_finite(name: str) -> 
 
 @pytest.mark.parametrize("numbers", [(4, 4), (2, 5), (2, 4, 3, 1)], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_the_sum_of_what_is_applied_and_owed_is_the_sum_of_all_gradients(name: str, numbers: tuple[int, ...]) -> None:
+def test_what_is_applied_and_the_residuals_are_the_sum_of_all_gradients(name: str, numbers: tuple[int, ...]) -> None:
     transform = TRANSFORMS[name]
     states = [transform.init(gradient(0, 0)) for _ in range(numbers[0])]
     applied = expected = torch.zeros_like(gradient(0, 0).flat)
     for life, num_ranks in enumerate(numbers):
-        before = total_owed(states)
+        before = total_residual(states)
         states = resumed(transform, states, num_ranks)
-        torch.testing.assert_close(total_owed(states), before, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(total_residual(states), before, rtol=1e-12, atol=1e-12)
         steps = range(5 * life, 5 * life + 5)
         answers, states = run(transform, steps, states)
         applied, expected = applied + answers, expected + mean_gradients(steps, num_ranks)
-        torch.testing.assert_close(applied + total_owed(states), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(applied + total_residual(states), expected, rtol=1e-12, atol=1e-12)
     if numbers[-1] == 1:  # alone, nothing is held back
         torch.testing.assert_close(applied, expected, rtol=1e-12, atol=1e-12)
 
 
-OWED_IN = {
+HELD_IN = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
     torch.bfloat16: torch.float32,
@@ -206,19 +206,19 @@ OWED_IN = {
 }
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in OWED_IN for b in OWED_IN if a is not b], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in HELD_IN for b in HELD_IN if a is not b], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_run_goes_on_in_another_dtype(name: str, before: torch.dtype, after: torch.dtype) -> None:
-    """What is owed is as it was, in a dtype that what comes can be added to, and wires fit where they shall go."""
+    """What is held back is as it was, in a dtype that what comes can be added to, and wires fit where they shall go."""
     transform = TRANSFORMS[name]
     _, states = run(transform, range(3), [transform.init(gradient(0, 0, before)) for _ in range(2)], before)
-    debt = total_owed(states)
+    left = total_residual(states)
     states = resumed(transform, states, 2, after)
-    assert {residual.dtype for state in states for residual in owed(state).values()} == {OWED_IN[after]}
-    torch.testing.assert_close(total_owed(states), debt, rtol=1e-6, atol=1e-6)
+    assert {residual.dtype for state in states for residual in residuals(state).values()} == {HELD_IN[after]}
+    torch.testing.assert_close(total_residual(states), left, rtol=1e-6, atol=1e-6)
     answers, states = run(transform, range(3, 6), states, after)
     expected = torch.stack([gradient(r, step, after).flat.double() / 2 for step in range(3, 6) for r in range(2)]).sum(
         0
     )
     rounding = 6 * 4 * torch.finfo(after).eps  # of answers, and of shares
-    torch.testing.assert_close(answers + total_owed(states), debt + expected, rtol=0, atol=max(rounding, 1e-5))
+    torch.testing.assert_close(answers + total_residual(states), left + expected, rtol=0, atol=max(rounding, 1e-5))

@@ -1,0 +1,98 @@
+"""The all-to-alls of which exchanges between split layers are made, as they are or by a codec Q.
+
+    to_all       x̂_r = Q(x_r) for each rank r's tensor x_r                on all ranks, on r itself, too
+    to_owners    s_j = Σ_r Q(p_r[j]), of rank r's p_r in pieces p_r[j]    on rank j, which takes its p_j[j] as it is
+
+`to_owners` and then `to_all` of the s_j make the sum of all p_r on all ranks. What all ranks are to hold alike is
+decoded from one wire on all of them, and sums are formed in the order of ranks, in the tensors' dtype: so all ranks
+have the same bits, in every world. A number is encoded once in a `to_all` or a `to_owners`, and twice in a sum on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Codec, EncodeContext, Port
+from polytempo.core.coding import decoded, encoded, wire_like
+
+
+class RoundCodec(NamedTuple):
+    """How the tensors of one exchange travel; the same on all ranks. Without a codec, as they are."""
+
+    codec: Codec | None = None
+    step: int = 1
+    """For codecs that draw: another one in each pass."""
+    number: int = 0
+    """For these: of the exchange in its pass, and of its round."""
+    what: str = ""
+    """What errors call the tensors."""
+
+    def when(self, port: Port, sender: int) -> EncodeContext:
+        """Of what the rank at position `sender` encodes."""
+        return EncodeContext(step=self.step, rank=port.members[sender], tensor=self.number)
+
+    async def wire(self, port: Port, mine: Tensor) -> Tensor:
+        """A flat tensor as it travels."""
+        if self.codec is None:
+            return mine
+        if not mine.numel():
+            return mine.new_empty(0, dtype=self.codec.wire_dtype(mine))
+        where = f"{self.what} on rank {port.world_rank}"
+        return await encoded(port, mine, self.codec, self.when(port, port.rank), where)
+
+    def room(self, like: Tensor) -> Tensor:
+        """What a receiver expects in place of a tensor like this."""
+        if self.codec is None:
+            return like
+        return wire_like(self.codec, like) if like.numel() else like.new_empty(0, dtype=self.codec.wire_dtype(like))
+
+    async def opened(self, port: Port, wire: Tensor, like: Tensor, sender: int) -> Tensor:
+        """The tensor that travelled, shaped like `like`."""
+        if self.codec is None:
+            return wire
+        own = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return await decoded(port, wire, own, self.codec, self.when(port, sender)) if like.numel() else own
+
+
+AS_IT_IS = RoundCodec()
+
+
+async def to_all(port: Port, mine: Tensor, likes: Sequence[Tensor], by: RoundCodec) -> list[Tensor]:
+    """Every rank's flat tensor; rank r's is like `likes[r]`.
+
+    Cost: each rank sends its wire to all others; all of them together (N-1) · Σ_r bytes of the wire of likes[r].
+    """
+    wire = await by.wire(port, mine)
+    found = await port.all_to_all([wire] * port.size, [by.room(like) for like in likes])
+    return [await by.opened(port, each, likes[sender], sender) for sender, each in enumerate(found)]
+
+
+async def to_owners(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Tensor:
+    """The sum over ranks of `pieces[j]`, which is flat, at rank j.
+
+    Cost: each rank sends wires to all others; all of them together (N-1) · Σ_j bytes of the wire of pieces[j].
+    """
+    mine = pieces[port.rank]
+    if by.codec is None:
+        return _sum(await port.all_to_all(pieces, [mine] * port.size))
+    stays = mine.new_empty(0, dtype=by.codec.wire_dtype(mine))
+    others = [position for position in range(port.size) if position != port.rank]
+    wires, rooms = [stays] * port.size, [stays] * port.size
+    for position in others:
+        wires[position], rooms[position] = await by.wire(port, pieces[position]), by.room(mine)
+    found = list(await port.all_to_all(wires, rooms))
+    for position in others:
+        found[position] = await by.opened(port, found[position], mine, position)
+    return _sum([*found[: port.rank], mine, *found[port.rank + 1 :]])
+
+
+def _sum(found: Sequence[Tensor]) -> Tensor:
+    total = found[0].clone()
+    for each in found[1:]:
+        total += each
+    return total

@@ -1,0 +1,117 @@
+"""PCA of a tensor's rows: the best matrix of its rank, within its bound for all inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polytempo.compression import pca
+from polytempo.core import NotFinite
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60), (8, 3, 3, 16)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_pca_is_the_best_matrix_of_its_rank(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The error is the sum of the squares of the singular values that are left out; never more than the bound."""
+    x = normal(*shape).to(dtype) + 3
+    codec = pca(rank=2)
+    wire, _ = codec.encode(x)
+    rows = x.double().flatten(1)
+    assert wire.numel() * wire.element_size() == codec.wire_bytes(x) == 4 * (rows.shape[1] + 2 * sum(rows.shape))
+    left_out = torch.linalg.svdvals(rows - rows.mean(dim=0))[2:].square().sum()
+    error = (codec.decode(wire, x).double() - x.double()).square().sum()
+    assert float(error) == pytest.approx(float(left_out), rel=1e-4)
+    assert float(error) <= (1 - codec.facts.law.bound(x)) * float(rows.square().sum())
+    assert torch.equal(wire, codec.encode(x.clone())[0])
+    residual = torch.zeros_like(x)
+    codec.encode_(x, residual)
+    assert torch.equal(residual, x - codec.decode(wire, x))
+
+
+def test_pca_finds_what_has_few_components() -> None:
+    x = normal(50, 3) @ normal(3, 30, seed=1) + normal(30, seed=2)
+    wire, _ = pca(rank=3).encode(x)
+    assert torch.allclose(pca(rank=3).decode(wire, x), x, rtol=1e-4, atol=1e-5)
+    same = torch.ones(30, 20)
+    assert torch.equal(pca(rank=1).decode(pca(rank=1).encode(same)[0], same), same)
+
+
+@pytest.mark.parametrize("x", [normal(30), normal(4, 4), normal(0, 5), torch.tensor(2.0)], ids=lambda x: str(x.shape))
+def test_what_pca_would_not_make_smaller_travels_exactly(x: Tensor) -> None:
+    codec = pca(rank=3)
+    wire, _ = codec.encode(x)
+    assert codec.wire_bytes(x) == 4 * x.numel()
+    assert torch.equal(codec.decode(wire, x), x)
+    assert codec.facts.law.bound(x) == 1.0
+
+
+def test_pca_refuses() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        pca(rank=0)
+    x = normal(50, 40)
+    with pytest.raises(ValueError, match="numbers"):
+        pca(2).decode(pca(2).encode(x)[0][:-1], x)
+    x[3, 1] = math.nan
+    with pytest.raises(NotFinite, match="element 121"):
+        pca(2).encode(x)
+
+
+def error(codec: Any, x: Tensor) -> float:
+    """‖x - x̂‖² / ‖x‖²."""
+    wire, _ = codec.encode(x)
+    assert wire.nbytes == codec.wire_bytes(x)
+    return float((codec.decode(wire, x).double() - x.double()).square().sum() / x.double().square().sum())
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("rank", [2, 4, 8])
+@pytest.mark.parametrize("repeats", [1, 16])
+def test_pca_of_rows_that_are_zero_or_alike(num_rows: int, rank: int, repeats: int) -> None:
+    """Few rows are something, or each is there 16 times: most eigenvalues are rounding noise, and show no direction."""
+    for transposed in (False, True):
+        x = torch.zeros(64, 400)
+        if repeats > 1:
+            x = normal(num_rows, 400, seed=rank).repeat(64 // num_rows + 1, 1)[:64]
+        else:
+            x[normal(64, seed=rank).argsort()[:num_rows]] = normal(num_rows, 400, seed=rank)
+        x = x.T.contiguous() if transposed else x
+        codec = pca(rank)
+        assert error(codec, x) <= 1 - codec.facts.law.bound(x)
+        if rank >= num_rows:
+            assert error(codec, x) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2, 100), (3, 100), (4, 64), (100, 3), (64, 4), (1, 50)], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3, 100])
+def test_pca_of_more_components_than_there_are(shape: tuple[int, int], rank: int) -> None:
+    """In float64, which it halves even so; the law holds but for the rounding to float32."""
+    for scale in (1.0, 1e-30, 1e30):
+        x, codec = normal(*shape, seed=rank).double() * scale + scale, pca(rank)
+        assert codec.encoding.num_components(x) == max(1, min(rank, shape[0] - 1, shape[1]))
+        assert error(codec, x) <= 1 - codec.facts.law.bound(x)
+        assert 1 - codec.facts.law.bound(x) < 1e-12 or codec.encoding.num_components(x) < min(shape[0] - 1, shape[1])
+
+
+def test_pca_of_orthogonal_rows_has_no_more_error_than_it_may() -> None:
+    """All eigenvalues are the same, so the bound is met with equality but for rounding."""
+    for dtype in DTYPES:
+        x = torch.zeros(64, 200, dtype=dtype)
+        x[:32, :32] = torch.eye(32) * 3
+        x[32:, :32] = -torch.eye(32) * 3
+        assert error(pca(8), x) <= 1 - pca(8).facts.law.bound(x)
+
+
+def test_pca_of_the_largest_numbers_is_finite() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.finfo(dtype).max * (normal(64, 400) > 0).to(dtype)
+        assert pca(2).decode(pca(2).encode(x)[0], x).isfinite().all()
