@@ -12,12 +12,12 @@ Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of 
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from torch import Tensor
 
+from polytempo.server.field_types import fields_of
 from polytempo.server.layout import Spans
 from polytempo.server.step_rates import StepRates
 
@@ -39,7 +39,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that it costs a link: its tensors and a small header."""
-        return self.HEADER_BYTES + sum([_num_bytes(getattr(self, name)) for name in _weighed(type(self))])
+        return self.HEADER_BYTES + sum(
+            [_num_bytes(getattr(self, name)) for name in fields_of(type(self), (Tensor, bytes, Rows, Message))]
+        )
 
 
 def _num_bytes(value: Any) -> int:
@@ -50,18 +52,6 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, tuple):
         return sum([_num_bytes(part) for part in value])
     return len(value) if isinstance(value, bytes) else 0
-
-
-@cache
-def _weighed(kind: type[Message]) -> tuple[str, ...]:
-    """The fields that can hold tensors or bytes, by their types: numbers and names are in the header."""
-    hints = get_type_hints(kind)
-    return tuple(name for name in kind.__struct_fields__ if _has_weight(hints[name]))
-
-
-def _has_weight(hint: Any) -> bool:
-    alone = isinstance(hint, type) and issubclass(hint, Tensor | bytes | Rows | Message)
-    return alone or any(map(_has_weight, get_args(hint)))  # a Literal's are names
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True, eq=False):
