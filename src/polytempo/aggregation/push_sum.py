@@ -5,7 +5,6 @@ Source: M. Assran, N. Loizou, N. Ballas and M. Rabbat, "Stochastic gradient push
 
 from __future__ import annotations
 
-from array import array
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,7 +43,7 @@ def push_sum(graph: Graph) -> Transform:
     def begin(port: Port, state: PushSumState) -> tuple[Neighbours, Tensor]:
         """(P, w) before the exchange."""
         known = len(state.weights) == port.size
-        weights = state.weights if known else torch.ones(port.size, dtype=torch.float64)
+        weights = state.weights if known else _ones(port.size)
         return pushing_neighbours(graph, state.step, port.size), weights
 
     async def apply(port: Port, bundle: Bundle, state: PushSumState) -> tuple[Bundle | None, PushSumState]:
@@ -53,10 +52,11 @@ def push_sum(graph: Graph) -> Transform:
         found, weights = begin(port, state)
         known = len(state.weights) == port.size
         missing = float(weights[port.rank]) - 1  # x = w z + what has moved z since
-        x = bundle.flat.add(state.last.anchor.flat, alpha=missing) if known and missing else bundle.flat
+        moved = known and missing and not bundle.flat.is_meta
+        x = bundle.flat.add(state.last.anchor.flat, alpha=missing) if moved else bundle.flat
         mixed = await weighted_sum(port, x, found.sources[port.rank], found.listeners[port.rank])
-        weights = _pushed(graph, state.step, weights.numpy().tobytes())
-        z = mixed / float(weights[port.rank])
+        weights = _pushed(graph, state.step, weights)
+        z = mixed if mixed.is_meta else mixed / float(weights[port.rank])
         return bundle.with_flat(z), PushSumState(
             state.step + 1, weights, AnchorState(bundle.with_flat(z.clone()), None)
         )
@@ -83,9 +83,16 @@ def push_sum(graph: Graph) -> Transform:
 
 
 @lru_cache(maxsize=4)
-def _pushed(graph: Graph, step: int, before: bytes) -> Tensor:
-    """w after the exchange of `step`, from the bytes of w. The ranks of a virtual world share one answer."""
-    weights = array("d", before)
+def _ones(size: int) -> Tensor:
+    """w before the first exchange, one tensor for all ranks of a virtual world. Do not write to it."""
+    return torch.ones(size, dtype=torch.float64)
+
+
+@lru_cache(maxsize=4)
+def _pushed(graph: Graph, step: int, before: Tensor) -> Tensor:
+    """w after the exchange of `step`, from w. Tensors are known by identity here, and the ranks of a virtual world have
+    the same ones, so they share one answer."""
+    weights = before.tolist()
     found = pushing_neighbours(graph, step, len(weights))
     after = [sum(part * weights[j] for j, part in row.items()) for row in found.sources]
     return torch.tensor(after, dtype=torch.float64)

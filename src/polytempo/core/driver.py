@@ -36,22 +36,25 @@ class Task(Generic[T]):
 
     def resume(self, begin: Begin, value: Any = None, error: Exception | None = None) -> bool:
         """Answer what the coroutine waits for, and run it until it waits again (False) or is finished (True)."""
-        while not self.done:
+        if self.done:
+            return True
+        send = self.coroutine.send
+        while True:
             try:
-                op = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
+                op = send(value) if error is None else self.coroutine.throw(error)
             except StopIteration as stop:
                 self.done, self.value = True, stop.value
+                return True
             except Exception as uncaught:
                 self.done, self.error = True, uncaught
-            else:
-                value, error = None, None
-                try:
-                    value = begin(op)
-                except Exception as raised:
-                    error = raised
-                if value is WAITING:
-                    return False
-        return True
+                return True
+            value = error = None
+            try:
+                value = begin(op)
+            except Exception as raised:
+                error = raised
+            if value is WAITING:
+                return False
 
     def result(self) -> Any:
         """What the coroutine has returned; raises what it has raised."""
@@ -60,28 +63,26 @@ class Task(Generic[T]):
         return self.value
 
 
-async def interpreted(program: Program[T], perform: Callable[[Op[Any]], Program[Any]]) -> T:
-    """Run `program` inside another one: `await perform(op)` answers each operation that it awaits.
+async def interpreted(
+    program: Program[T], perform: Callable[[Op[Any]], Program[Any]], kinds: tuple[type[Op[Any]], ...] = (Op,)
+) -> T:
+    """Run `program` inside another one: `await perform(op)` answers each operation of these `kinds` that it awaits.
 
-    An Exception of `perform` is raised at the program's `await`. Anything else that `perform` raises ends the program.
+    The world answers the others. An Exception of `perform` is raised at the program's `await`. Anything else that
+    `perform` raises ends the program.
     """
-    asked: list[Op[Any]] = []
-
-    def begin(op: Op[Any]) -> Any:
-        asked.append(op)
-        return WAITING
-
-    task = Task(program)
+    value, error = None, None
     try:
-        over = task.resume(begin)
-        while not over:
-            value, error = None, None
+        while True:
             try:
-                value = await perform(asked.pop())
+                op = program.send(value) if error is None else program.throw(error)
+            except StopIteration as stop:
+                answer: T = stop.value
+                return answer
+            value = error = None
+            try:
+                value = await (perform(op) if isinstance(op, kinds) else op)
             except Exception as raised:
                 error = raised
-            over = task.resume(begin, value, error)
     finally:
         program.close()
-    result: T = task.result()
-    return result

@@ -212,6 +212,10 @@ class Barrier(Collective[None]):
     """Wait until every member is here."""
 
 
+COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Barrier)
+"""The collectives that every world performs."""
+
+
 @dataclass(frozen=True, eq=False)
 class WholeSum(Collective[bool]):
     """Whether the world has let the time of all messages of `route` over `buffer` pass, which then need not be sent.

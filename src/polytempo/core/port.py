@@ -40,6 +40,7 @@ from polytempo.core.op import (
 )
 
 _CHANNELS = 1024
+_NOW = Now()
 CHANNELS_OF_A_GROUP = _CHANNELS**2
 """`Port.channel` is the number of the group in its mesh times this, plus the path of `on_channel`'s numbers."""
 
@@ -179,7 +180,7 @@ class Port:
 
     def now(self) -> Op[float]:
         """The world's clock in seconds, virtual or real."""
-        return Now()
+        return _NOW
 
     def mark(self, step: int) -> Op[None]:
         """Say that this rank begins `step`."""

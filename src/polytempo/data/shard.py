@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from polytempo.core.slice_tree import subtree
 from polytempo.data.batches import Batches
+from polytempo.data.gathered import Gathered
 from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
 from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
 from polytempo.data.spans import PlaceSpan, num_places, parted
@@ -58,10 +59,12 @@ class DataShard:
         shuffle: bool | None = None,
         global_batch_size: int | None = None,
         slices: int | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
 
-        `global_batch_size` is that of all ranks, and overrides `batch_size`.
+        `global_batch_size` is that of all ranks, and overrides `batch_size`. `gathered` is shared by ranks of one
+        process: a batch is then a window into it, where tensors in memory are dealt whole.
         """
         if global_batch_size is not None:
             batch_size = -(-global_batch_size // size)
@@ -72,6 +75,7 @@ class DataShard:
         self._tensors = tensors_of(self._source)
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
+        self._gathered = gathered
         self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
         self.rank, self.size, self.seed = rank, size, seed
@@ -246,7 +250,9 @@ class DataShard:
         steps = list(own_picks(begin, batches, self._parts, self.own))
         if self._tensors is not None:
             tensors, rows = self._tensors
-            return from_tensors(tensors, order if rows is None else rows[order], steps)
+            if rows is not None or self.left:
+                return from_tensors(tensors, order if rows is None else rows[order], steps)
+            return from_tensors(tensors, order, steps, self._gathered, self.epoch)
         if self._loader is None:
             self._loader = chosen_loader(self._source, self._chosen, self._generator)
         self._generator.manual_seed(((self.seed * 1_000_003 + self.epoch) * 1_000_003 + self.rank) % 2**63)

@@ -20,6 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from polytempo.data.gathered import Gathered
 from polytempo.data.plan import Pick
 
 
@@ -97,11 +98,21 @@ def tensors_of(source: Source) -> tuple[tuple[Tensor, ...], Tensor | None] | Non
 
 
 def from_tensors(
-    tensors: tuple[Tensor, ...], order: Tensor, steps: Iterable[Pick]
+    tensors: tuple[Tensor, ...],
+    order: Tensor,
+    steps: Iterable[Pick],
+    gathered: Gathered | None = None,
+    epoch: int = 0,
 ) -> Iterator[tuple[Pick, list[Tensor]]]:
-    """Whole batches by index: one operation a tensor. `order` (num_samples,) holds rows of the tensors."""
+    """Whole batches by index: one operation a tensor. `order` (num_samples,) holds rows of the tensors.
+
+    `gathered`: where they are taken from, if it is given; `order` is that of `epoch` then.
+    """
     order = order.to(tensors[0].device)
     for step in steps:
+        if gathered is not None and step.local_samples:  # a stand-in is another rank's sample
+            yield step, gathered.batch(tensors, order, epoch, step.start, step.stop)
+            continue
         rows = order[step.start : step.stop]
         yield step, [tensor.index_select(0, rows) for tensor in tensors]
 

@@ -20,6 +20,7 @@ from polytempo.core.port import world_port
 from polytempo.core.slice_tree import subtree
 from polytempo.core.suspension import drive
 from polytempo.core.url_path import Place
+from polytempo.data.gathered import Gathered
 from polytempo.data.shard import DataShard
 from polytempo.engines.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
@@ -142,11 +143,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     cost = step_cost(spec, model, data, cluster)
     test = evaluation_of(spec, model, data)
     observer = VirtualObserver(workers, test)
-    updates = [_updates(spec, rank) for rank in range(workers)]
+    updates, gathered = [_updates(spec, rank) for rank in range(workers)], Gathered()
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     ports = [laid_out_run(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
     contexts = [
-        _context(spec, data, observer, cost, each, port, deepcopy(whole), together)
+        _context(spec, data, observer, cost, each, port, deepcopy(whole), together, gathered)
         for port, each in zip(ports, updates, strict=True)
     ]
     _measure(spec, contexts, ports)
@@ -165,8 +166,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
             run_folder(options.out)
             writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
         contexts[0].record = observer.record = recorder(writer, show)
-        with _seldom_collected():
-            outcome = world.run(program)
+        outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
     stages = [context.stage.report() for context in contexts if context.stage is not None]
@@ -194,9 +194,10 @@ def _context(
     port: Port,
     whole: tuple[nn.Module, Cut] | None,
     together: BatchedReplicas | None,
+    gathered: Gathered,
 ) -> TrainingContext:
     """`whole`: the model of this rank, and its stages, where it is cut."""
-    place, stage, parts = ports_of(port).data, None, None
+    stage, parts = None, None
     if whole is None:
         model, optimizer = replica_of(of_group(spec, port))
         names = [name for name, _ in model.named_parameters()]
@@ -222,15 +223,7 @@ def _context(
         model, found = whole
         stage = staged(spec, model, found, port, cost.flops_per_sample)
         replica, take_step = stage.replica, staged_step(stage, spec.job)
-    shard = DataShard(
-        data_of_group(data, port).training(),
-        rank=place.rank,
-        size=place.size,
-        batch_size=spec.batch_size,
-        seed=spec.seed,
-        global_batch_size=spec.options.global_batch_size,
-        slices=spec.strategy.slices,
-    )
+    shard = _shard(spec, data, port, None if together is None else gathered)
     return TrainingContext(
         spec=spec,
         replica=replica,
@@ -247,19 +240,31 @@ def _context(
     )
 
 
+def _shard(spec: RunSpec, data: Data, port: Port, gathered: Gathered | None) -> DataShard:
+    place = ports_of(port).data
+    return DataShard(
+        data_of_group(data, port).training(),
+        rank=place.rank,
+        size=place.size,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
+        global_batch_size=spec.options.global_batch_size,
+        slices=spec.strategy.slices,
+        gathered=gathered,
+    )
+
+
 def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     """Only the time: one model on the meta device, which all workers share, as there are no values."""
     job, workers, options = spec.job, spec.workers, spec.options
     steps = options.steps or 10
     data = data_of(job, options.data)
     if spec.strategy.schedule is not None:
-        with _seldom_collected():
-            outcome, stages = priced_stages(spec, cluster, data, steps)
+        outcome, stages = priced_stages(spec, cluster, data, steps)
         return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
     cost = step_cost(spec, replica_of(spec)[0], data, cluster)
     if spec.strategy.parted is not None:
-        with _seldom_collected():
-            found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
+        found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
         return _only_time(spec, data, parts.replica, found, steps, parts=parts)
     global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
@@ -277,8 +282,7 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
         await replica.settle()
         await updates.settle()
 
-    with _seldom_collected():
-        priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
+    priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
     return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers, masters=masters), priced, steps)
 
 

@@ -215,6 +215,8 @@ def part(flat: Tensor, spans: Spans) -> Tensor:
 
 def place_(flat: Tensor, spans: Spans, values: Tensor) -> None:
     """Put a shard's own vector where it belongs in the flat one."""
+    if flat.is_meta:  # no values
+        return
     at = 0
     for begin, end in spans:
         copy_(flat[begin:end], values[at : at + end - begin])

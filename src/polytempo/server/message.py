@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from torch import Tensor
 
+from polytempo.server.field_types import fields_of
 from polytempo.server.layout import Spans
 from polytempo.server.step_rates import StepRates
 
@@ -38,18 +39,18 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that it costs a link: its tensors and a small header."""
-        return self.HEADER_BYTES + sum(_tensor_bytes(getattr(self, name)) for name in self.__struct_fields__)
+        return self.HEADER_BYTES + sum(
+            [_num_bytes(getattr(self, name)) for name in fields_of(type(self), (Tensor, bytes, Rows, Message))]
+        )
 
 
-def _tensor_bytes(value: Any) -> int:
+def _num_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    if isinstance(value, Rows):
-        return value.num_bytes
-    if isinstance(value, Message):
-        return value.num_bytes - Message.HEADER_BYTES
+    if isinstance(value, Message | Rows):
+        return value.num_bytes - (Message.HEADER_BYTES if isinstance(value, Message) else 0)
     if isinstance(value, tuple):
-        return sum(_tensor_bytes(part) for part in value)
+        return sum([_num_bytes(part) for part in value])
     return len(value) if isinstance(value, bytes) else 0
 
 
@@ -64,7 +65,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that they cost a link."""
-        return _tensor_bytes(self.rows) + _tensor_bytes(self.values)
+        return _num_bytes(self.rows) + _num_bytes(self.values)
 
 
 # ------------------------------------------------------------------------------ requests: the entries of a shard's log

@@ -52,7 +52,7 @@ class Bucket:
         self.sparse_tables: frozenset[str] = frozenset()
         """Parameters whose gradient is sparse, though a step that leaves them out does not show it."""
         self._memory: Bundle | None = None
-        self._placed: tuple[dict[str, Tensor], Tensor, int] | None = None
+        self._placed: tuple[Mapping[str, Tensor], Tensor, int] | None = None
         """What was put into `.grad` since the last exchange answered something, its flat buffer, and a version."""
         self._row_sparse: set[str] = set()
         self._frozen: set[str] = set()
@@ -62,8 +62,11 @@ class Bucket:
 
     def gathered(self, share: float | None) -> Bundle:
         """The gradients as a bundle, packed when its flat buffer is asked for. Unused parameters count as zero."""
-        gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
         memory = self._begin_exchange()
+        if memory is not None and _are(self.parameters.values(), memory.views.values()):
+            memory.share = share
+            return memory
+        gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
         if memory is None:
             return Bundle(gradients, share, into=self._fresh(gradients))
         places = [g.data_ptr() == v.data_ptr() for g, v in zip(gradients.values(), memory.views.values(), strict=True)]
@@ -147,11 +150,12 @@ class Bucket:
     def _show(self, views: Mapping[str, Tensor], answer: Bundle, *, answered: bool) -> None:
         """Let `.grad` be `views`, which lie in `answer`, or their rows where gradients come as rows."""
         rows = {name: _rows(views[name]) for name in self._row_sparse}
-        self._point({**views, **rows}, answer, answered=answered)
+        self._point({**views, **rows} if rows else views, answer, answered=answered)
 
-    def _point(self, views: dict[str, Tensor], answer: Bundle, *, answered: bool) -> None:
+    def _point(self, views: Mapping[str, Tensor], answer: Bundle, *, answered: bool) -> None:
         for parameter, view in zip(self.parameters.values(), views.values(), strict=True):
-            parameter.grad = view
+            if parameter.grad is not view:
+                parameter.grad = view
         unused = {name for name in self.keep_none if not _any(views[name])}  # a late answer may still move it
         for name in self._frozen | unused:
             self.parameters[name].grad = None
@@ -200,6 +204,11 @@ def _most_references(tensors: Iterable[Tensor]) -> int:
 
 _UNSHARED = _most_references({"view": torch.empty(0)}.values())
 """How many references there are to a tensor that one dictionary holds, and nothing else."""
+
+
+def _are(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> bool:
+    """Whether each `.grad` is that very tensor."""
+    return all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
 
 
 def _any(gradient: Tensor) -> bool:

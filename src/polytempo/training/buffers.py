@@ -71,7 +71,7 @@ class ModelBuffers:
     async def meet(self, data: Port, applied: AppliedTransform | None, member: MemberWeight) -> None:
         """After a step: if ranks have met in it, by `applied`, their buffers do, too."""
         self._met = applied is not None and data.size > 1 and self.rule != "leave"
-        if self._met:
+        if self._met and self.tensors():
             agreed = await self.agreed(data, applied, member)
             for name, buffer in self.tensors().items():
                 buffer.copy_(agreed[name])

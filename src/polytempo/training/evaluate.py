@@ -61,11 +61,18 @@ class Evaluation:
 
     def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
         """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
+        sums = torch.zeros(parts, 4, dtype=torch.float64)
         with self._lent(tensors):
-            return means(torch.stack([self._sums(part, parts) for part in range(parts)]).sum(0))
+            for part in range(self._scorers(parts)):
+                sums[part] = self._sums(part, parts)
+        return means(sums.sum(0))
+
+    def _scorers(self, size: int) -> int:
+        """How many of so many ranks have a part of the test set."""
+        return min(size, -(-self.length // _FEWEST))
 
     def _sums(self, rank: int, size: int) -> Tensor:
-        scorers = min(size, -(-self.length // _FEWEST))
+        scorers = self._scorers(size)
         sums = torch.zeros(4, dtype=torch.float64)
         if rank >= scorers:
             return sums

@@ -71,7 +71,8 @@ class ParameterExchange:
     async def _exchange(self, data: Port, weight: float | None, at_step: int | None) -> AppliedTransform | None:
         met, transform = None, self._strategy.parameters
         found: list[_Answer] = []
-        for i, group in enumerate(self.groups()):
+        groups = self.groups()
+        for i, group in enumerate(groups):
             bundle, state = Bundle(group, weight), self.states[min(i, len(self.states) - 1)]
             applied = AppliedTransform(transform, state)
             if self.commit is not None:
@@ -90,18 +91,8 @@ class ParameterExchange:
         if met is None:
             self.take()
         else:
-            await data.compute(self.take, 0.0, uses=self._uses())
+            await data.compute(self.take, 0.0, uses=_uses(groups))
         return met
-
-    def _uses(self) -> Uses:
-        """To pack what is exchanged, to scale it, and to copy the answer back."""
-        tensors = [tensor for group in self.groups() for tensor in group.values()]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return (
-            KernelUse("scale", len(tensors), num_bytes),
-            KernelUse("copy", len(tensors), num_bytes),
-            KernelUse("exchange"),
-        )
 
     @property
     def holds(self) -> bool:
@@ -121,6 +112,8 @@ class ParameterExchange:
 
     def _take(self, index: int, group: Mapping[str, Tensor], answer: Bundle) -> None:
         """Write the answer into the parameters, but for those that stay frozen."""
+        if answer.flat.is_meta:  # no values
+            return
         resting = self._resting(index)
         moved = [(tensor, answer.views[name]) for name, tensor in group.items() if name not in resting]
         torch._foreach_copy_([tensor for tensor, _ in moved], [view for _, view in moved])
@@ -171,6 +164,17 @@ class ParameterExchange:
             state = self._strategy.parameters.init(layout)
             held = source.holds(_path(i))
             self.states[i] = restored(state, source, _path(i), layout, residual_sources) if held else state
+
+
+def _uses(groups: Sequence[Mapping[str, Tensor]]) -> Uses:
+    """To pack what is exchanged, to scale it, and to copy the answer back."""
+    tensors = [tensor for group in groups for tensor in group.values()]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return (
+        KernelUse("scale", len(tensors), num_bytes),
+        KernelUse("copy", len(tensors), num_bytes),
+        KernelUse("exchange"),
+    )
 
 
 def _path(index: int) -> str:

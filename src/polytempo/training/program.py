@@ -365,7 +365,9 @@ def _finished(context: TrainingContext) -> bool:
     steps, epochs = context.options.steps, context.spec.epochs
     if steps is not None and context.replica.step >= steps:
         return True
-    return epochs is not None and _position(context)[0] >= epochs - 1e-9
+    if epochs is None or context.shard.epoch + 1 < epochs:  # the present epoch is not the last one
+        return False
+    return _position(context)[0] >= epochs - 1e-9
 
 
 def _check(context: TrainingContext) -> None:

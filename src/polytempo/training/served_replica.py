@@ -62,16 +62,15 @@ class ServedReplica:
         self.values: dict[str, Tensor] = {}
         """The parameters but for tables, without autograd."""
         self.look_up()
+        self.has_values = not any(value.is_meta for value in self.values.values())
+        """Whether anything is computed; else gradients are as parameters are, and nothing is written to either."""
+        self.numel = sum(value.numel() for value in self.values.values())
+        """How many elements the parameters have, but for tables."""
         self._running = Running(model)
         client.running = self._running.vector
         self._gradients: State = None
         self._states: State = None
         self._layout = client.layout
-
-    @property
-    def numel(self) -> int:
-        """How many elements the parameters have, but for tables."""
-        return sum(value.numel() for value in self.values.values())
 
     @property
     def is_outdated(self) -> bool:
@@ -146,11 +145,7 @@ class ServedReplica:
 
     async def exchange_gradients(self, *, empty: bool) -> bool:
         """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""
-        with self._in_float32():
-            gradients = {
-                name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in self._parameters.items()
-            }
-        bundle = Bundle(gradients)
+        bundle = Bundle(self._computed(empty=empty) if self.has_values else self.values)
         rows = [] if empty else self._tables.gradients()
         for one in rows:
             self._client.accrue(one)
@@ -163,6 +158,11 @@ class ServedReplica:
             return False
         self._tables.remember(rows)
         return True
+
+    def _computed(self, *, empty: bool) -> dict[str, Tensor]:
+        found = self._parameters.items()
+        with self._in_float32():
+            return {name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in found}
 
     async def exchange_parameters(self) -> None:
         """After the optimizer's step."""
@@ -178,14 +178,15 @@ class ServedReplica:
 
     def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
         """Let the optimizer see the answer, if there is one."""
-        if answer is given and not given.packed:
+        if (answer is given and not given.packed) or not self.has_values:
             return
         for name, parameter in self._parameters.items():
             parameter.grad = None if answer is None else answer.views[name]
 
-    @torch.no_grad()
     def _place(self, bundle: Bundle) -> None:
-        with self._in_float32():
+        if not self.has_values:
+            return
+        with torch.no_grad(), self._in_float32():
             if self.values:
                 torch._foreach_copy_(list(self.values.values()), list(bundle.views.values()))
             self._tables.place(self._client.pulled_rows())

@@ -125,15 +125,14 @@ def gradients_of(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients
     return compute_gradients
 
 
-def gradients_without_values(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients:
-    """Nothing is computed; a virtual world charges `cost`. Workers may share the model."""
+def gradients_without_values(cost: StepCost) -> ComputeGradients:
+    """Nothing is computed, and no `.grad` is set; a virtual world charges `cost`."""
+
+    loss = torch.empty((), device="meta")
 
     async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
         await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(samples))
-        for parameter in model.parameters():
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return torch.empty((), device="meta")
+        return loss
 
     return compute_gradients
 
@@ -141,6 +140,10 @@ def gradients_without_values(model: nn.Module, job: Job, cost: StepCost) -> Comp
 def step_of(context: ServedContext, ticket: Ticket) -> int:
     """Which step of the run the ticket's batch belongs to, as if all workers took their steps together."""
     return ticket.number // context.batches.size
+
+
+def _no_step() -> None:
+    """Of parameters without values."""
 
 
 class _Worker:
@@ -304,14 +307,16 @@ class _Worker:
         """The strategy's two transforms with the local step between them, which an empty step leaves out."""
         optimizer = self._context.optimizer
         with self._context.step():
-            if self._context.decay is not None and not empty:
+            if self._context.decay is not None and not empty and self._replica.has_values:
                 self._context.decay.add_()
             steps = await self.waited(self._replica.exchange_gradients(empty=empty))
             if not empty:
                 if steps:
                     flops, uses = _UPDATE_FLOPS * self._replica.numel, (update_use(optimizer),)
-                    await self._port.compute(optimizer.step, flops, uses=uses)
-                optimizer.zero_grad()
+                    update = optimizer.step if self._replica.has_values else _no_step
+                    await self._port.compute(update, flops, uses=uses)
+                if self._replica.has_values:
+                    optimizer.zero_grad()
             await self.waited(self._replica.exchange_parameters())
 
     def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:

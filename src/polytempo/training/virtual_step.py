@@ -121,9 +121,13 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
         if overlaps:
             share = uses.backward[i] if uses.backward else ()
             await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size, uses=share)
-        exchanges.append(await port.start(replica.exchange(port, bucket)))
-    for exchange in exchanges:
-        await exchange
+        exchange = replica.exchange(port, bucket)
+        if i + 1 < len(buckets):
+            exchanges.append(await port.start(exchange))
+        else:  # nothing is left to compute meanwhile
+            await exchange
+    for earlier in exchanges:
+        await earlier
     await replica.agree_to_step(port)
     await updates.perform(port, work.update, _UPDATE_FLOPS * size, uses.update)
     work.updated()

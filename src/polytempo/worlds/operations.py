@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.core import Task
+from polytempo.core import WAITING, Task
+from polytempo.core.driver import Begin
 from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 
 
@@ -40,6 +41,10 @@ class VirtualStrand:
     flight: Flight
     main: bool
     waits_for: Flight | None = None
+    begin: Begin = lambda op: WAITING
+    """Begins an operation of this coroutine; see `Task.resume`."""
+    go_on: Callable[[Any, Exception | None], None] = lambda value, error: None
+    """Resumes this coroutine with an answer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from polytempo.core.url_path import Place
 MOST_WRITTEN = 50_000
 """Events in a file, of all ranks together."""
 _PACKED = struct.Struct("<iiiqqdd")
-_DIGESTED_BYTES = 1 << 14
+_COUNTED_AT_ONCE = 512
 
 
 class Event(NamedTuple):
@@ -46,33 +46,22 @@ class Trace:
 
     def __init__(self, *, timed: bool, max_events: int = 200_000) -> None:
         self._events: deque[Event] = deque(maxlen=max_events)
-        self._added = 0
-        self.bytes_sent: dict[int, int] = defaultdict(int)
-        self.messages: dict[tuple[int, str], int] = defaultdict(int)
-        self.seconds: dict[tuple[int, str], float] = defaultdict(float)
+        self._fresh: list[Event] = []
+        """Events that are not in totals and hash yet: many at once are counted faster."""
+        self._counted = 0
+        self._bytes_sent: dict[int, int] = defaultdict(int)
+        self._messages: dict[tuple[int, str], int] = defaultdict(int)
+        self._seconds: dict[tuple[int, str], float] = defaultdict(float)
         self._timed = timed
         self._digest = hashlib.sha256()
-        self._packed = bytearray()
-        """Events that are not in the digest yet: many at once are digested faster."""
-        self._op_numbers: dict[str, int] = {}
+        self._op_numbers = _OpNumbers()
 
     def add(self, event: Event) -> None:
         """Append one event."""
-        rank, step, op, num_bytes, start_s, end_s, peer = event
-        self.bytes_sent[rank] += num_bytes
-        key = (rank, op)
-        self.messages[key] += 1
-        self.seconds[key] += end_s - start_s
-        number = self._op_numbers.get(op)
-        if number is None:
-            number = self._op_numbers[op] = int.from_bytes(hashlib.sha256(op.encode()).digest()[:3], "little")
-        if not self._timed:
-            start_s = end_s = 0.0
-        self._packed += _PACKED.pack(rank, step, number, num_bytes, peer, start_s, end_s)
-        if len(self._packed) >= _DIGESTED_BYTES:
-            self._digest_packed()
         self._events.append(event)
-        self._added += 1
+        self._fresh.append(event)
+        if len(self._fresh) >= _COUNTED_AT_ONCE:
+            self._count()
 
     def add_messages(self, event: Event, sent: int, received: int) -> None:
         """Append one event that stands for so many messages of its rank, sent and received."""
@@ -88,22 +77,63 @@ class Trace:
     @property
     def dropped(self) -> int:
         """How many events at the beginning are not kept."""
-        return self._added - len(self._events)
+        return self._counted + len(self._fresh) - len(self._events)
+
+    @property
+    def bytes_sent(self) -> dict[int, int]:
+        """By rank."""
+        self._count()
+        return self._bytes_sent
+
+    @property
+    def messages(self) -> dict[tuple[int, str], int]:
+        """How many events there were, by rank and operation."""
+        self._count()
+        return self._messages
+
+    @property
+    def seconds(self) -> dict[tuple[int, str], float]:
+        """The sum of their durations, by rank and operation."""
+        self._count()
+        return self._seconds
 
     def excerpt(self, most: int) -> dict[str, Any]:
         """The last events, at most so many, and how many were before them, ready for JSON (see `joined`)."""
         kept = self.events[-most:]
-        return {"events": [list(event) for event in kept], "dropped": self._added - len(kept), "hash": self.hash}
+        return {
+            "events": [list(event) for event in kept],
+            "dropped": self.dropped + len(self._events) - len(kept),
+            "hash": self.hash,
+        }
 
-    def _digest_packed(self) -> None:
-        self._digest.update(self._packed)
-        self._packed.clear()
+    def _count(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        bytes_sent, messages, seconds, numbers = self._bytes_sent, self._messages, self._seconds, self._op_numbers
+        packed, pack = [], _PACKED.pack
+        for rank, step, op, num_bytes, start_s, end_s, peer in fresh:
+            bytes_sent[rank] += num_bytes
+            key = (rank, op)
+            messages[key] += 1
+            seconds[key] += end_s - start_s
+            if not self._timed:
+                start_s = end_s = 0.0
+            packed.append(pack(rank, step, numbers[op], num_bytes, peer, start_s, end_s))
+        self._digest.update(b"".join(packed))
+        self._counted += len(fresh)
 
     @property
     def hash(self) -> str:
         """SHA-256 over all events in their order."""
-        self._digest_packed()
+        self._count()
         return self._digest.hexdigest()
+
+
+class _OpNumbers(dict[str, int]):
+    """What stands for an operation's name in the hash."""
+
+    def __missing__(self, op: str) -> int:
+        number = self[op] = int.from_bytes(hashlib.sha256(op.encode()).digest()[:3], "little")
+        return number
 
 
 class Joined(NamedTuple):

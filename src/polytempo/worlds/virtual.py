@@ -18,9 +18,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from polytempo.cluster import Cluster, Crash, Pause
 from polytempo.core import WAITING, Deadlock, PeerLost, Port, Task, TimedOut, world_port
 from polytempo.core.op import (
+    COLLECTIVES,
     Alone,
     Collective,
     Compute,
+    LentRecv,
+    LentSend,
     Mark,
     Now,
     Op,
@@ -108,6 +111,19 @@ class VirtualWorld:
         self._all_act, self._acting = acting is None, range(num_ranks) if acting is None else acting
         self._running = len(self._acting)
         self._began = False
+        self._issuing: dict[type, Callable[[Flight, Any], None]] = {
+            Alone: self._processors.compute_alone,
+            Compute: self._processors.compute,
+            SendReceive: self._send_receive,
+            Post: self._mail.post,
+            Take: self._mail.take,
+            **dict.fromkeys((Send, LentSend), self._messages.send),
+            **dict.fromkeys((Recv, LentRecv), self._messages.recv),
+            **dict.fromkeys(COLLECTIVES, self._collectives.join),
+        }
+        """What performs each kind of operation."""
+        if self._whole_sums is not None:
+            self._issuing[WholeSum] = self._whole_sums.join
 
     # ------------------------------------------------------------------ running
 
@@ -140,8 +156,9 @@ class VirtualWorld:
             self._schedule_crashes(rank)
             flight = Flight("program", rank, 0, 0.0)
             self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
-        while self._heap and self._running:
-            time_s, _, flight_or_none, action = heapq.heappop(self._heap)
+        heap, pop = self._heap, heapq.heappop
+        while heap and self._running:
+            time_s, _, flight_or_none, action = pop(heap)
             if flight_or_none is not None and flight_or_none.done:
                 continue  # a deadline that was kept
             self.now_s = time_s
@@ -160,27 +177,30 @@ class VirtualWorld:
 
     def _begin(self, strand: VirtualStrand) -> None:
         self._strands[strand.flight.rank].append(strand)
+        strand.begin, strand.go_on = partial(self._answer, strand), partial(self._resume, strand)
         self._resume(strand, None, None)
 
     def _resume(self, strand: VirtualStrand, value: Any, error: Exception | None) -> None:
         """Run a coroutine until it has to wait."""
         strand.waits_for = None
-        if strand.flight.rank not in self.lost and strand.task.resume(partial(self._answer, strand), value, error):
+        if strand.flight.rank not in self.lost and strand.task.resume(strand.begin, value, error):
             self._finish(strand)
 
     def _answer(self, strand: VirtualStrand, op: Op[Any]) -> Any:
         """Begin an operation: its answer, or WAITING until its flight lands. A rank that it kills waits for ever."""
-        rank = strand.flight.rank
+        kind, rank = type(op), strand.flight.rank
+        if kind is Now:
+            return self.now_s
+        if kind in self._issuing:
+            return self._wait(strand, self._issue(rank, op))
         match op:
-            case Now():
-                return self.now_s
             case Mark(step):
                 pause = self._mark(rank, step)
                 return self._wait(strand, pause) if pause is not None else WAITING if rank in self.lost else None
             case Start(what):
                 work: Work[Any] = Work(self._start(rank, what))
                 return WAITING if rank in self.lost else work
-            case WholeSum() if self._whole_sums is None:
+            case WholeSum():
                 return False
             case Work(flight) if flight.error is not None:
                 raise flight.error
@@ -188,12 +208,11 @@ class VirtualWorld:
                 return flight.value
             case Work(flight):
                 return self._wait(strand, flight)
-            case _:
-                return self._wait(strand, self._issue(rank, op))
+        raise _unknown(rank, op)
 
     def _wait(self, strand: VirtualStrand, flight: Flight) -> Any:
         strand.waits_for = flight
-        flight.waiters.append(partial(self._resume, strand))
+        flight.waiters.append(strand.go_on)
         return WAITING
 
     def _start(self, rank: int, what: Op[Any] | Program[Any]) -> Flight:
@@ -206,6 +225,7 @@ class VirtualWorld:
     def _finish(self, strand: VirtualStrand) -> None:
         rank, task = strand.flight.rank, strand.task
         self._strands[rank].remove(strand)
+        del strand.begin, strand.go_on  # which refer to it
         if not strand.main:
             return self.land(strand.flight, task.value, task.error)
         self._results[rank] = task.value
@@ -227,35 +247,20 @@ class VirtualWorld:
     # ------------------------------------------------------------------ operations
 
     def _issue(self, rank: int, op: Op[Any]) -> Flight:
+        perform = self._issuing.get(type(op))
+        if perform is None:
+            raise _unknown(rank, op)
         flight = Flight(op, rank, self._step[rank], self.now_s)
         if op.timeout_s is not None and not isinstance(op, SendReceive):  # whose halves have the deadline
-            late = TimedOut(rank, flight.step, str(op), op.timeout_s)
-            self.at(self.now_s + op.timeout_s, lambda: self.land(flight, None, late), deadline_of=flight)
+            self._limit(flight, op, op.timeout_s)
         if not self._all_act and (isinstance(op, Alone) or not isinstance(op, Compute | Collective)):
             raise Asymmetric(f"{op} of rank {rank}")
-        match op:
-            case Alone():
-                self._processors.compute_alone(flight, op)
-            case Compute():
-                self._processors.compute(flight, op)
-            case SendReceive():
-                self._send_receive(flight, op)
-            case Send():
-                self._messages.send(flight, op)
-            case Recv():
-                self._messages.recv(flight, op)
-            case WholeSum():
-                assert self._whole_sums is not None
-                self._whole_sums.join(flight, op)
-            case Collective():
-                self._collectives.join(flight, op)
-            case Post():
-                self._mail.post(flight, op)
-            case Take():
-                self._mail.take(flight, op)
-            case _:
-                raise TypeError(f"rank {rank} awaited {op!r}, which is no operation of a world")
+        perform(flight, op)
         return flight
+
+    def _limit(self, flight: Flight, op: Op[Any], timeout_s: float) -> None:
+        late = TimedOut(flight.rank, flight.step, str(op), timeout_s)
+        self.at(self.now_s + timeout_s, lambda: self.land(flight, None, late), deadline_of=flight)
 
     def _send_receive(self, flight: Flight, op: SendReceive) -> None:
         """Two messages with a line each in the trace; the pair is over when both are."""
@@ -278,9 +283,14 @@ class VirtualWorld:
         error: Exception | None = None,
     ) -> None:
         """Land an operation now, and write its line in the trace."""
-        if not flight.done and flight.rank not in self.lost:
-            self.trace.add(Event(flight.rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
-        self.land(flight, value, error)
+        rank = flight.rank
+        if flight.done or rank in self.lost:
+            return
+        self.trace.add(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
+        flight.done, flight.value, flight.error = True, value, error
+        waiters, flight.waiters = flight.waiters, []
+        for answer in waiters:
+            answer(value, error)
 
     # ------------------------------------------------------------------ failures
 
@@ -327,3 +337,7 @@ class VirtualWorld:
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
         known_s = max(self.now_s, self.lost[peer] + self.cluster.detection_s)
         self.at(known_s, lambda: self.land(flight, None, error), deadline_of=flight)
+
+
+def _unknown(rank: int, op: Op[Any]) -> TypeError:
+    return TypeError(f"rank {rank} awaited {op!r}, which is no operation of a world")

@@ -245,7 +245,7 @@ class ServedProgram:
             optimizer=optimizer,
             data=self.data,
             batches=batches,
-            compute_gradients=(gradients_without_values if meta else gradients_of)(model, spec.job, cost),
+            compute_gradients=gradients_without_values(cost) if meta else gradients_of(model, spec.job, cost),
             reads=not meta,
             seed=spec.seed,
             schedule=schedule,

@@ -244,6 +244,8 @@ class _Launcher:
 
     def wait_s(self, now_s: float) -> float:
         """As long as the coordinator waits, or until a death is known."""
+        if not self._world.lost:
+            return self._coordinator.wait_s(now_s)
         due = (s + self._world.cluster.detection_s for rank, s in self._dead())
         return max(0.0, min([self._coordinator.wait_s(now_s), *(at_s - now_s for at_s in due)]))
 
@@ -256,6 +258,8 @@ class _Launcher:
 
     def _losses(self, now_s: float) -> Outbox:
         out: Outbox = []
+        if not self._world.lost:
+            return out
         for rank, dead_s in self._dead():
             if now_s >= dead_s + self._world.cluster.detection_s:
                 if self._topology.stages > 1 and rank in self._workers:

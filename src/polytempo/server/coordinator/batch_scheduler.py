@@ -244,11 +244,13 @@ class BatchScheduler:
         self._closed |= bool(lives) and all(life.retires and not life.held for life in lives)
 
     def _note_done(self, life: _Worker, done: Sequence[int]) -> None:
+        if not done:
+            return
         before = self.finished, self._is_warm
         for number in done:
             if life.held.pop(number, None) is not None:
                 self._done.add(number)
-        if before != (self.finished, self._is_warm) or (self._pauses and done):
+        if before != (self.finished, self._is_warm) or self._pauses:
             self._changed = True
 
     # ------------------------------------------------------------------------------------------------------- answers

@@ -19,8 +19,13 @@ def elastic(alpha: float) -> Rule:
         raise ValueError(f"elastic needs 0 < alpha < 1, got {alpha}; the paper takes 0.9 divided by the workers")
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        if arrival.kind == "push":
-            return state, [Mix(arrival.worker, alpha), Answer(arrival.worker)]
-        return state, [Answer(arrival.worker)] if arrival.kind == "pull" else []
+        return state, elastic_actions(arrival, alpha)
 
     return Rule(call_name(elastic, locals()), dict, receive)
+
+
+def elastic_actions(arrival: Arrival, alpha: float) -> list[Action]:
+    """What to do because of `arrival`: move towards each other by `alpha` of the distance."""
+    if arrival.kind == "push":
+        return [Mix(arrival.worker, alpha), Answer(arrival.worker)]
+    return [Answer(arrival.worker)] if arrival.kind == "pull" else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
-from polytempo.server.rules.elastic import elastic
+from polytempo.server.rules.elastic import elastic, elastic_actions
 
 
 def elastic_share(beta: float) -> Rule:
@@ -17,6 +17,6 @@ def elastic_share(beta: float) -> Rule:
         raise ValueError(f"elastic averaging needs 0 < beta < 1, got {beta}; the paper takes 0.9")
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        return elastic(beta / max(1, len(situation.members))).receive(state, arrival, situation)
+        return state, elastic_actions(arrival, beta / max(1, len(situation.members)))
 
     return elastic(beta)._replace(name=call_name(elastic_share, locals()), receive=receive)

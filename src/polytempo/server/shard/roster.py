@@ -29,15 +29,17 @@ class Roster:
         """
         before = self.members
         for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
-            self.members = {other: life for other, life in self.members.items() if other != worker}
+            del self.members[worker]
             yield "removed", worker
             yield from self._uncount(worker)
         for worker in self.counted:
             if worker in resting:
                 yield from self._uncount(worker)
         for worker in [worker for worker in sorted(members) if worker not in self.members]:
-            more = {**self.members, worker: members[worker]}
-            self.members = more if worker > next(reversed(self.members), -1) else dict(sorted(more.items()))
+            is_last = worker > next(reversed(self.members), -1)
+            self.members[worker] = members[worker]
+            if not is_last:
+                self.members = dict(sorted(self.members.items()))
             yield "added", worker
         counted = set(self.counted)
         for worker in [worker for worker in self.members if worker not in resting and worker not in counted]:

@@ -243,8 +243,9 @@ class Weights:
         """θ ← θ + d, d = α (theirs - θ): the number of the buffer that has d, held."""
         out, number = self._writable(), self.buffers.take()
         difference = self.buffers.tensors[number]
-        difference.copy_(theirs).sub_(self.present).mul_(alpha)
-        self.buffers.tensors[out].copy_(self.present).add_(difference)
+        if not difference.is_meta:  # there are values
+            difference.copy_(theirs).sub_(self.present).mul_(alpha)
+            self.buffers.tensors[out].copy_(self.present).add_(difference)
         self._replace_present(out)
         return number
 

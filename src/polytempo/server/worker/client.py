@@ -358,7 +358,8 @@ class Client:
         if reply.difference is not None:
             self.versions[reply.shard] = reply.version
             if pending.value is None:
-                pending.value = torch.zeros_like(self._pulled)  # shards that had it already answer no difference
+                # shards that had it already answer no difference
+                pending.value = self._pulled if self._pulled.is_meta else torch.zeros_like(self._pulled)
             place_(pending.value, self.shards[reply.shard], reply.difference)
 
     def _see(self, view: View, now_s: float) -> Outbox:

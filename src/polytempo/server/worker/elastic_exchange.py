@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Cost, Exchange, Port, State, Steps, Transform
+from polytempo.core.addition import add_
 
 
 class Exchanging(NamedTuple):
@@ -34,7 +35,7 @@ def exchange(every: int) -> Transform:
         difference = await port.push(bundle.flat, step)
         if difference is None:  # the shards had applied this push before
             return bundle, Exchanging(step)
-        return bundle.with_flat(bundle.flat.sub_(difference)), Exchanging(step)
+        return bundle.with_flat(add_(bundle.flat, difference, -1.0)), Exchanging(step)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         there = Exchange("push", steps=Steps().every(every), server="push")

@@ -29,7 +29,7 @@ _INSTANT_S = 1e-6
 
 async def through(client: Client, port: Port, program: Program[T]) -> T:
     """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
-    return await interpreted(program, ServerCalls(client, port).perform)
+    return await interpreted(program, ServerCalls(client, port).perform, (Push, Pull, Start, Work, Take))
 
 
 class ServerCalls:
