@@ -39,7 +39,8 @@ REFUSED: dict[tuple[str, int], dict[str, str]] = {
 """(loop, ranks): what refuses it, by name or as it is spelled, and the remedy. All others do what the loop means."""
 
 BROKEN = {("swapped", "shared_memory")}
-"""Ranks that load one by one into what they share: nobody can see it, and `attach` says so."""
+"""(loop, strategy): ranks that share one copy of the weights load others into it, one after the other. No rank can
+detect that, and the documentation of `attach` warns of it."""
 
 NEED_THREE = ("krum", "trimmed_mean", "bulyan")
 ONE_ROUTE = [row for row in ROWS if row.name != "sync_sgd" or label(row).endswith("(route=native)")]

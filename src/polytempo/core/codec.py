@@ -78,7 +78,7 @@ class Facts(NamedTuple):
     fixed: bool = True
     """Whether every wire has exactly `wire_bytes`; otherwise that is the most, and its values decide."""
     draws: bool = False
-    """Whether wires depend on when and by whom they are made: on random numbers."""
+    """Whether encoding draws random numbers, which are another sequence in each step and on each rank."""
     elementwise: bool = False
     """Whether a wire has one number for each element, in order, so that many tensors make one wire."""
     passes_nonfinite: bool = False
