@@ -11,6 +11,7 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
 from polytempo.core import Port
 from polytempo.core.kernel_use import KernelUse
 from polytempo.worlds import VirtualWorld
+from polytempo.worlds.operations import Asymmetric
 
 FAST = Link(0.0, 1e15)
 SPEEDS = Speeds(
@@ -43,6 +44,16 @@ def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
 def test_ranks_of_a_host_share_its_cores(cores: int | None, expected: list[float]) -> None:
     cluster = Cluster(FAST, FAST, workers_per_host=3, cores=cores)
     assert ends(cluster, [1.0, 2.0, 3.0]) == pytest.approx(expected)
+
+
+def test_no_rank_acts_for_others_that_take_its_cores() -> None:
+    async def program(port: Port) -> None:
+        await port.compute(lambda: None, 1e9)
+
+    cluster = Cluster(FAST, FAST, workers_per_host=3, cores=2)
+    with pytest.raises(Asymmetric):
+        VirtualWorld(cluster, 3, acting=[0]).run(program)
+    assert VirtualWorld(replace(cluster, cores=3), 3, acting=[0]).run(program).seconds > 0
 
 
 def test_other_hosts_have_cores_of_their_own() -> None:

@@ -47,6 +47,11 @@ class Processors:
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
         """Those that want to be alone on a host, in the order in which they asked; the first one is."""
 
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks of some host share its cores: then how long one computes depends on the others."""
+        return bool(self._cores)
+
     def begin_step(self, rank: int, step: int) -> None:
         """Rank `rank` marks `step`: its factor is drawn anew."""
         self._pace.begin(rank, step, self._world.now_s)
@@ -97,6 +102,8 @@ class Processors:
 
         def over() -> None:
             queue.popleft()
+            if rank in self._world.lost:
+                queue.clear()
             if queue:
                 self._begin_first(rank, cores)
             first.over()

@@ -246,6 +246,11 @@ class VirtualWorld:
 
     # ------------------------------------------------------------------ operations
 
+    def _alike(self, op: Op[Any]) -> bool:
+        """Whether an operation takes all ranks as long as those that act for them."""
+        computes = isinstance(op, Compute) and not isinstance(op, Alone)
+        return not self._processors.crowded and (computes or isinstance(op, Collective))
+
     def _issue(self, rank: int, op: Op[Any]) -> Flight:
         perform = self._issuing.get(type(op))
         if perform is None:
@@ -253,7 +258,7 @@ class VirtualWorld:
         flight = Flight(op, rank, self._step[rank], self.now_s)
         if op.timeout_s is not None and not isinstance(op, SendReceive):  # whose halves have the deadline
             self._limit(flight, op, op.timeout_s)
-        if not self._all_act and (isinstance(op, Alone) or not isinstance(op, Compute | Collective)):
+        if not self._all_act and not self._alike(op):
             raise Asymmetric(f"{op} of rank {rank}")
         perform(flight, op)
         return flight
