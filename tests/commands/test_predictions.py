@@ -23,6 +23,7 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, one_host
 from polytempo.cluster.measured import to_toml
 from polytempo.compression import feedback, one_bit, through
 from polytempo.core import Port
+from polytempo.engines.launch import launch
 from polytempo.jobs import find
 from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _passes, _perceptron
 from polytempo.runs.calibration.link_samples import collectives, links
@@ -30,6 +31,7 @@ from polytempo.runs.calibration.server_samples import _job, pushes
 from polytempo.runs.job_memory import estimated, measured_bytes
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from polytempo.wire.memory import keep_memory
 from polytempo.worlds import VirtualWorld
 
 PARAMETERS = 4 * (64 * 128 + 128 + 128 * 10 + 10)
@@ -105,6 +107,15 @@ def test_a_process_takes_about_what_is_reckoned() -> None:
     assert reckoned == state + 2 * 4 * 1024 * 4096, "the square root of the larger matrix, and what it is divided by"
     assert measured is not None
     assert 0.8 < measured / reckoned < 1.25
+    [beside_freed] = launch(lambda _: _after_freeing(spec), 1)
+    assert 0.8 < beside_freed / reckoned < 1.5, "this allocator keeps more"
+
+
+def _after_freeing(spec: RunSpec) -> int | None:
+    """What is measured where the allocator has kept 128 MB of what this process has freed."""
+    assert keep_memory()
+    torch.ones(1 << 25)
+    return measured_bytes(spec)
 
 
 def test_the_command(tmp_path: Path) -> None:

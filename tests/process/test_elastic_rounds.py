@@ -29,6 +29,8 @@ from polytempo.synchronization import every
 pytestmark = pytest.mark.process
 
 EPOCHS, SAMPLES = 8, 1437
+ACCURACY_SPREAD = 0.03
+"""Between two runs whose workers come and go at other steps: three times what 360 test samples tell at 97 %."""
 Story = Callable[[ElasticLauncher, list[int]], Iterator[None]]
 
 
@@ -124,7 +126,7 @@ def test_a_run_goes_on_and_ends_near_the_calm_one(strategy: str, precision: str 
     lost = [text for change in result.membership for text in change["lost"]]
     assert lost == ["member-0 was killed by SIGKILL"]
     assert calm.accuracy > 0.9
-    assert result.accuracy > calm.accuracy - 0.01
+    assert result.accuracy > calm.accuracy - ACCURACY_SPREAD
 
 
 def test_a_step_that_exchanges_both_gradients_and_parameters_is_refused(tmp_path: Path) -> None:

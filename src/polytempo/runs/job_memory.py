@@ -6,6 +6,7 @@ parameters + gradients + optimizer state + activations, or what the optimizer's 
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +156,7 @@ def measured_bytes(spec: RunSpec) -> int | None:
         shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
         batch = next_batch(spec.job, iter(shard))
         _warm()
+        _give_back_what_is_free()
         before = _resident("VmRSS")
         if before is None or not _begin_peak():
             return None
@@ -177,6 +179,13 @@ def _warm() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
+
+
+def _give_back_what_is_free() -> None:
+    """Pages that glibc keeps from before: tensors would be put there, and the process would not grow by them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _resident(key: str) -> int | None:
