@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -80,6 +81,16 @@ def part(num_samples: int, size: int, rank: int) -> tuple[int, int]:
     each, extra = divmod(num_samples, size)
     start = rank * each + min(rank, extra)
     return start, start + each + (rank < extra)
+
+
+def alike(num_samples: int, global_batch_size: int, size: int) -> list[range]:
+    """Ranks in their order, together where they get equally many samples as each other in every step of an epoch.
+
+    >>> alike(11, 4, size=2), alike(12, 4, size=2)
+    ([range(0, 1), range(1, 2)], [range(0, 2)])
+    """
+    with_more = {each % size for each in global_batches(num_samples, global_batch_size, size)}
+    return [range(begin, end) for begin, end in pairwise(sorted(with_more | {0, size}))]
 
 
 def slices(num_samples: int, size: int) -> list[tuple[int, int]]:

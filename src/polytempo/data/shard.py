@@ -43,6 +43,8 @@ class DataShard:
 
     With `slices` every global batch is cut into so many slices, and a rank gets those of its `subtree` one by one, as
     many batches a step (`own`). With `global_batch_size` neither a global batch nor a slice depends on `size`.
+    With `together` this rank's batches hold those of so many ranks from this one on, one behind the other; all of them
+    must get equally many samples (`plan.alike`), and the data must be tensors in memory.
 
     Raises ValueError for a data set with fewer samples than ranks or slices, for a loader with a sampler or
     batch sampler of its own, for a global batch with fewer samples than ranks or slices, and for a stream in slices.
@@ -60,6 +62,7 @@ class DataShard:
         global_batch_size: int | None = None,
         slices: int | None = None,
         gathered: Gathered | None = None,
+        together: int = 1,
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
 
@@ -75,7 +78,7 @@ class DataShard:
         self._tensors = tensors_of(self._source)
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
-        self._gathered = gathered
+        self._gathered, self._together = gathered, together
         self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
         self.rank, self.size, self.seed = rank, size, seed
@@ -250,6 +253,8 @@ class DataShard:
         steps = list(own_picks(begin, batches, self._parts, self.own))
         if self._tensors is not None:
             tensors, rows = self._tensors
+            if self._together > 1:
+                steps = [step._replace(stop=step.start + self._together * step.num_samples) for step in steps]
             if rows is not None or self.left:
                 return from_tensors(tensors, order if rows is None else rows[order], steps)
             return from_tensors(tensors, order, steps, self._gathered, self.epoch)

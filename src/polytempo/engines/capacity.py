@@ -82,13 +82,18 @@ def check_memory(each_bytes: int, workers: int, found: ProcessLimits | None = No
         )
 
 
-def check_simulated(model: nn.Module, data: Data, workers: int, found: ProcessLimits | None = None) -> None:
-    """Raise ValueError where there are more virtual workers than samples, or than models fit into the memory."""
+def check_simulated(
+    model: nn.Module, data: Data, workers: int, found: ProcessLimits | None = None, *, models: int | None = None
+) -> None:
+    """Raise ValueError where there are more virtual workers than samples, or than models fit into the memory.
+
+    `models`: how many there are, where workers do not have one each.
+    """
     if hasattr(data.train, "__len__"):
         check_enough(len(data.train), workers)
     each = _COPIES * sum(parameter.nbytes for parameter in model.parameters()) + _LEAST_MODEL_BYTES
     free = (found or limits()).memory_bytes
-    if free is not None and workers * each > free:
+    if free is not None and (models or workers) * each > free:
         raise ValueError(
             f"{workers:,} virtual workers have a model each, {each / 1e6:,.3g} MB with its gradient, and "
             f"{free / 1e9:,.1f} GB are free; use at most {max(1, free // each):,} workers, a smaller model, or meta "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from random import Random
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
 from polytempo.runs.folder import began
+from polytempo.runs.in_step import groups_in_step
 from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
@@ -59,12 +59,12 @@ from polytempo.training.step_cost import StepCost, step_cost
 from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
+from polytempo.training.workers_in_step import WorkersInStep
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 from polytempo.worlds.symmetry import run_priced
 from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
-_OBJECTS_BEFORE_COLLECTION = 200_000
 
 
 def simulate(
@@ -90,7 +90,8 @@ def simulate(
 
     With `batched` the gradients of all workers are computed in one pass (`torch.func.vmap`), and their optimizer steps
     in one: the same times and messages, and the same numbers up to rounding. ValueError where that is not possible:
-    batch norm with running statistics, dropout, parameter servers, …
+    batch norm with running statistics, dropout, parameter servers, … Workers that average their gradients at each step
+    by the native route, and are equally fast, have one model between them.
 
     Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
     A checkpoint is one of a real run, which `run` can resume.
@@ -101,7 +102,7 @@ def simulate(
 
     With a parameter server every copy of a shard has a host of its own, and so has the coordinator.
 
-    Memory: one model and one optimizer state for each worker.
+    Memory: one model and one optimizer state for each worker, but for those that have one between them.
     """
     check_strategy(strategy)
     check_workers(strategy, workers)
@@ -138,21 +139,27 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     model, _ = replica_of(spec)
-    check_simulated(model, data, workers)
-    world = VirtualWorld(cluster, workers, seed=spec.seed)
+    groups = [] if together is None else groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
+    if groups:
+        together = WorkersInStep(job, groups)
+    acting = [group.start for group in groups] or list(range(workers))
+    check_simulated(model, data, workers, models=len(acting))
+    world = VirtualWorld(cluster, workers, seed=spec.seed, groups=groups)
     cost = step_cost(spec, model, data, cluster)
     test = evaluation_of(spec, model, data)
     observer = VirtualObserver(workers, test)
-    updates, gathered = [_updates(spec, rank) for rank in range(workers)], Gathered()
+    updates = {rank: _updates(spec, rank) for rank in acting}
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
-    ports = [laid_out_run(world_port(rank, cluster.hosts(workers)), spec.strategy) for rank in range(workers)]
-    contexts = [
-        _context(spec, data, observer, cost, each, port, deepcopy(whole), together, gathered)
-        for port, each in zip(ports, updates, strict=True)
-    ]
-    _measure(spec, contexts, ports)
+    hosts = cluster.hosts(workers)
+    ports = {rank: laid_out_run(world_port(rank, hosts), spec.strategy) for rank in acting}
+    dealing = Dealing(gathered=None if together is None else Gathered(), groups=groups)
+    contexts = {
+        rank: _context(spec, data, observer, cost, updates[rank], port, deepcopy(whole), together, dealing)
+        for rank, port in ports.items()
+    }
+    _measure(spec, contexts.values(), ports.values())
     if is_hogwild(spec.strategy):
-        share_storage([context.replica.model for context in contexts])
+        share_storage([context.replica.model for context in contexts.values()])
 
     async def program(port: Port) -> TrainingSummary:
         summary = await train(laid_out_run(port, spec.strategy), contexts[port.rank])
@@ -169,11 +176,11 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
-    stages = [context.stage.report() for context in contexts if context.stage is not None]
+    stages = [context.stage.report() for context in contexts.values() if context.stage is not None]
     return _finish(contexts[0], summary, outcome, options.out, stages)
 
 
-def _measure(spec: RunSpec, contexts: Sequence[TrainingContext], ports: Sequence[Port]) -> None:
+def _measure(spec: RunSpec, contexts: Iterable[TrainingContext], ports: Iterable[Port]) -> None:
     """Let each rank's gradients be looked at, where the options ask for it: a board for each group."""
     if (every := spec.options.looks_every) is None:
         return
@@ -193,8 +200,8 @@ def _context(
     updates: Updates,
     port: Port,
     whole: tuple[nn.Module, Cut] | None,
-    together: BatchedReplicas | None,
-    gathered: Gathered,
+    together: BatchedReplicas | WorkersInStep | None,
+    dealing: Dealing,
 ) -> TrainingContext:
     """`whole`: the model of this rank, and its stages, where it is cut."""
     stage, parts = None, None
@@ -223,7 +230,7 @@ def _context(
         model, found = whole
         stage = staged(spec, model, found, port, cost.flops_per_sample)
         replica, take_step = stage.replica, staged_step(stage, spec.job)
-    shard = _shard(spec, data, port, None if together is None else gathered)
+    shard = _shard(spec, data, port, dealing)
     return TrainingContext(
         spec=spec,
         replica=replica,
@@ -240,7 +247,14 @@ def _context(
     )
 
 
-def _shard(spec: RunSpec, data: Data, port: Port, gathered: Gathered | None) -> DataShard:
+class Dealing(NamedTuple):
+    """How batches are dealt: rows that all ranks take theirs from, and groups of ranks whose batches come together."""
+
+    gathered: Gathered | None
+    groups: Sequence[range]
+
+
+def _shard(spec: RunSpec, data: Data, port: Port, dealing: Dealing) -> DataShard:
     place = ports_of(port).data
     return DataShard(
         data_of_group(data, port).training(),
@@ -250,7 +264,8 @@ def _shard(spec: RunSpec, data: Data, port: Port, gathered: Gathered | None) -> 
         seed=spec.seed,
         global_batch_size=spec.options.global_batch_size,
         slices=spec.strategy.slices,
-        gathered=gathered,
+        gathered=dealing.gathered,
+        together=next((len(group) for group in dealing.groups if group.start == port.rank), 1),
     )
 
 
@@ -326,20 +341,6 @@ def _part(spec: RunSpec, rank: int) -> float:
 def _equal_parts(spec: RunSpec) -> bool:
     """Whether all ranks compute equally much of a global batch."""
     return spec.strategy.slices is None or len({_part(spec, rank) for rank in range(spec.workers)}) == 1
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Look for cycles of garbage a hundred times less often: looking through all workers' objects takes half the time.
-
-    What a simulation leaves behind has no cycles, but for errors.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _finish(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from polytempo.spec.job import Job, OfBatch
 from polytempo.spec.job_calls import called, described, who, wrong
@@ -96,7 +97,7 @@ def pair_of(job: Job, batch: Any) -> Sequence[Any]:
 
 def _checked(job: Job, loss: Any, form: str, function: object) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        if torch.is_grad_enabled() and not loss.requires_grad:
+        if torch.is_grad_enabled() and not loss.requires_grad and not is_batchedtensor(loss):  # whose inside has it
             expected = "one that depends on the model's parameters: leave out .item(), .detach() and torch.no_grad()"
             raise wrong(job, form, "a tensor without a gradient", expected, function)
         return loss

@@ -18,24 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from polytempo.core import Bundle
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import described
 from polytempo.spec.objective import loss_of
+from polytempo.training.batched_checks import PooledGuard, check_batched, compare, gradients_alone, refused
 from polytempo.training.guard import Guard, first_bad
 from polytempo.training.replica import Replica
-from polytempo.training.trainable_parameters import sparse_tables
 from polytempo.training.worker_matrix import WorkerMatrices
 
-_MOST_AT_ONCE = 256
+MOST_AT_ONCE = 256
 """Workers in one pass: what their layers put out has to fit into the memory."""
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
-_ROUGHLY = 5e-2
-"""How far a batched gradient may be from that of the worker alone, as a part of its largest element."""
 
 
 class Enrolled(NamedTuple):
@@ -98,7 +92,7 @@ class GradientPool:
 
     def enrol(self, worker: int, batch: Any) -> None:
         """`worker` begins to compute the gradient of `batch` at its present parameters."""
-        leaves, structure = _leaves(batch)
+        leaves, structure = leaves_of(batch)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise ValueError(
@@ -119,8 +113,8 @@ class GradientPool:
         for worker, enrolled in self._enrolled.items():
             groups.setdefault(enrolled.form, []).append(worker)
         for workers in groups.values():
-            for first in range(0, len(workers), _MOST_AT_ONCE):
-                self._compute(workers[first : first + _MOST_AT_ONCE])
+            for first in range(0, len(workers), MOST_AT_ONCE):
+                self._compute(workers[first : first + MOST_AT_ONCE])
 
     def _compute(self, workers: list[int]) -> None:
         enrolled = [self._enrolled.pop(worker) for worker in workers]
@@ -130,7 +124,7 @@ class GradientPool:
         batch = [torch.stack(tensors) for tensors in zip(*(each.tensors for each in enrolled), strict=True)]
         gradients, losses = self._pass(workers, tree_unflatten(batch, structure))
         if alone is not None:
-            self._compare(alone, gradients)
+            compare(self._job, alone, {name: stacked[0] for name, stacked in gradients.items()})
         self._losses |= zip(workers, losses.unbind(0), strict=True)
         self._matrices.write(workers, gradients, self._unreached)
         if self._replicas[workers[0]].guard is not None:
@@ -138,14 +132,8 @@ class GradientPool:
 
     def _alone(self, worker: int, batch: Any) -> dict[str, Tensor]:
         """The gradients of one worker, by the names of the parameters that have one."""
-        model, trained = self._models[worker], self._replicas[worker].trainable
-        versions = {name: buffer._version for name, buffer in model.named_buffers()}
-        loss = loss_of(self._job, model, batch)
-        for name, buffer in model.named_buffers():
-            if buffer._version != versions[name]:
-                raise ValueError(self._refusal(f"buffer {name!r} changes in a forward pass"))
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        alone = {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+        trained = self._replicas[worker].trainable
+        alone = gradients_alone(self._job, self._models[worker], trained, batch)
         self._reached, self._unreached = list(alone), [name for name in trained if name not in alone]
         return alone
 
@@ -163,20 +151,8 @@ class GradientPool:
         try:
             gradients, losses = vmap(grad_and_value(loss))(parameters, batch)
         except Exception as error:
-            raise ValueError(self._refusal(_first_line(error))) from error
+            raise refused(self._job, error) from error
         return gradients, losses
-
-    def _compare(self, alone: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-        scale = max(float(gradient.abs().max()) for gradient in alone.values() if gradient.numel())
-        for name, gradient in alone.items():
-            apart = float((gradient - gradients[name][0]).abs().max()) if gradient.numel() else 0.0
-            if apart > _CLOSE.get(gradient.dtype, _ROUGHLY) * scale:
-                raise ValueError(
-                    self._refusal(
-                        f"the gradient of {name!r} is {apart:.2g} away from that of one worker alone, whose largest "
-                        f"element is {scale:.2g}"
-                    )
-                )
 
     def _look(self, workers: Sequence[int], gradients: Mapping[str, Tensor], losses: Tensor) -> None:
         """Raise NotFinite as the first worker does whose loss or gradient is not finite."""
@@ -189,14 +165,8 @@ class GradientPool:
             guard.loss(self._losses[worker], replica.step, worker)
             guard.gradients(replica.step, worker)
 
-    def _refusal(self, why: str) -> str:
-        return (
-            f"job {self._job.name}: batched computes the gradients of all workers in one pass (torch.func.vmap), which "
-            f"its model or loss does not allow: {why}; leave out batched"
-        )
 
-
-def _leaves(batch: Any) -> tuple[list[Any], Any]:
+def leaves_of(batch: Any) -> tuple[list[Any], Any]:
     """As `tree_flatten`, which is slow for what nearly all batches are: a list or tuple of tensors."""
     if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
         return list(batch), _structure(type(batch) is list, len(batch))
@@ -207,40 +177,3 @@ def _leaves(batch: Any) -> tuple[list[Any], Any]:
 def _structure(is_list: bool, length: int) -> Any:
     leaves = [0] * length
     return tree_flatten(leaves if is_list else tuple(leaves))[1]
-
-
-class PooledGuard(Guard):
-    """A guard of a replica whose losses and gradients the pool looks at."""
-
-    def loss(self, loss: Tensor, step: int, rank: int) -> None:
-        """The pool has looked at it."""
-
-    def gradients(self, step: int, rank: int) -> None:
-        """The pool has looked at them."""
-
-    def bundle(self, bundle: Bundle, step: int, rank: int) -> None:
-        """The pool has looked at it."""
-
-
-def check_batched(job: Job, model: nn.Module) -> None:
-    """ValueError for layers whose passes cannot be shared: they draw random numbers, or remember something."""
-    if tables := sparse_tables(model):
-        raise ValueError(
-            f"job {job.name}: batched: gradients of {', '.join(sorted(tables))} are rows; make the embedding with "
-            "sparse=False, or leave out batched"
-        )
-    for name, module in model.named_modules():
-        why = None
-        if isinstance(module, _NormBase) and module.track_running_stats and module.training:
-            why = "has running statistics; use GroupNorm or track_running_stats=False"
-        elif ((isinstance(module, _DropoutNd) and module.p > 0) or isinstance(module, nn.RReLU)) and module.training:
-            why = "draws random numbers, which would be others than without batched"
-        if why is not None:
-            raise ValueError(f"job {job.name}: batched: {type(module).__name__} {name!r} {why}, or leave out batched")
-
-
-def _first_line(error: BaseException) -> str:
-    """What the innermost cause says."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).strip().partition("\n")[0].rstrip(". ")

@@ -9,7 +9,7 @@ from typing import Any
 
 from polytempo.cluster import Cluster
 from polytempo.core import Mismatch
-from polytempo.core.op import Collective
+from polytempo.core.op import AllReduce, Collective
 from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.collective import empty_answers, member_bytes, members_answers, members_bytes, members_seconds
 from polytempo.worlds.network import Network
@@ -111,6 +111,16 @@ class Collectives:
         """Those that some members have not reached."""
         return self._meetings.open()
 
+    def _answers(self, ops: Sequence[Collective[Any]]) -> list[Any]:
+        """Of the ranks that act. What they sum has in it what those sum for which they act."""
+        first = ops[0]
+        if self._acting is None or (isinstance(first, AllReduce) and not first.buffer.is_meta):
+            return members_answers(ops)
+        given = getattr(first, "buffer", None)
+        if given is not None and not given.is_meta:
+            raise Asymmetric(f"{first}, of whose values each rank has others")
+        return empty_answers(ops, len(first.members))
+
     def _sent_bytes(self, ops: Sequence[Collective[Any]]) -> list[int]:
         if self._acting is None:
             return members_bytes(ops)
@@ -125,7 +135,7 @@ class Collectives:
         ordered = [meeting.arrived[member] for member in self._acting or members]
         ops = [op for _, op in ordered]
         try:
-            answers = members_answers(ops) if self._acting is None else empty_answers(ops, len(members))
+            answers = self._answers(ops)
         except Mismatch as clash:
             meeting.clash = clash
             return self._world.at(self._world.now_s, lambda: self._call_off(meeting))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from polytempo.cluster import CorrelatedStragglers, Stragglers
+from polytempo.cluster import CorrelatedStragglers, Stragglers, constant
 
 
 class Pace:
@@ -19,23 +19,28 @@ class Pace:
 
     def __init__(self, stragglers: Stragglers, hosts: Sequence[int], seed: int) -> None:
         self._stragglers, self._hosts, self._seed = stragglers, hosts, seed
+        self._varies = stragglers is not constant()
         self._draws: dict[int, Callable[[float], float]] = {}
         self._steps: list[int | None] = [None] * len(hosts)
         self._factors = [1.0] * len(hosts)
 
     def begin(self, rank: int, step: int, now_s: float) -> None:
         """Rank `rank` marks `step`. To mark it again changes nothing."""
-        if self._steps[rank] != step:
+        if self._varies and self._steps[rank] != step:
             self._steps[rank], self._factors[rank] = step, self._drawn(rank, now_s)
 
     def begin_all(self, step: int, now_s: float) -> bool:
         """All ranks mark `step`. Whether they are equally fast in it."""
+        if not self._varies:
+            return True
         for rank in range(len(self._hosts)):
             self.begin(rank, step, now_s)
         return len(set(self._factors)) == 1
 
     def factor(self, rank: int, now_s: float) -> float:
         """For a computation that begins now."""
+        if not self._varies:
+            return 1.0
         return self._drawn(rank, now_s) if self._steps[rank] is None else self._factors[rank]
 
     def _drawn(self, rank: int, now_s: float) -> float:

@@ -63,6 +63,15 @@ class Trace:
         if len(self._fresh) >= _COUNTED_AT_ONCE:
             self._count()
 
+    def add_for(self, ranks: Iterable[int], event: Event) -> None:
+        """Append the same event for each of the `ranks`, in their order."""
+        rest = event[1:]
+        events = [Event(rank, *rest) for rank in ranks]
+        self._events.extend(events)
+        self._fresh.extend(events)
+        if len(self._fresh) >= _COUNTED_AT_ONCE:
+            self._count()
+
     def add_messages(self, event: Event, sent: int, received: int) -> None:
         """Append one event that stands for so many messages of its rank, sent and received."""
         self.add(event)

@@ -73,6 +73,8 @@ class VirtualWorld:
     each rank's messages. `run` raises `Contended` where it turns out that this is not exact.
     `acting`: the ranks whose programs run; the others do the same at the same times (`worlds.symmetry`, which makes
     sure that they do).
+    `groups`: all ranks, in groups of which the first acts so; lines of the trace are written for all. There are values,
+    and what an acting rank sums is what its group sums (`runs.in_step`).
     """
 
     def __init__(
@@ -84,17 +86,22 @@ class VirtualWorld:
         max_events: int = 200_000,
         acting: Sequence[int] | None = None,
         whole_sums: bool = False,
+        groups: Sequence[range] = (),
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a world needs at least one rank, got {num_ranks}")
         for fault in cluster.faults:
             if not 0 <= fault.rank < num_ranks:
                 raise ValueError(f"{fault} hits no rank of a world with {num_ranks} ranks")
+        acting = [group.start for group in groups] or acting
         self.cluster = cluster
         self.hosts = cluster.hosts(num_ranks)
         self.size = num_ranks
         self.now_s = 0.0
         self.trace = Trace(timed=True, max_events=max_events)
+        self._groups = {group.start: group for group in groups}
+        self._note = self._note_all if groups else self.trace.add
+        """What writes a line of the trace."""
         self._heap: list[tuple[float, int, Flight | None, Callable[[], None]]] = []
         self._pushed = 0
         self._step = [0] * num_ranks
@@ -291,11 +298,14 @@ class VirtualWorld:
         rank = flight.rank
         if flight.done or rank in self.lost:
             return
-        self.trace.add(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
+        self._note(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
         flight.done, flight.value, flight.error = True, value, error
         waiters, flight.waiters = flight.waiters, []
         for answer in waiters:
             answer(value, error)
+
+    def _note_all(self, event: Event) -> None:
+        self.trace.add_for(self._groups[event.rank], event)
 
     # ------------------------------------------------------------------ failures
 
