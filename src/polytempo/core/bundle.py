@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -105,8 +106,14 @@ def pack(tensors: list[Tensor], into: Tensor | None = None) -> Tensor:
     if not tensors:
         return torch.empty(0) if into is None else into
     if tensors[0].is_meta:  # no values; torch takes 0.1 ms to find out what their concatenation looks like
-        return tensors[0].new_empty(sum(t.numel() for t in tensors)) if into is None else into
+        return _without_values(sum(t.numel() for t in tensors), tensors[0].dtype) if into is None else into
     flats = [t.reshape(-1) for t in tensors]
     if into is None:
         return torch.cat(flats)
     return torch.cat(flats, out=into)
+
+
+@lru_cache(maxsize=64)
+def _without_values(numel: int, dtype: torch.dtype) -> Tensor:
+    """A shape alone: nothing can be written to it, so all who ask may have the same one."""
+    return torch.empty(numel, dtype=dtype, device="meta")

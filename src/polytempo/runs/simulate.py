@@ -61,10 +61,13 @@ from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.training.workers_in_step import WorkersInStep
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds.rare_collection import collecting_rarely
 from polytempo.worlds.symmetry import run_priced
 from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
+_Together = BatchedReplicas | WorkersInStep
+"""What computes for many workers at once."""
 
 
 def simulate(
@@ -89,9 +92,8 @@ def simulate(
     only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
 
     With `batched` the gradients of all workers are computed in one pass (`torch.func.vmap`), and their optimizer steps
-    in one: the same times and messages, and the same numbers up to rounding. ValueError where that is not possible:
-    batch norm with running statistics, dropout, parameter servers, … Workers that average their gradients at each step
-    by the native route, and are equally fast, have one model between them.
+    in one, for one model where workers are in step (`runs.in_step`): the same times and messages, and the same numbers
+    up to rounding. ValueError where that is not possible: batch norm with running statistics, parameter servers, …
 
     Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
     A checkpoint is one of a real run, which `run` can resume.
@@ -122,7 +124,7 @@ def simulate(
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads or 1)
     try:
-        with began(options.out):
+        with collecting_rarely(), began(options.out):
             if strategy.server is not None:
                 return simulate_served(spec, cluster, progress, meta=meta)
             return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
@@ -135,7 +137,7 @@ def default_cluster(strategy: Strategy, workers: int) -> str:
     return "ethernet" if strategy.one_copy is None else f"one_host(workers={max(_HOST_WORKERS, workers)})"
 
 
-def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, together: BatchedReplicas | None) -> Result:
+def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, together: _Together | None) -> Result:
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     model, _ = replica_of(spec)
@@ -200,7 +202,7 @@ def _context(
     updates: Updates,
     port: Port,
     whole: tuple[nn.Module, Cut] | None,
-    together: BatchedReplicas | WorkersInStep | None,
+    together: _Together | None,
     dealing: Dealing,
 ) -> TrainingContext:
     """`whole`: the model of this rank, and its stages, where it is cut."""

@@ -33,13 +33,16 @@ class Machine(Protocol):
 async def serve(port: Port, machine: Machine) -> None:
     """Take, decide, post, until the machine has finished. Each message is charged by `machine.flops`."""
     await _post(port, machine.tick(await port.now()))
+    wait_s = machine.wait_s(await port.now())
     while not machine.finished:
-        taken = await port.take(machine.wait_s(await port.now()) + _SLACK_S)
+        taken = await port.take(wait_s + _SLACK_S)
         if taken is not None and isinstance(taken[1], Message):
             await _post(port, await _received(port, machine, taken[0], taken[1]))
         now_s = await port.now()
-        if machine.wait_s(now_s) <= 0:
+        wait_s = machine.wait_s(now_s)
+        if wait_s <= 0:
             await _post(port, machine.tick(now_s))
+            wait_s = machine.wait_s(await port.now())
 
 
 async def _received(port: Port, machine: Machine, source: int, message: Message) -> Outbox:

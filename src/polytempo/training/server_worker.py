@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -128,13 +129,18 @@ def gradients_of(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients
 def gradients_without_values(cost: StepCost) -> ComputeGradients:
     """Nothing is computed, and no `.grad` is set; a virtual world charges `cost`."""
 
-    loss = torch.empty((), device="meta")
+    loss = _loss_without_value()
 
     async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
         await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(samples))
         return loss
 
     return compute_gradients
+
+
+@lru_cache(maxsize=1)
+def _loss_without_value() -> Tensor:
+    return torch.empty((), device="meta")
 
 
 def step_of(context: ServedContext, ticket: Ticket) -> int:

@@ -8,6 +8,7 @@ take ─▶ held 1 │ tensor │ release ─▶ held 0: free, the next `take` g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
+@lru_cache(maxsize=64)
 def without_values(numel: int, dtype: torch.dtype) -> Tensor:
-    """No memory: a shape alone."""
+    """No memory: a shape alone, the same one for all who ask."""
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
