@@ -43,6 +43,8 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernel_samples, "_SHAPES", ((48, 48),))
     few = {kernel: run._replace(steps=20) for kernel, run in measurement.SMALL_RUNS.items()}
     monkeypatch.setattr(measurement, "SMALL_RUNS", few)
+    short = {name: run._replace(steps=4) for name, run in measurement.WHOLE_RUNS.items()}
+    monkeypatch.setattr(measurement, "WHOLE_RUNS", short)
     monkeypatch.setattr(measurement, "_TURNS", 1)
     monkeypatch.setattr(measurement, "_STEPS", 20)
     found = calibrate(pt.engines.local(), "here", 2)
