@@ -19,7 +19,7 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
-from polytempo.cluster.speeds import MESSAGE
+from polytempo.cluster.speeds import EXCHANGE, MESSAGE
 from polytempo.cluster.stragglers import constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
@@ -42,8 +42,6 @@ from polytempo.strategies import sync_sgd
 
 _SIMULATED = 20
 """Steps of the small job."""
-EXCHANGE = "exchange"
-"""The kernel of what an exchange of gradients or parameters costs beside its parts."""
 _CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank ",)}
 """The run that says by how much these kernels are slower within steps of training."""
 _LEAST_PACE = 0.2
@@ -168,8 +166,13 @@ def simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
 
 
 def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
-    """The kernel as it is, and what each byte costs besides: caches in which weights and moments are no more."""
+    """The kernel as it is, and on one host what each byte costs besides: caches in which weights are no more.
+
+    Between hosts a link that is a little faster or slower than was measured would count as that.
+    """
     assert cluster.speeds is not None
+    if cluster.network != cluster.memory:
+        return cluster.speeds.of(EXCHANGE)
     run, alone = WHOLE_RUNS["large native"], WHOLE_RUNS["large alone"]
     besides_s = _taken_s(told, "large native") - _said_s(cluster, run, alone, len(told))
     return cluster.speeds.of(EXCHANGE)._replace(byte_s=max(0.0, besides_s) / _num_bytes(run))

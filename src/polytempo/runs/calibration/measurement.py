@@ -37,7 +37,7 @@ _TIMEOUT_S = 300.0
 _STEPS, _BATCH = 300, 32
 _QUANTILES = 20
 _FEW = 5
-_TURNS, _TURNS_S = 3, 20.0
+_TURNS, _TURNS_S = 6, 20.0
 """At most so many, and no other that would end after so many seconds."""
 
 
@@ -124,7 +124,7 @@ async def _turns(port: Port) -> list[dict[str, float]]:
     """Seconds of a step of each whole run, some times one after the other, but between slow hosts only once."""
     turns, begin_s = list[dict[str, float]](), time.perf_counter()
     while len(turns) < _TURNS:
-        turns.append({name: _undisturbed(run) for name, run in WHOLE_RUNS.items()})
+        turns.append({name: median(step_times(run, time.perf_counter)) for name, run in WHOLE_RUNS.items()})
         taken_s = (await port.broadcast(torch.tensor([time.perf_counter() - begin_s])))[0]
         if float(taken_s) * (len(turns) + 1) / len(turns) > _TURNS_S:
             break
@@ -162,12 +162,6 @@ def step_times(run: SmallRun, clock: Callable[[], float]) -> list[float]:
     trainer.context.take_step = timed
     trainer.fit()
     return [end_s - begin_s for begin_s, end_s in pairwise(begun_s[_FEW:])]
-
-
-def _undisturbed(run: SmallRun) -> float:
-    """Seconds of a step: the lower quartile."""
-    taken = step_times(run, time.perf_counter)
-    return sorted(taken)[len(taken) // 4]
 
 
 def step_seconds() -> tuple[list[float], list[float]]:
