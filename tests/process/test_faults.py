@@ -26,6 +26,7 @@ from polytempo.engines.worker import RankInfo, Result
 from polytempo.training import checkpoint, checkpoint_writer
 from polytempo.training.checkpoint_folders import latest
 from process.crew import squared
+from shared_memory import segments
 
 pytestmark = pytest.mark.process
 
@@ -202,10 +203,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run(Plan("nowhere", Point(folder / "note", victim=-1)), folder)
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
 def is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -219,7 +216,7 @@ def test_a_killed_worker_ends_the_run_which_can_be_resumed(
     place: str, tmp_path: Path, private: Path, undisturbed: list[Any]
 ) -> None:
     victim, passed_before, saved_step = PLACES[place]
-    note, before = tmp_path / "killed-at", shared_memory()
+    note, before = tmp_path / "killed-at", segments()
     with pytest.raises(WorkerDied) as died:
         run(Plan(place, Point(note, victim, passed_before)), tmp_path)
     assert time.monotonic() - float(note.read_text()) < DEADLINE_S / 2
@@ -229,7 +226,7 @@ def test_a_killed_worker_ends_the_run_which_can_be_resumed(
     assert len(processes) == WORKERS
     assert not any(is_running(process) for process in processes)
     assert list(private.iterdir()) == []
-    assert shared_memory() == before
+    assert segments() == before
 
     newest = latest(tmp_path / "checkpoint")
     assert (newest and newest.name) == (saved_step and f"step-{saved_step:08d}")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from polytempo.native.group import Group
+from shared_memory import segments
 
 pytestmark = pytest.mark.process
 
@@ -40,18 +41,18 @@ kills = _loaded()
 
 
 def test_survivors_of_a_kill_raise_peer_lost_long_before_their_deadline() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     num_kills = num_rounds = 0
     while num_kills < NUM_KILLS:
         print(f"seed {SEED + num_rounds}")
         killed, _ = kills.one_round(SEED + num_rounds, limit_s=kills.GIVE_UP_S / 2)
         num_kills, num_rounds = num_kills + killed, num_rounds + 1
-    assert set(os.listdir("/dev/shm")) == before
+    assert segments() == before
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_when_all_are_killed_at_once_nothing_is_left(size: int, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     crew = kills.Crew(size, kills.busy(SEED), str(tmp_path))
     for process in crew.processes:
         os.kill(process, signal.SIGKILL)
@@ -59,7 +60,7 @@ def test_when_all_are_killed_at_once_nothing_is_left(size: int, tmp_path: Path) 
     for process in crew.processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
-    assert set(os.listdir("/dev/shm")) == before
+    assert segments() == before
 
 
 def waits_in_a_barrier(group: Group) -> None:

@@ -77,7 +77,10 @@ GOOD = to_toml(cluster_of(MEASURED))
         (GOOD.replace("workers = 2", "workers = 0"), "host.workers = 0 must be a whole number above 0"),
         (GOOD.replace("workers = 2", "workers = true"), "host.workers = True must be"),
         (GOOD.replace("workers = 2", "workers = 2\ncores = 0"), "host.cores = 0 must be a whole number above 0"),
-        (GOOD.replace("latency_s = 0.002", "latency_s = -1"), "^the text: network.latency_s = -1 must be a number from 0"),
+        (
+            GOOD.replace("latency_s = 0.002", "latency_s = -1"),
+            "^the text: network.latency_s = -1 must be a number from 0",
+        ),
         (GOOD.replace("latency_s = 0.002", "latency_s = nan"), "network.latency_s = nan must be"),
         (GOOD.replace("200000000.0", "inf"), "network.bytes_per_s = inf must be a number above 0"),
         (GOOD.replace("200000000.0", "'fast'"), "network.bytes_per_s = 'fast' must be"),
