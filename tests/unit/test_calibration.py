@@ -40,6 +40,7 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         "steps": [1.0, 1.1] * 50,
         "small": {},
         "whole": [],
+        "on_processor": [],
         "cores": 2,
     }
 
@@ -83,9 +84,11 @@ def test_what_messages_take_besides_their_link() -> None:
     assert speed[:3] == pytest.approx((1e-3, 1e-8, 0.0))
 
 
-def test_what_a_byte_of_an_exchange_costs_besides() -> None:
-    """2 ns of the large model's; and codecs that take three times as long within steps as they do alone."""
-    alone = assembled("here", [told(rank) for rank in (0, 1)]).cluster
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+def test_what_a_byte_of_an_exchange_costs_besides(hosts: tuple[int, int]) -> None:
+    """2 ns of the large model's on one host; and codecs that take three times as long within steps as they do alone."""
+    apart = hosts == (0, 1)
+    alone = assembled("here", [told(rank, hosts) for rank in (0, 1)]).cluster
     assert alone.speeds is not None
     coded = {"encode feedback(one_bit())": 1e-10, "decode feedback(one_bit())": 2e-10, "low_rank project": 4e-10}
     kernels = {
@@ -103,9 +106,13 @@ def test_what_a_byte_of_an_exchange_costs_besides() -> None:
 
     by_byte = KernelSpeed(call_s=1e-4, byte_s=2e-9)
     answer = {"whole": [taken(with_kernels(cluster, exchange=by_byte))]}
-    assert exchange_speed(cluster, [answer, answer])[:3] == pytest.approx(by_byte[:3])
+    expected = KernelSpeed(call_s=1e-4) if apart else by_byte
+    assert exchange_speed(cluster, [answer, answer])[:3] == pytest.approx(expected[:3])
     slow = {name: KernelSpeed(byte_s=3 * byte_s) for name, byte_s in coded.items()}
-    answer = {"whole": [taken(with_kernels(cluster, **slow))]}
+    slower = with_kernels(cluster, **slow)
+    if apart:  # on a processor messages take no time
+        slower = replace(slower, network=Link(1e-9, 1e15), memory=Link(1e-9, 1e15), collectives=())
+    answer = {"on_processor" if apart else "whole": [taken(slower)]}
     found = with_transforms_pace(cluster, [answer, answer]).speeds
     assert found is not None
     for name, byte_s in coded.items():

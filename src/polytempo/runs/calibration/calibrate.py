@@ -45,6 +45,7 @@ _SIMULATED = 20
 _CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank ",)}
 """The run that says by how much these kernels are slower within steps of training."""
 _LEAST_PACE = 0.2
+_NO_LINK = Link(1e-9, 1e15)
 _OPERATORS = ("product", "convolution", "attention", "elementwise", "view")
 
 
@@ -179,12 +180,18 @@ def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSp
 
 
 def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cluster:
-    """The cluster whose codecs and low-rank factors take as long as they do within steps of training."""
+    """The cluster whose codecs and low-rank factors take as long as they do within steps of training.
+
+    Between hosts that is what processes take on their processors: a message that comes late is no slower codec.
+    """
+    one_host = cluster.network == cluster.memory
+    clock = "whole" if one_host else "on_processor"
     for name, kernels in _CODED.items():
         run, alone = WHOLE_RUNS[name], WHOLE_RUNS["large alone"]
-        at_1, at_2 = (_said_s(_slowed(cluster, kernels, pace), run, alone, len(told)) for pace in (1.0, 2.0))
+        paced = (_slowed(cluster, kernels, pace) for pace in (1.0, 2.0))
+        at_1, at_2 = (_said_s(each if one_host else _without_links(each), run, alone, len(told)) for each in paced)
         if at_2 > at_1:
-            pace = 1.0 + (_taken_s(told, name) - at_1) / (at_2 - at_1)
+            pace = 1.0 + (_taken_s(told, name, clock) - at_1) / (at_2 - at_1)
             cluster = _slowed(cluster, kernels, max(pace, _LEAST_PACE))
     return cluster
 
@@ -202,15 +209,20 @@ def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpe
     return KernelSpeed(call_s=max(0.0, besides_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
 
 
-def _taken_s(told: Sequence[dict[str, Any]], run: str) -> float:
+def _taken_s(told: Sequence[dict[str, Any]], run: str, clock: str = "whole") -> float:
     """Of a step's exchange: the median, over ranks and turns, of the step with it less the one without."""
     alone = f"{run.split()[0]} alone"
-    return median(float(turn[run] - turn[alone]) for one in told for turn in one["whole"])
+    return median(float(turn[run] - turn[alone]) for one in told for turn in one[clock])
 
 
 def _said_s(cluster: Cluster, run: SmallRun, alone: SmallRun, workers: int) -> float:
     undisturbed = replace(cluster, stragglers=constant())
     return simulated_s(run, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
+
+
+def _without_links(cluster: Cluster) -> Cluster:
+    """Messages take no time."""
+    return replace(cluster, network=_NO_LINK, memory=_NO_LINK, collectives=())
 
 
 def _num_bytes(run: SmallRun) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import NormalDist, fmean, median
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.strategies import local_sgd, one_bit_sgd, power_sgd, sync_sgd
 from polytempo.training.trainer import Trainer
+from polytempo.worlds import ProcessWorld
 
 CALIBRATION = "calibration"
 """The kind of such a process's role."""
@@ -84,6 +85,7 @@ WHOLE_RUNS = {
     }.items()
 }
 """Without an exchange, with one by the world's own sum, by messages, and encoded."""
+_CODED = ("large alone", "large one_bit", "large power_sgd")
 
 
 def calibration() -> dict[str, Any]:
@@ -105,7 +107,9 @@ def calibration() -> dict[str, Any]:
     world.drive(barrier(port))
     small = {kernel: median(step_times(run, time.thread_time)) for kernel, run in SMALL_RUNS.items()}
     world.drive(barrier(port))
-    turns = world.drive(_turns(port))
+    whole = _turns(world, WHOLE_RUNS, time.perf_counter)
+    apart = len(set(port.hosts)) > 1
+    on_processor_s = _turns(world, _CODED, time.process_time) if apart else []
     return {
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
@@ -115,20 +119,25 @@ def calibration() -> dict[str, Any]:
         "flops_per_s": speed,
         "steps": [step / median(on_processor) for step in steps],
         "small": small,
-        "whole": turns,
+        "whole": whole,
+        "on_processor": on_processor_s,
         "cores": len(os.sched_getaffinity(0)),
     }
 
 
-async def _turns(port: Port) -> list[dict[str, float]]:
+def _turns(world: ProcessWorld, runs: Iterable[str], clock: Callable[[], float]) -> list[dict[str, float]]:
     """Seconds of a step of each whole run, some times one after the other, but between slow hosts only once."""
     turns, begin_s = list[dict[str, float]](), time.perf_counter()
     while len(turns) < _TURNS:
-        turns.append({name: median(step_times(run, time.perf_counter)) for name, run in WHOLE_RUNS.items()})
-        taken_s = (await port.broadcast(torch.tensor([time.perf_counter() - begin_s])))[0]
-        if float(taken_s) * (len(turns) + 1) / len(turns) > _TURNS_S:
+        turns.append({name: median(step_times(WHOLE_RUNS[name], clock)) for name in runs})
+        taken_s = world.drive(_of_rank_0(world.port, time.perf_counter() - begin_s))
+        if taken_s * (len(turns) + 1) / len(turns) > _TURNS_S:
             break
     return turns
+
+
+async def _of_rank_0(port: Port, value: float) -> float:
+    return float((await port.broadcast(torch.tensor([value])))[0])
 
 
 def samples_of(plain: list[Any]) -> list[Sample]:
