@@ -2,7 +2,7 @@
 
     python benchmarks/large_batch/tune.py digits --seeds 3
     python benchmarks/large_batch/tune.py mnist --data FOLDER --seeds 1
-    python benchmarks/large_batch/tune.py chars --data FOLDER --seeds 3 --grid points.json
+    python benchmarks/large_batch/tune.py chars --data FOLDER --seeds 3 --budget 0.5 --grid points.json
 
 Samples to the target loss on the test set, over a grid of global batches and rates, and with the advice for 2, 8 and
 32 workers. Each run is one process on the batch of all workers, whose gradient synchronous SGD computes; with --virtual
@@ -53,7 +53,7 @@ class Task(NamedTuple):
 TASKS = {
     "digits": Task(0.12, (8, 16, 32, 64, 128, 256, 512), tuple(0.005 * 2**k for k in range(8)), 30, 8),
     "mnist": Task(0.10, (16, 32, 64, 128, 256, 512), tuple(0.005 * 2**k for k in range(7)), 3, 8),
-    "chars": Task(2.3, (8, 16, 32, 64, 128), tuple(1e-3 * 2**k for k in range(7)), 0.75, 64, scored=250),
+    "chars": Task(2.3, (8, 16, 32, 64, 128), tuple(1e-3 * 2**k for k in range(6)), 0.75, 64, scored=250),
 }
 CONTEXT, WIDTH = 32, 32
 """Of the task `chars`: characters of a window, numbers for each of them."""
