@@ -38,6 +38,11 @@ def test_codecs_of_what_layers_exchange_stand_in_the_name() -> None:
     assert "activations=int8(block=256)" in str(strategy)
     assert parse_strategy(str(strategy)).parted == strategy.parted
     assert "activations" not in str(s.split(RULES))
+    hybrid = parse_strategy("hybrid('fc.*', gradients=bf16, inner=int8_sgd)")
+    assert isinstance(hybrid.parted, DividedNames)
+    assert str(hybrid.parted.wires) == "their gradients by bf16()"
+    assert parse_strategy(str(hybrid)).parted == hybrid.parted
+    assert "gradients" not in str(s.hybrid("fc.*"))
 
 
 def test_text_is_read_with_spaces_and_without() -> None:
@@ -69,6 +74,7 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.hybrid(""), "no layer is named; give names such as 'classifier.*'"),
         (lambda: s.hybrid("up", exchange="turn"), "exchange='turn': must be one of joined, turns, slices"),
         (lambda: s.hybrid("up", link="1gbit"), "link='1gbit' is what layers are planned for, and they are named"),
+        (lambda: s.hybrid("up", activations=pt.compression.threshold(0.5)), "wires vary in length"),
         (lambda: s.hybrid("up", inner=s.local_sgd()), "all workers make each step of a divided layer together"),
         (lambda: pt.run(JOB, s.split("0: row", parts=2), 3), "has each model's layers on 2 workers, so workers=3 are"),
         (lambda: pt.run(JOB, s.split("up: row"), 2), "the model has no layer 'up'; it has 0, 1, 2"),

@@ -119,7 +119,7 @@ def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup)
             f'rules={rules!r}: give a dictionary such as {{"*.up": "column", "*.down": "row"}}, or "auto" with '
             "sample=x, which the model is called with"
         )
-    plan = split_plan(model, sample, group.size)
+    plan = split_plan(model, sample, group.size, group.wires)
     return plan.rules, plan
 
 

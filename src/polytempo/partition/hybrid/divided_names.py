@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class DividedNames:
     names: tuple[str, ...] | None
     exchange: Exchange = "joined"
     link: str | None = None
+    wires: Wires = AS_THEY_ARE
+    """The codecs of what the layers exchange."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an exchange that is none, for no names, and for a link that nothing is planned for."""
