@@ -39,7 +39,7 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.partition.hybrid.divisible import Compute
 from polytempo.partition.hybrid.rounds import Spans
-from polytempo.partition.hybrid.traffic import Pieces, Volume, feature_pieces, sample_pieces, volume
+from polytempo.partition.hybrid.traffic import ExchangedPieces, Volume, feature_pieces, sample_pieces, volume
 from polytempo.partition.tensor.model_group import Occasion
 from polytempo.partition.tensor.rounds import AS_IT_IS, RoundCodec, to_all, to_each, to_owners
 from polytempo.partition.wires import Wires
@@ -69,7 +69,7 @@ class DividedCall:
     name: str
     """The layer's, for errors."""
 
-    def by(self, step: _Step, round_number: int, pieces: Pieces) -> RoundCodec:
+    def by(self, step: _Step, round_number: int, pieces: ExchangedPieces) -> RoundCodec:
         """How these travel; the same on all ranks."""
         forward, place = step in _STEPS[:2], _STEPS.index(step)
         codec = self.wires.common_codec("forward" if forward else "backward", *pieces)

@@ -12,7 +12,7 @@ from polytempo.partition.hybrid.rounds import Spans
 from polytempo.partition.wires import Wires
 
 
-class Pieces(NamedTuple):
+class ExchangedPieces(NamedTuple):
     """Flat tensors that travel in one exchange, without their values."""
 
     likes: list[Tensor]
@@ -28,12 +28,12 @@ class Volume(NamedTuple):
     backward: int
 
 
-def sample_pieces(spans: Spans, given: Tensor) -> Pieces:
+def sample_pieces(spans: Spans, given: Tensor) -> ExchangedPieces:
     """A round's samples of each rank. `given`: what is given of one sample, flat."""
     return _pieces(Counter((end - begin) * given.numel() for begin, end in spans), given)
 
 
-def feature_pieces(spans: Spans, parts: Sequence[int], made: Tensor) -> Pieces:
+def feature_pieces(spans: Spans, parts: Sequence[int], made: Tensor) -> ExchangedPieces:
     """What each rank has of the outputs of each other one's samples in a round: `parts[r]` features. `made`: one
     sample's outputs, flat. Cost: no more than the ranks, unless they all differ."""
     lengths, each = [end - begin for begin, end in spans], made.numel() // sum(parts)
@@ -62,6 +62,6 @@ def volume(
     return Volume(forward, backward)
 
 
-def _pieces(counts: Counter[int], like: Tensor) -> Pieces:
+def _pieces(counts: Counter[int], like: Tensor) -> ExchangedPieces:
     one = like.new_empty(())
-    return Pieces([one.expand(numbers) for numbers in counts], list(counts.values()))
+    return ExchangedPieces([one.expand(numbers) for numbers in counts], list(counts.values()))
