@@ -6,9 +6,8 @@
 
 `accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision; then two stages, layers
 split over two workers, and layers divided over them, with what passes between them in 32, 16 and 8 bits; then a
-parameter server. `memory`: a process
-for each precision trains three steps by SGD without momentum, alone; its peak beyond what it had before the model was
-made.
+parameter server. `memory`: a process for each precision trains three steps by SGD without momentum, alone; its peak
+beyond what it had before the model was made.
 """
 
 from __future__ import annotations

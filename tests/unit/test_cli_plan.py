@@ -83,6 +83,7 @@ def test_figures_as_json(alexnet: str, capsys: pytest.CaptureFixture[str]) -> No
         ("--batch-size 4 --global-batch-size 8", "say the same in two ways; leave one out"),
         ("--activations int9", "--activations int9: there is no codec 'int9' (did you mean int8"),
         ("--gradients threshold(0.5)", "wires vary in length"),
+        ("--gradients low_rank", "--gradients low_rank: PowerSGD is a way to sum gradients of weights, and no codec"),
     ],
 )
 def test_mistakes(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import polytempo as pt
+from polytempo.core.port import world_port
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor import column, row
 from polytempo.partition.tensor.rule_text import rule_text, rules_of
@@ -64,6 +66,12 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.split("up: row, up: column"), "the rules have 'up' twice"),
         (lambda: s.split(""), "no rule says which layers are split"),
         (lambda: s.split(3), "rules are a dictionary such as"),
+        (lambda: s.split("up: column(heads=0)"), "column(heads=0): must be a whole number, at least 1"),
+        (lambda: column(packed=0), "column(packed=0): must be a whole number, at least 1"),
+        (lambda: row(heads="2"), "row(heads='2'): must be a whole number, at least 1"),  # type: ignore[arg-type]
+        (lambda: pt.split(torch.nn.Linear(2, 2), ["0"], port=ALONE), "rules are a dictionary such as"),  # type: ignore[arg-type]
+        (lambda: s.hybrid(3), "no layer is named, got 3"),  # type: ignore[arg-type]
+        (lambda: s.hybrid(["a", 1]), "no layer is named, got ['a', 1]"),  # type: ignore[list-item]
         (lambda: s.split({"a b": "row"}), "pattern 'a b' of a rule has a space"),
         (lambda: s.split("up: row", parts=0), "parts=0: a layer has parts on 1 worker or more"),
         (lambda: s.split(sequence=True), "sequence=True needs rules"),
@@ -90,4 +98,4 @@ def test_mistakes(make: Any, message: str) -> None:
         make()
 
 
-JOB = pt.jobs.find("digits")
+JOB, ALONE = pt.jobs.find("digits"), world_port(0, [0])

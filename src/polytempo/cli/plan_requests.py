@@ -110,6 +110,8 @@ def codecs_of(activations: str | None, gradients: str | None) -> LayerCodecs:
         if codec is not None:
             try:
                 declared().codec(codec)
+                if codec.partition("(")[0].strip() == "low_rank":
+                    raise ValueError("PowerSGD is a way to sum gradients of weights, and no codec; use int8 or bf16")
             except ValueError as error:
                 raise ValueError(f"--{option} {codec}: {error}") from None
     return LayerCodecs(activations, gradients)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.transform import is_idle
-from polytempo.partition.hybrid.divided_names import DividedNames
+from polytempo.partition.hybrid.divided_names import AUTO, DividedNames, names_of
 from polytempo.partition.hybrid.rounds import Exchange
 from polytempo.partition.over_parts import over_parts
 from polytempo.partition.wires import Wires
@@ -39,13 +39,13 @@ def hybrid(
     Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014; the plan is that of
     F. Iandola et al., "FireCaffe", 2016.
     """
-    given = layers.split(",") if isinstance(layers, str) else layers
-    names = tuple(name.strip() for name in given if name.strip())
+    given = [name for name in layers.split(",") if name.strip()] if isinstance(layers, str) else layers
+    names = tuple(name.strip() for name in names_of(given))
     between = inner or sync_sgd()
     codecs = {"activations": activations, "gradients": gradients}
     shown = {"layers": ", ".join(names), "exchange": exchange, "link": link, "inner": inner, **codecs}
     name = call_name(hybrid, shown, brief=("inner", *codecs))
-    chosen = None if names == ("auto",) else names
+    chosen = None if names == (AUTO,) else names
     found = over_parts(name, DividedNames(chosen, exchange, link, Wires(activations, gradients)), between)
     if not (between.synchronized and is_idle(between.parameters, _SOME_RANKS)):
         raise ValueError(

@@ -9,6 +9,7 @@ from torch import nn
 from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.hybrid import DataGroup, Exchange, HybridModel, divide
+from polytempo.partition.hybrid.divided_names import AUTO, names_of
 from polytempo.partition.plan import LayerPlan
 from polytempo.partition.tensor import ModelGroup
 from polytempo.partition.wires import AS_THEY_ARE, Wires
@@ -76,7 +77,13 @@ def hybrid(
 
 def _names(layers: LayerPlan | Iterable[str], num_ranks: int) -> list[str]:
     if not isinstance(layers, LayerPlan):
-        return [layers] if isinstance(layers, str) else list(layers)
+        names = names_of([layers] if isinstance(layers, str) else layers)
+        if names == (AUTO,):
+            raise ValueError(
+                f"{AUTO!r} names no layer; give a plan, pt.plan_layers(model, x, workers={num_ranks}, batch_size=…), "
+                "which chooses layers for the workers and the batch of a step"
+            )
+        return list(names)
     if layers.workers != num_ranks:
         raise ValueError(
             f"the plan is for {layers.workers} workers, and there are {num_ranks}; plan again with workers={num_ranks}"

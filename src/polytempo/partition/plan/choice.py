@@ -133,8 +133,8 @@ def chosen(
     Raises ValueError for numbers below 1.
     """
     for name, number in (("workers", workers), ("batch_size", batch_size)):
-        if number < 1:
-            raise ValueError(f"{name}={number}: must be at least 1")
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}={number!r}: must be a whole number, at least 1")
     if by not in ("bytes", "seconds"):
         raise ValueError(f'by={by!r}: must be "bytes" or "seconds"')
     planned = []
