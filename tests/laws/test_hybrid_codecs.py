@@ -75,6 +75,24 @@ def test_eight_bits_are_near(codec: Codec) -> None:
             assert float((one - exact).norm()) <= 0.1 * float(exact.norm()) + 1e-9, number
 
 
+def test_an_evaluation_takes_no_random_number() -> None:
+    """So a run that is scored draws what one draws that is not. In training a pass takes one."""
+    codec = c.qsgd(127, 64)
+
+    def work(port: Port) -> list[Tensor]:
+        net = pt.hybrid(made(images, torch.float32), LAYERS, activations=codec, gradients=codec, port=port)
+        states = [torch.get_rng_state()]
+        for mode in (False, True):
+            net.train(mode)
+            net(batch("images", 2, torch.float32))
+            states.append(torch.get_rng_state())
+        return states
+
+    for before, scored, trained in on_ranks(2, work).results:
+        assert torch.equal(before, scored)
+        assert not torch.equal(scored, trained)
+
+
 # ---------------------------------------------------------------------- the formula, written out
 
 

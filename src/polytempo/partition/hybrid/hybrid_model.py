@@ -117,7 +117,7 @@ class HybridModel(PartedModel):
         tensors = [each for each in tree_leaves([args, kwargs]) if isinstance(each, Tensor) and each.dim()]
         if not tensors:
             raise ValueError("the model was given no tensor with samples, and its layers are divided by samples")
-        drawn = [self.group.drawn()] if self.group.wires.draws else []
+        drawn = [self.group.drawn(training=self.training)] if self.group.wires.draws else []
         told = self.group.all(torch.tensor([len(tensors[0]), *drawn]))
         self.data_group.samples = tuple(int(each[0]) for each in told)
         self.group.begin_pass(int(told[0][1]) if drawn else 1)

@@ -80,10 +80,10 @@ class ModelGroup:
         """Number of ranks."""
         return self.port.size
 
-    def drawn(self) -> int:
+    def drawn(self, *, training: bool) -> int:
         """By which number codecs that draw random numbers draw in a pass: one of torch's random state, as dropouts do,
-        so that a pass that is computed again, or in a run that goes on, has the same bits."""
-        return 1 + int(torch.randint(2**31, ())) if self.wires.draws else 1
+        so that a pass that is computed again, or in a run that goes on, has the same bits. An evaluation takes none."""
+        return 1 + int(torch.randint(2**31, ())) if training and self.wires.draws else 1
 
     def begin_pass(self, drawn: int) -> None:
         """Before a forward pass; `drawn` is the same on all ranks."""
