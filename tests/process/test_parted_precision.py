@@ -140,15 +140,15 @@ def test_without_a_gradient_steps_are_the_optimizer_s_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["split", "hybrid"])
-def test_runs_that_are_saved_measured_and_interrupted_are_runs(kind: str, tmp_path: Path) -> None:
+def test_runs_that_are_saved_and_interrupted_are_runs(kind: str, tmp_path: Path) -> None:
     job = pt.jobs.find("digits")
     strategy = s.split(**CODECS) if kind == "split" else s.hybrid("0, 2", "turns", **CODECS)
     options: dict[str, Any] = {"threads": 1, "precision": "bf16"}
     alone = pt.simulate(job, strategy, 2, steps=8, **options)
     out = tmp_path / "run"
-    measured = pt.run(job, strategy, 2, steps=8, out=tmp_path / "whole", checkpoint_every=1, noise_scale=2, **options)
+    saved_often = pt.run(job, strategy, 2, steps=8, out=tmp_path / "whole", checkpoint_every=1, **options)
     pt.run(job, strategy, 2, steps=4, out=out, checkpoint_every=4, **options)
     again = pt.run(job, strategy, 2, steps=8, out=out, resume=True, **options)
-    assert {measured.parameters_sha256, again.parameters_sha256} == {alone.parameters_sha256}
+    assert {saved_often.parameters_sha256, again.parameters_sha256} == {alone.parameters_sha256}
     saved = pt.checkpoint_model(tmp_path / "whole")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}

@@ -90,6 +90,7 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: pt.run(JOB, s.hybrid("1"), 2), "layer 1 cannot be divided over 2 ranks: ReLU is none of Linear"),
         (lambda: pt.run(JOB, s.split("0: column(heads=3)"), 2), "128 features are no 3 equal heads"),
         (lambda: pt.simulate(JOB, s.gpipe(2, inner=s.split("0: row")), 4, meta=True), "stages whose layers are split"),
+        (lambda: pt.run(JOB, s.hybrid("0"), 2, noise_scale=2), "layers in parts on several workers, none of which has"),
         (lambda: pt.run(JOB, s.split(), 2, min_workers=2), "has parts of layers on each rank, and without one of them"),
     ],
 )
