@@ -12,11 +12,12 @@ import polytempo as pt
 from polytempo.cluster import Cluster, JobPace, KernelSpeed, Link, Speeds
 from polytempo.cluster.measured import cluster_of, from_toml, to_toml
 from polytempo.cluster.slow_spells import steps_of
+from polytempo.core import Strategy
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
 from polytempo.runs.calibration import job_pace, kernel_samples, measurement
 from polytempo.runs.calibration.calibrate import calibrate
-from polytempo.runs.calibration.measurement import small_job
+from polytempo.runs.calibration.measurement import NO_EXCHANGE, small_job
 from polytempo.runs.probe import measure
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -43,6 +44,8 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernel_samples, "_SHAPES", ((48, 48),))
     few = {kernel: run._replace(steps=20) for kernel, run in measurement.SMALL_RUNS.items()}
     monkeypatch.setattr(measurement, "SMALL_RUNS", few)
+    short = {name: run._replace(steps=4) for name, run in measurement.WHOLE_RUNS.items()}
+    monkeypatch.setattr(measurement, "WHOLE_RUNS", short)
     monkeypatch.setattr(measurement, "_TURNS", 1)
     monkeypatch.setattr(measurement, "_STEPS", 20)
     found = calibrate(pt.engines.local(), "here", 2)
@@ -90,6 +93,25 @@ def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (varied[0][0], varied[0][10], varied[0][20]) == pytest.approx((0.9, 1.0, 1.1))
     with pytest.raises(ValueError, match="has one speed for everything"):
         job_pace.with_pace(replace(cluster, speeds=None), pt.engines.local(), small_job(), 2, RunOptions())
+
+
+def test_what_a_byte_of_its_exchange_costs_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two runs of a job with half a million parameters: with an exchange it takes 2 ns a byte more than said."""
+    speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("exchange", KernelSpeed(call_s=1e-4))))
+    cluster = Cluster(Link(1e-5, 1e9), Link(1e-5, 1e9), workers_per_host=2, speeds=speeds)
+    job, options = small_job(512, 1024), RunOptions(batch_size=4)
+    num_bytes = 4 * sum(p.numel() for p in job.model().parameters())
+
+    def said_s(strategy: Strategy) -> float:
+        result = pt.simulate(job, strategy, 2, cluster, replace(options, steps=4, epochs=1000))
+        return result.seconds / result.steps
+
+    taken_s = iter([said_s(NO_EXCHANGE), said_s(pt.strategies.sync_sgd()) + 2e-9 * num_bytes])
+    monkeypatch.setattr(job_pace, "_STEPS", 20)
+    monkeypatch.setattr(job_pace, "steps_of_ranks", lambda events: [[next(taken_s)] * 20] if events else [])
+    found = job_pace.with_pace(cluster, pt.engines.local(), job, 2, options).speeds
+    assert found is not None
+    assert found.of("exchange")[:3] == pytest.approx((1e-4, 2e-9, 0.0))
 
 
 def _without_exchange(cluster: Cluster, pace: float) -> float:

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from polytempo.cluster import Link, constant
+from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, constant
 from polytempo.core import Port
-from polytempo.runs.calibration.calibrate import assembled, message_speed, simulated_s
-from polytempo.runs.calibration.measurement import MESSAGE_RUNS
+from polytempo.runs.calibration.calibrate import (
+    assembled,
+    exchange_speed,
+    message_speed,
+    simulated_s,
+    with_transforms_pace,
+)
+from polytempo.runs.calibration.measurement import WHOLE_RUNS
 from polytempo.worlds import VirtualWorld
 
 
@@ -33,7 +39,8 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         "flops_per_s": 2e9,
         "steps": [1.0, 1.1] * 50,
         "small": {},
-        "whole": {},
+        "whole": [],
+        "on_processor": [],
         "cores": 2,
     }
 
@@ -67,11 +74,47 @@ def test_what_messages_take_besides_their_link() -> None:
 
     def taken_s(run: str) -> float:
         besides_s = 2 * (1e-3 + 1e-8 * bytes_of(run)) if run.endswith("ring") else 0.0
-        return simulated_s(MESSAGE_RUNS[run], undisturbed, 2) + besides_s
+        return simulated_s(WHOLE_RUNS[run], undisturbed, 2) + besides_s
 
     def bytes_of(run: str) -> float:
-        return 4 * sum(p.numel() for p in MESSAGE_RUNS[run].job.model().parameters()) / 2
+        return 4 * sum(p.numel() for p in WHOLE_RUNS[run].job.model().parameters()) / 2
 
-    answer = {"whole": {run: taken_s(run) for run in MESSAGE_RUNS}}
+    answer = {"whole": [{run: taken_s(run) for run in WHOLE_RUNS}]}
     speed = message_speed(cluster, [answer, answer])
     assert speed[:3] == pytest.approx((1e-3, 1e-8, 0.0))
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
+def test_what_a_byte_of_an_exchange_costs_besides(hosts: tuple[int, int]) -> None:
+    """2 ns of the large model's on one host; and codecs that take three times as long within steps as they do alone."""
+    apart = hosts == (0, 1)
+    alone = assembled("here", [told(rank, hosts) for rank in (0, 1)]).cluster
+    assert alone.speeds is not None
+    coded = {"encode feedback(one_bit())": 1e-10, "decode feedback(one_bit())": 2e-10, "low_rank project": 4e-10}
+    kernels = {
+        "exchange": KernelSpeed(call_s=1e-4),
+        **{name: KernelSpeed(byte_s=byte_s) for name, byte_s in coded.items()},
+    }
+    cluster = replace(alone, speeds=Speeds((*alone.speeds.kernels, *kernels.items())))
+
+    def taken(cluster: Cluster) -> dict[str, float]:
+        return {name: simulated_s(run, replace(cluster, stragglers=constant()), 2) for name, run in WHOLE_RUNS.items()}
+
+    def with_kernels(of: Cluster, **speeds: KernelSpeed) -> Cluster:
+        assert of.speeds is not None
+        return replace(of, speeds=Speeds(tuple((dict(of.speeds.kernels) | speeds).items())))
+
+    by_byte = KernelSpeed(call_s=1e-4, byte_s=2e-9)
+    answer = {"whole": [taken(with_kernels(cluster, exchange=by_byte))]}
+    expected = KernelSpeed(call_s=1e-4) if apart else by_byte
+    assert exchange_speed(cluster, [answer, answer])[:3] == pytest.approx(expected[:3])
+    slow = {name: KernelSpeed(byte_s=3 * byte_s) for name, byte_s in coded.items()}
+    slower = with_kernels(cluster, **slow)
+    if apart:  # on a processor messages take no time
+        slower = replace(slower, network=Link(1e-9, 1e15), memory=Link(1e-9, 1e15), collectives=())
+    answer = {"on_processor" if apart else "whole": [taken(slower)]}
+    found = with_transforms_pace(cluster, [answer, answer]).speeds
+    assert found is not None
+    for name, byte_s in coded.items():
+        assert found.of(name).byte_s == pytest.approx(3 * byte_s), name
+    assert found.of("elementwise") == alone.speeds.of("elementwise")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # this is read before torch is loaded
 
 GENERAL = "elementwise"
 """The kernel that stands for those that were not measured: it reads and writes memory, element by element."""
+EXCHANGE = "exchange"
+"""The kernel of what an exchange of gradients or parameters costs beside its parts."""
 MESSAGE = "message"
 """The kernel of what a rank's processor does for a message that it receives, beside the link."""
 _ARGUMENTS = re.compile(r"\([^()]*\)")

@@ -173,7 +173,7 @@ def _uses(groups: Sequence[Mapping[str, Tensor]]) -> Uses:
     return (
         KernelUse("scale", len(tensors), num_bytes),
         KernelUse("copy", len(tensors), num_bytes),
-        KernelUse("exchange"),
+        KernelUse("exchange", 1, num_bytes),
     )
 
 

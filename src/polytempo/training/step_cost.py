@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from polytempo.cluster import Cluster
 from polytempo.core.kernel_use import KernelUse, Uses, together
+from polytempo.core.state import residual_tensors
 from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.bucket import Bucket
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.job_profile import JobProfile, Pass, profiled
 from polytempo.training.replica import Replica
@@ -53,7 +55,7 @@ class StepCost(NamedTuple):
         back = self._pass(self.profile, "backward", samples)
         size = sum(p.numel() for p in replica.trainable.values())
         parts = [
-            together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket.parameters.values())])
+            together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket)])
             for bucket in replica.buckets
         ]
         if not parts:
@@ -82,12 +84,14 @@ class StepCost(NamedTuple):
     def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
         return tuple(use.times(self.pace) for use in profile.uses(which, samples))
 
-    def _exchanged(self, parameters: Iterable[nn.Parameter]) -> Uses:
-        """Of a bucket: to look for NaN, to pack and to scale, and what an exchange costs besides."""
-        tensors = list(parameters)
+    def _exchanged(self, bucket: Bucket) -> Uses:
+        """Of a bucket: to look for NaN, to pack and to scale, to copy residuals, and what an exchange costs besides."""
+        tensors = list(bucket.parameters.values())
         num_bytes = _num_bytes(tensors)
         check = [KernelUse("check", len(tensors), num_bytes)] if self.checks else []
-        return (*check, KernelUse("scale", len(tensors), num_bytes), KernelUse("exchange"))
+        residuals = list(residual_tensors(bucket.state))
+        kept = [KernelUse("copy", len(residuals), _num_bytes(residuals))] if residuals else []
+        return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse("exchange", 1, num_bytes))
 
     def _checked(self, replica: Replica) -> Uses:
         """Without an exchange of gradients: to look for NaN in them, or in the parameters that are exchanged."""

@@ -2,7 +2,9 @@
 
 1  processes on all hosts time kernels, messages, collectives and steps      speeds, links, stragglers
 2  they train a small job without an exchange and with one; it is simulated  what a step and an exchange cost besides
-3  the same with messages, of a small and a large model                      what each message and byte of it costs
+3  the same with a large model                                               what each byte of an exchange costs besides
+4  the same with exchanges that are encoded                                  by how much codecs are slower than alone
+5  the same with messages, of a small and a large model                      what each message and byte of it costs
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
-from polytempo.cluster.speeds import MESSAGE
+from polytempo.cluster.speeds import EXCHANGE, MESSAGE
 from polytempo.cluster.stragglers import constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
 from polytempo.runs.calibration.measurement import (
     CALIBRATION,
-    MESSAGE_RUNS,
     SMALL_RUNS,
+    WHOLE_RUNS,
     SmallRun,
     calibration,
     correlation_of,
@@ -40,6 +42,10 @@ from polytempo.strategies import sync_sgd
 
 _SIMULATED = 20
 """Steps of the small job."""
+_CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank ",)}
+"""The run that says by how much these kernels are slower within steps of training."""
+_LEAST_PACE = 0.2
+_NO_LINK = Link(1e-9, 1e15)
 _OPERATORS = ("product", "convolution", "attention", "elementwise", "view")
 
 
@@ -147,28 +153,92 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
         calls = run.batch_size if kernel == "sample" else 1
         cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
     if workers > 1:
+        cluster = _with_kernel(cluster, EXCHANGE, exchange_speed(cluster, told))
+        cluster = with_transforms_pace(cluster, told)
         cluster = _with_kernel(cluster, MESSAGE, message_speed(cluster, told))
     return found._replace(cluster=cluster)
 
 
 def simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
     """Seconds of a step."""
-    result = simulate(run.job, run.strategy, workers, cluster, run.options(_SIMULATED))
+    options = replace(run.options(_SIMULATED), epochs=None)
+    result = simulate(run.job, run.strategy, workers, cluster, options, meta=True)
     return result.seconds / result.steps
+
+
+def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
+    """The kernel as it is, and on one host what each byte costs besides: caches in which weights are no more.
+
+    Between hosts a link that is a little faster or slower than was measured would count as that.
+    """
+    assert cluster.speeds is not None
+    if cluster.network != cluster.memory:
+        return cluster.speeds.of(EXCHANGE)
+    run, alone = WHOLE_RUNS["large native"], WHOLE_RUNS["large alone"]
+    besides_s = _taken_s(told, "large native") - _said_s(cluster, run, alone, len(told))
+    return cluster.speeds.of(EXCHANGE)._replace(byte_s=max(0.0, besides_s) / _num_bytes(run))
+
+
+def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cluster:
+    """The cluster whose codecs and low-rank factors take as long as they do within steps of training.
+
+    Between hosts that is what processes take on their processors: a message that comes late is no slower codec.
+    """
+    one_host = cluster.network == cluster.memory
+    clock = "whole" if one_host else "on_processor"
+    for name, kernels in _CODED.items():
+        run, alone = WHOLE_RUNS[name], WHOLE_RUNS["large alone"]
+        paced = (_slowed(cluster, kernels, pace) for pace in (1.0, 2.0))
+        at_1, at_2 = (_said_s(each if one_host else _without_links(each), run, alone, len(told)) for each in paced)
+        if at_2 > at_1:
+            pace = 1.0 + (_taken_s(told, name, clock) - at_1) / (at_2 - at_1)
+            cluster = _slowed(cluster, kernels, max(pace, _LEAST_PACE))
+    return cluster
 
 
 def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
     """By how much the exchanges of two models take longer than their simulations, for each message and each byte."""
-    undisturbed, workers = replace(cluster, stragglers=constant()), len(told)
-    rounds, besides_s, num_bytes = 2 * (workers - 1), [], []
+    workers, besides_s, num_bytes = len(told), list[float](), list[float]()
+    rounds = 2 * (workers - 1)
     for size in ("small", "large"):
-        alone, by_ring = MESSAGE_RUNS[f"{size} alone"], MESSAGE_RUNS[f"{size} ring"]
-        taken_s = median(one["whole"][f"{size} ring"] - one["whole"][f"{size} alone"] for one in told)
-        said_s = simulated_s(by_ring, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
-        besides_s.append(max(0.0, taken_s - said_s) / rounds)
-        num_bytes.append(4 * sum(p.numel() for p in by_ring.job.model().parameters()) / workers)
+        alone, by_ring = WHOLE_RUNS[f"{size} alone"], WHOLE_RUNS[f"{size} ring"]
+        said_s = _said_s(cluster, by_ring, alone, workers)
+        besides_s.append(max(0.0, _taken_s(told, f"{size} ring") - said_s) / rounds)
+        num_bytes.append(_num_bytes(by_ring) / workers)
     byte_s = max(0.0, besides_s[1] - besides_s[0]) / (num_bytes[1] - num_bytes[0])
     return KernelSpeed(call_s=max(0.0, besides_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
+
+
+def _taken_s(told: Sequence[dict[str, Any]], run: str, clock: str = "whole") -> float:
+    """Of a step's exchange: the median, over ranks and turns, of the step with it less the one without."""
+    alone = f"{run.split()[0]} alone"
+    return median(float(turn[run] - turn[alone]) for one in told for turn in one[clock])
+
+
+def _said_s(cluster: Cluster, run: SmallRun, alone: SmallRun, workers: int) -> float:
+    undisturbed = replace(cluster, stragglers=constant())
+    return simulated_s(run, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
+
+
+def _without_links(cluster: Cluster) -> Cluster:
+    """Messages take no time."""
+    return replace(cluster, network=_NO_LINK, memory=_NO_LINK, collectives=())
+
+
+def _num_bytes(run: SmallRun) -> int:
+    return 4 * sum(p.numel() for p in run.job.model().parameters())
+
+
+def _slowed(cluster: Cluster, kernels: tuple[str, ...], factor: float) -> Cluster:
+    """Those whose names begin so take so many times as long."""
+    assert cluster.speeds is not None
+    found = {
+        name: KernelSpeed(factor * speed.call_s, factor * speed.byte_s, factor * speed.flop_s, speed.error)
+        if name.startswith(kernels)
+        else speed
+        for name, speed in cluster.speeds.kernels
+    }
+    return replace(cluster, speeds=Speeds(tuple(found.items()), cluster.speeds.jobs))
 
 
 def _with_kernel(cluster: Cluster, kernel: str, speed: KernelSpeed) -> Cluster:

@@ -5,6 +5,9 @@
 Kernels are fitted to many models, and one model's operators may be slower or faster than that. So the job itself is
 trained for some steps, by all workers at once and without an exchange. How its steps vary is what stragglers are then:
 a disturbance of a millisecond is half of a short step, and nothing beside a long one.
+
+On one host it is trained with an exchange as well. What that costs beside its parts depends on how much of the job's
+weights, moments and activations the caches would hold without it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from statistics import median
 
 from polytempo.cluster import Cluster, JobPace
 from polytempo.cluster.slow_spells import measured_steps
+from polytempo.cluster.speeds import EXCHANGE
 from polytempo.cluster.stragglers import constant
+from polytempo.core import Strategy
 from polytempo.engines.engine import EngineSetup
 from polytempo.report.runs import load_run
 from polytempo.report.validation import steps_of_ranks
@@ -25,31 +30,51 @@ from polytempo.runs.run import run
 from polytempo.runs.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
+from polytempo.strategies import sync_sgd
 
 _STEPS, _WARM_UP, _SIMULATED = 90, 10, 4
+_LEAST_BYTES = 1 << 20
+"""Of gradients, for what a byte of an exchange costs to be seen."""
 _LEAST = 0.01
 """A pace is at least this: a step that takes no longer than its rest was measured while the machine was faster."""
 
 
 def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, options: RunOptions) -> Cluster:
-    """The cluster, knowing the job's pace and its stragglers. Of `options` count the batch size, the data and the seed.
+    """The cluster, knowing the job's pace, its stragglers, and on one host what a byte of an exchange costs besides.
 
-    Cost: 90 steps of the job, of which the first 10 do not count. Raises ValueError for a cluster whose kernels were
-    not measured; errors of `run`.
+    Of `options` count the batch size, the data and the seed. Cost: 90 steps of the job, and 90 with an exchange on one
+    host, of which the first 10 do not count. Raises ValueError for a cluster whose kernels were not measured; errors of
+    `run`.
     """
     if cluster.speeds is None:
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
     asked = replace(options, epochs=1_000_000, threads=1)
     parameters = sum(p.numel() for p in job.model().parameters())
-    ranks = _measured_s(setup, job, workers, asked)
+    ranks = _measured_s(setup, job, NO_EXCHANGE, workers, asked)
     step_s = median(taken for rank in ranks for taken in rank)
     factors = [taken / step_s for rank in ranks for taken in rank]
     varied = measured_steps(quantiles_of(factors), median(correlation_of(rank) for rank in ranks))
-    at_1, at_2 = (
-        _simulated_s(_paced(cluster, JobPace(job.name, parameters, pace)), job, workers, asked) for pace in (1.0, 2.0)
-    )
-    pace = 1.0 + (step_s - at_1) / (at_2 - at_1)
-    return replace(_paced(cluster, JobPace(job.name, parameters, max(pace, _LEAST))), stragglers=varied)
+
+    def paced(pace: float) -> Cluster:
+        return _paced(cluster, JobPace(job.name, parameters, pace))
+
+    at_1, at_2 = (_simulated_s(paced(pace), job, NO_EXCHANGE, workers, asked) for pace in (1.0, 2.0))
+    found = paced(max(1.0 + (step_s - at_1) / (at_2 - at_1), _LEAST))
+    num_bytes = 4 * parameters
+    if workers > 1 and found.network == found.memory and num_bytes >= _LEAST_BYTES:
+        ranks = _measured_s(setup, job, sync_sgd(), workers, asked)
+        besides_s = median(taken for rank in ranks for taken in rank) - step_s
+        found = _with_exchange(found, 0.0)
+        alone_s, exchanging_s = (_simulated_s(found, job, each, workers, asked) for each in (NO_EXCHANGE, sync_sgd()))
+        found = _with_exchange(found, max(0.0, besides_s - (exchanging_s - alone_s)) / num_bytes)
+    return replace(found, stragglers=varied)
+
+
+def _with_exchange(cluster: Cluster, byte_s: float) -> Cluster:
+    assert cluster.speeds is not None
+    kernels = dict(cluster.speeds.kernels)
+    kernels[EXCHANGE] = cluster.speeds.of(EXCHANGE)._replace(byte_s=byte_s)
+    return replace(cluster, speeds=replace(cluster.speeds, kernels=tuple(kernels.items())))
 
 
 def _paced(cluster: Cluster, pace: JobPace) -> Cluster:
@@ -58,15 +83,15 @@ def _paced(cluster: Cluster, pace: JobPace) -> Cluster:
     return replace(cluster, speeds=replace(cluster.speeds, jobs=(*others, pace)))
 
 
-def _measured_s(setup: EngineSetup, job: Job, workers: int, asked: RunOptions) -> list[list[float]]:
+def _measured_s(setup: EngineSetup, job: Job, strategy: Strategy, workers: int, asked: RunOptions) -> list[list[float]]:
     """Each rank's steps on the hosts."""
     with tempfile.TemporaryDirectory(prefix="polytempo-calibrate-") as folder:
         out = Path(folder) / "run"
-        run(job, NO_EXCHANGE, workers, replace(asked, steps=_STEPS, out=out), engine=setup)
+        run(job, strategy, workers, replace(asked, steps=_STEPS, out=out), engine=setup)
         return [taken[_WARM_UP:] for taken in steps_of_ranks(load_run(out).events)]
 
 
-def _simulated_s(cluster: Cluster, job: Job, workers: int, asked: RunOptions) -> float:
+def _simulated_s(cluster: Cluster, job: Job, strategy: Strategy, workers: int, asked: RunOptions) -> float:
     undisturbed = replace(cluster, stragglers=constant())
-    result = simulate(job, NO_EXCHANGE, workers, undisturbed, replace(asked, steps=_SIMULATED))
+    result = simulate(job, strategy, workers, undisturbed, replace(asked, steps=_SIMULATED))
     return result.seconds / result.steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import NormalDist, fmean, median
 from typing import Any, NamedTuple
@@ -28,15 +28,18 @@ from polytempo.runs.calibration.server_samples import servers
 from polytempo.runs.probe import flops_per_s
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
-from polytempo.strategies import local_sgd, sync_sgd
+from polytempo.strategies import local_sgd, one_bit_sgd, power_sgd, sync_sgd
 from polytempo.training.trainer import Trainer
+from polytempo.worlds import ProcessWorld
 
 CALIBRATION = "calibration"
 """The kind of such a process's role."""
 _TIMEOUT_S = 300.0
 _STEPS, _BATCH = 300, 32
 _QUANTILES = 20
-_FEW, _TURNS = 5, 3
+_FEW = 5
+_TURNS, _TURNS_S = 6, 20.0
+"""At most so many, and no other that would end after so many seconds."""
 
 
 class SmallRun(NamedTuple):
@@ -67,13 +70,22 @@ SMALL_RUNS = {
     "exchange": SmallRun(sync_sgd(), 4),
 }
 """By the kernel that follows from it, once those before are known."""
-_SMALL_MODEL, _LARGE_MODEL = (64, 64), (512, 2048)
-MESSAGE_RUNS = {
-    f"{size} {how}": SmallRun(strategy, 4, sizes, 20)
-    for size, sizes in (("small", _SMALL_MODEL), ("large", _LARGE_MODEL))
-    for how, strategy in (("alone", NO_EXCHANGE), ("ring", sync_sgd(route=ring)))
+_SIZES = {"small": (64, 64), "large": (512, 2048)}
+"""Of a model of 5,000 parameters, and of one of a million."""
+WHOLE_RUNS = {
+    name: SmallRun(strategy, 4, _SIZES[name.split()[0]], 30)
+    for name, strategy in {
+        "small alone": NO_EXCHANGE,
+        "small ring": sync_sgd(route=ring),
+        "large alone": NO_EXCHANGE,
+        "large native": sync_sgd(),
+        "large ring": sync_sgd(route=ring),
+        "large one_bit": one_bit_sgd(),
+        "large power_sgd": power_sgd(2),
+    }.items()
 }
-"""A model of 5,000 parameters and one of a million, without an exchange and with one by messages."""
+"""Without an exchange, with one by the world's own sum, by messages, and encoded."""
+_CODED = ("large alone", "large one_bit", "large power_sgd")
 
 
 def calibration() -> dict[str, Any]:
@@ -95,8 +107,9 @@ def calibration() -> dict[str, Any]:
     world.drive(barrier(port))
     small = {kernel: median(step_times(run, time.thread_time)) for kernel, run in SMALL_RUNS.items()}
     world.drive(barrier(port))
-    turns = [{name: _undisturbed(run) for name, run in MESSAGE_RUNS.items()} for _ in range(_TURNS)]
-    world.drive(barrier(port))
+    whole = _turns(world, WHOLE_RUNS, time.perf_counter)
+    apart = len(set(port.hosts)) > 1
+    on_processor_s = _turns(world, _CODED, time.process_time) if apart else []
     return {
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
@@ -106,9 +119,25 @@ def calibration() -> dict[str, Any]:
         "flops_per_s": speed,
         "steps": [step / median(on_processor) for step in steps],
         "small": small,
-        "whole": {name: min(turn[name] for turn in turns) for name in MESSAGE_RUNS},
+        "whole": whole,
+        "on_processor": on_processor_s,
         "cores": len(os.sched_getaffinity(0)),
     }
+
+
+def _turns(world: ProcessWorld, runs: Iterable[str], clock: Callable[[], float]) -> list[dict[str, float]]:
+    """Seconds of a step of each whole run, some times one after the other, but between slow hosts only once."""
+    turns, begin_s = list[dict[str, float]](), time.perf_counter()
+    while len(turns) < _TURNS:
+        turns.append({name: median(step_times(WHOLE_RUNS[name], clock)) for name in runs})
+        taken_s = world.drive(_of_rank_0(world.port, time.perf_counter() - begin_s))
+        if taken_s * (len(turns) + 1) / len(turns) > _TURNS_S:
+            break
+    return turns
+
+
+async def _of_rank_0(port: Port, value: float) -> float:
+    return float((await port.broadcast(torch.tensor([value])))[0])
 
 
 def samples_of(plain: list[Any]) -> list[Sample]:
@@ -142,12 +171,6 @@ def step_times(run: SmallRun, clock: Callable[[], float]) -> list[float]:
     trainer.context.take_step = timed
     trainer.fit()
     return [end_s - begin_s for begin_s, end_s in pairwise(begun_s[_FEW:])]
-
-
-def _undisturbed(run: SmallRun) -> float:
-    """Seconds of a step: the lower quartile."""
-    taken = step_times(run, time.perf_counter)
-    return sorted(taken)[len(taken) // 4]
 
 
 def step_seconds() -> tuple[list[float], list[float]]:
