@@ -15,10 +15,9 @@ BROWSER := $(shell command -v chromium || command -v chromium-browser || command
 	|| ls -d "$${PLAYWRIGHT_BROWSERS_PATH:-$$HOME/.cache/ms-playwright}"/chromium*/ 2>/dev/null | head -n 1)
 WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
 
-# These tests want the machine for themselves: they keep all cores busy, or look at what a whole host has left behind.
-# Of the others two files run at a time.
-ALONE := $(patsubst %,tests/native/test_%.py,group limit step) tests/agreement \
-	$(patsubst %,tests/process/test_%.py,backend faults sudden_death)
+# These tests want the machine for themselves: they keep all cores busy, and one of them takes 6 GB. Of the others two
+# files run at a time.
+ALONE := $(patsubst %,tests/native/test_%.py,group limit step)
 
 # These compile the native core anew, with sanitizers and as a wheel: minutes that only a change of native/ calls for.
 COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
@@ -27,12 +26,14 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
 # With them are runs that are resumed, replayed or shown in a browser; searches for planted bugs, trainings until something
 # is learned, every loop on two ranks; and the code and commands of all pages.
-RUNS := $(patsubst %,tests/process/test_%.py,attach_served bench branch_runs codistillation elastic elastic_growth elastic_hosts \
-	elastic_loop elastic_round elastic_rounds engines flexrr_run held_agent host_mail hybrid init large_batch_runs lbfgs_runs \
-	loop_servers lost_launcher mesh_training noise_resumes noise_scale norm_growth parted_runs pipeline_replicas pipeline_runs \
-	placed_runs precision preemption probe remote_engine replay report_browser resume scheduled scripts served_faults served_learn \
-	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint split \
-	split_stage_runs split_stages url_runs validate) \
+RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_served backend_users bench \
+	branch_runs codistillation drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
+	engines flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs loop_servers \
+	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_runs \
+	pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe remote_engine replay \
+	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn \
+	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint \
+	split split_stage_runs split_stages url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples plan_run predictions) \
 	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training downpour parted_jobs pipeline_convergence precision \
@@ -116,7 +117,7 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 # Tests of another torch or another Python, in a venv of their own: what they share with torch, and what starts processes.
 VERSION ?= 2.15.0
 OTHER = .venv-torch-$(VERSION)-$(notdir $(PYTHON))
-OTHER_TESTS := $(patsubst %,tests/process/test_%.py,backend backend_users process_world init local_engine comm_hook) \
+OTHER_TESTS := $(patsubst %,tests/process/test_%.py,backend backend_users process_world init local_engine comm_hook comm_hook_ends) \
 	$(wildcard tests/process/test_attach*.py) tests/native/test_group.py
 
 test-torch: $(LIBRARY) ## process, backend and attach tests with another torch: VERSION=2.9.1, PYTHON=python3.12

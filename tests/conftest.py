@@ -1,8 +1,9 @@
-"""What all tests share: one thread for torch, one profile for hypothesis, and where the real data sets lie."""
+"""What all tests share: one thread for torch, Ctrl-C, one profile for hypothesis, and where the real data sets lie."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import settings
 settings.register_profile("polytempo", deadline=None, print_blob=True)
 settings.load_profile("polytempo")
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins a background command, and all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -177,7 +177,7 @@ def _around(group: Group, count: int, step: int, in_arena: bool) -> None:
 CALLS = (_barrier, _all_reduce, _all_reduce, _reduce_scatter, _broadcast, _all_to_all, _around)
 
 
-def one_round(seed: int) -> tuple[int, list[float]]:
+def one_round(seed: int, limit_s: float = LIMIT_S) -> tuple[int, list[float]]:
     """Kill once: how many were killed, and each survivor's seconds to notice. AssertionError if it goes wrong."""
     choice = random.Random(seed)
     size = choice.randint(2, 5)
@@ -194,16 +194,18 @@ def one_round(seed: int) -> tuple[int, list[float]]:
                 notices.append(notice)
         finally:
             crew.end()
-    return len(victims), judged(notices, size, victims, killed_at_ns, f"seed {seed}, {size} ranks")
+    return len(victims), judged(notices, size, victims, killed_at_ns, f"seed {seed}, {size} ranks", limit_s)
 
 
-def judged(notices: Sequence[Notice], size: int, victims: Sequence[int], killed_at_ns: int, what: str) -> list[float]:
+def judged(
+    notices: Sequence[Notice], size: int, victims: Sequence[int], killed_at_ns: int, what: str, limit_s: float
+) -> list[float]:
     """Each survivor's time to notice in seconds, if all is as it has to be."""
     gone = dict.fromkeys(victims, killed_at_ns)
     for notice in sorted(notices, key=lambda notice: notice.at_ns):
         assert notice.error == "PeerLost", f"{what}: {notice}"
         assert notice.peer in gone, f"{what}: {notice} names a rank that is still there; gone are {gone}"
-        assert notice.at_ns - killed_at_ns < LIMIT_S * 1e9, f"{what}: {notice} is too late"
+        assert notice.at_ns - killed_at_ns < limit_s * 1e9, f"{what}: {notice} is too late"
         gone[notice.rank] = notice.at_ns
     assert set(gone) == set(range(size)), f"{what}: ranks {set(range(size)) - set(gone)} have said nothing"
     return [(notice.at_ns - killed_at_ns) / 1e9 for notice in notices]

@@ -73,6 +73,11 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_limits_that_no_run_keeps_are_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = asked(capsys, "digits", *TARGET, *SMALL, "--memory-gb", "1e-6", code=1)
     assert out.startswith("No run keeps to the limits: the fastest takes ")
+    assert "of memory a worker." in out
+    assert "The front" not in out, "nothing is within the limit"
+    out, err = asked(capsys, "digits", *TARGET, *SMALL, "--price", "1", "--budget", "1e-12", "--quote", code=1)
+    assert out == "", "a command that breaks the limits is none to run"
+    assert err.startswith("No run keeps to the limits: ")
 
 
 @pytest.mark.parametrize(

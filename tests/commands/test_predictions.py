@@ -107,6 +107,8 @@ def test_a_process_takes_about_what_is_reckoned() -> None:
     assert reckoned == state + 2 * 4 * 1024 * 4096, "the square root of the larger matrix, and what it is divided by"
     assert measured is not None
     assert 0.8 < measured / reckoned < 1.25
+    torch.ones(7 << 20)
+    assert measured_bytes(spec) == pytest.approx(measured, rel=0.05), "28 MB that this process has freed do not count"
     [beside_freed] = launch(lambda _: _after_freeing(spec), 1)
     assert 0.8 < beside_freed / reckoned < 1.5, "this allocator keeps more"
 
@@ -172,11 +174,17 @@ def test_samples_name_the_kernels_that_are_charged() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [(["--batch-size", "4"], "give --job, too"), (["--job", "nope"], "there is no job 'nope'")],
+    [
+        (["--batch-size", "4"], "give --job, too"),
+        (["--job", "nope"], "there is no job 'nope'"),
+        (["--job", "digits", "--batch-size", "0"], "batch_size must be positive, got 0"),
+        (["--job", "a9a", "--data", "nowhere"], "nowhere"),
+    ],
 )
 def test_what_calibrate_cannot_measure_is_refused_before_it_measures(
-    asked: list[str], said: str, tmp_path: Path
+    asked: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("polytempo.cli.calibrate.calibrated", lambda *asked: pytest.fail("it has measured"))
     refused = CliRunner().invoke(app, ["calibrate", *asked, "--out", str(tmp_path / "cluster.toml")])
     assert (refused.exit_code, said in refused.stderr) == (2, True)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,7 @@
-"""The catalogue of codecs: a row for each, with what it promises. `test_codec_laws.py` holds each to its row."""
+"""The catalogue of codecs: a row for each, with what it promises.
+
+`test_codec_laws.py` and `test_codec_mistakes.py` hold each to its row.
+"""
 
 from __future__ import annotations
 

@@ -5,116 +5,33 @@ The tensors are drawn by hypothesis: a shape, a kind of values, a seed, a dtype,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
-from typing import NamedTuple
-
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laws.codec_cases import (
+    MODERATE,
+    NORMAL,
+    TOLERANCE,
+    Case,
+    cases,
+    every_codec,
+    guarded,
+    largest,
+    raw,
+    residuals,
+    some,
+    tensors_of,
+    untouched,
+    with_encode_,
+)
 from laws.codecs import ROWS, Row, text
 from polytempo import compression
 from polytempo.compression.feedback import Feedback, feedback
-from polytempo.core import Codec, CodecState, EncodeContext, NotFinite, Residual
+from polytempo.core import Codec, EncodeContext
 from polytempo.spec.catalogue import CODECS
-
-every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
-with_encode_ = pytest.mark.parametrize("row", [row for row in ROWS if not row.feeds_itself], ids=text)
-some = settings(max_examples=16, derandomize=True)
-
-SHAPES = [(), (0,), (1,), (2,), (7,), (5, 3), (4, 0), (3, 5, 2), (257,), (33, 17), (1, 70), (1025,), (64, 40)]
-"""None, one, a few, and around what a vector register, a block and a bucket hold."""
-
-EXTREME = ["zeros", "denormal", "huge"]
-MODERATE = ["ones", "normal", "outliers", "few", "wide"]
-
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Of a sum, relative to its largest term."""
-
-GUARD = 64
-"""Bytes before and after memory that is written to."""
-
-
-class Case(NamedTuple):
-    """How to make tensors: they begin `offset` elements after an address that vectors like."""
-
-    shape: tuple[int, ...]
-    kind: str
-    dtype: torch.dtype
-    seed: int = 0
-    offset: int = 0
-
-    def tensor(self, number: int = 0) -> Tensor:
-        """Tensor `number` of this case."""
-        generator = torch.Generator().manual_seed(1000 * self.seed + number)
-        like = torch.empty(self.shape)
-        normal = torch.randn(self.offset + like.numel(), generator=generator, dtype=torch.float64)
-        other = torch.rand(len(normal), generator=generator, dtype=torch.float64)
-        values = {
-            "zeros": torch.zeros_like(normal),
-            "ones": torch.full_like(normal, 1.5),
-            "normal": normal,
-            "outliers": torch.where(other < 0.01, 1e3 * normal, normal),
-            "few": torch.where(other < 0.9, 0.0, normal),
-            "wide": normal.sign() * 10 ** (6 * other - 3),
-            "denormal": 1e-41 * normal,
-            "huge": 1e30 * normal,
-        }[self.kind]
-        return (values + 0.0).to(self.dtype)[self.offset :].view(self.shape)
-
-
-def cases(kinds: Sequence[str] = (*EXTREME, *MODERATE)) -> st.SearchStrategy[Case]:
-    """All that a codec has to bear."""
-    return st.builds(
-        Case,
-        st.sampled_from(SHAPES),
-        st.sampled_from(kinds),
-        st.sampled_from([torch.float32, torch.float64]),
-        st.integers(0, 999),
-        st.integers(0, 3),
-    )
-
-
-NORMAL = Case((33, 17), "normal", torch.float32)
-
-
-def largest(*tensors: Tensor) -> float:
-    """The largest magnitude."""
-    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0)
-
-
-def raw(wire: Tensor) -> bytes:
-    """The wire's bytes."""
-    return wire.view(torch.uint8).numpy().tobytes()
-
-
-def guarded(num_bytes: int, filled: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory of which only the middle may be written to, and that middle."""
-    memory = torch.full((num_bytes + 2 * GUARD,), filled, dtype=torch.uint8)
-    return memory, memory[GUARD : GUARD + num_bytes].view(dtype)
-
-
-def untouched(memory: Tensor, filled: int) -> bool:
-    """Whether the guards are as they were."""
-    return bool((memory[:GUARD] == filled).all() and (memory[-GUARD:] == filled).all())
-
-
-def residuals(state: CodecState) -> list[Tensor]:
-    """All residuals of a state."""
-    if isinstance(state, Residual):
-        return [] if state.residual is None else [state.residual]
-    return [each for part in state for each in residuals(part)] if isinstance(state, tuple) else []
-
-
-def tensors_of(state: CodecState) -> list[object]:
-    """A state's leaves, tensors as their bytes."""
-    if isinstance(state, tuple):
-        return [leaf for part in state for leaf in tensors_of(part)]
-    return [raw(state.reshape(-1)) if isinstance(state, Tensor) else state]
-
 
 # ---------------------------------------------------------------------- the catalogue
 
@@ -407,116 +324,3 @@ def test_the_sum_of_wires_decodes_to_the_sum_of_tensors(row: Row, case: Case, te
     assert all(torch.equal(decoded[0], each) for each in decoded)
     rounding = TOLERANCE.get(total.dtype, 0.0) + TOLERANCE[xs[0].dtype]
     assert largest(decoded[0].double() - singles) <= terms * rounding * largest(*xs, *decoded)
-
-
-# ---------------------------------------------------------------------- NaN and infinities
-
-BAD = [float("nan"), float("inf"), float("-inf")]
-places = pytest.mark.parametrize("index", [0, 13, 560])
-
-
-@places
-@pytest.mark.parametrize("value", BAD, ids=str)
-@pytest.mark.parametrize("row", [row for row in ROWS if row.passes], ids=text)
-def test_what_is_not_finite_arrives_as_such(row: Row, value: float, index: int) -> None:
-    codec, x = row.make(), NORMAL.tensor()
-    clean = codec.decode(codec.encode(x)[0], x)
-    x.view(-1)[index] = clean.view(-1)[index] = value
-    torch.testing.assert_close(codec.decode(codec.encode(x)[0], x), clean, rtol=0, atol=0, equal_nan=True)
-
-
-@places
-@pytest.mark.parametrize("value", BAD, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.passes], ids=text)
-def test_what_is_not_finite_is_refused(row: Row, dtype: torch.dtype, value: float, index: int) -> None:
-    """By its place and value, before anything has changed."""
-    codec, x = row.make(), Case((33, 17), "normal", dtype).tensor()
-    state = codec.encode(x, codec.init(x))[1]
-    x.view(-1)[index] = value
-    before = tensors_of(deepcopy(state))
-    with pytest.raises(NotFinite, match=f"element {index} is {value}, which {row.text.partition('(')[0]}") as refusal:
-        codec.encode(x, state, EncodeContext(2))
-    assert (refusal.value.index, str(refusal.value.value)) == (index, str(value))
-    assert tensors_of(state) == before
-    if not row.feeds_itself:
-        residual = torch.ones_like(x)
-        with pytest.raises(NotFinite, match=f"element {index} is"):
-            codec.encode_(x, residual, state, EncodeContext(2))
-        assert (residual == 1).all()
-        assert tensors_of(state) == before
-
-
-@pytest.mark.parametrize("value", BAD, ids=str)
-@pytest.mark.parametrize("row", [row for row in ROWS if row.feedable], ids=text)
-def test_feedback_refuses_what_would_stay_for_ever(row: Row, value: float) -> None:
-    """Whether the codec inside would hand it on or not; and the residual is as it was."""
-    codec, x = feedback(row.make()), NORMAL.tensor()
-    assert not codec.facts.passes_nonfinite
-    state = codec.encode(x, codec.init(x))[1]
-    before = tensors_of(deepcopy(state))
-    x.view(-1)[300] = value
-    with pytest.raises(NotFinite, match=f"element 300 is {value}"):
-        codec.encode(x, state, EncodeContext(2))
-    assert tensors_of(state) == before
-
-
-# ---------------------------------------------------------------------- what may arrive
-
-damages = st.one_of(
-    st.tuples(st.just("cut"), st.integers(0, 4096)),
-    st.tuples(st.just("flip"), st.integers(0, 2**20)),
-    st.tuples(st.just("noise"), st.integers(0, 2**20)),
-    st.tuples(st.just("more"), st.integers(1, 16)),
-)
-
-
-def damaged(wire: Tensor, how: str, number: int) -> Tensor:
-    """`wire` with something wrong: shorter, longer, a bit flipped, or nothing of it left."""
-    unit = 4 if wire.dtype is torch.uint8 else 1
-    if how == "cut":
-        return wire[: wire.numel() * (number % 97) // 97 // unit * unit].clone()
-    if how == "more":
-        return torch.cat([wire, wire.new_ones(unit * number)])
-    bytes_ = wire.clone().view(torch.uint8)
-    generator = torch.Generator().manual_seed(number)
-    if how == "noise":
-        bytes_.copy_(torch.randint(0, 256, bytes_.shape, generator=generator, dtype=torch.uint8))
-    elif bytes_.numel():
-        bytes_[number % bytes_.numel()] ^= 1 << number % 8
-    return bytes_.view(wire.dtype)
-
-
-@every_codec
-@settings(max_examples=30, derandomize=True)
-@given(
-    shape=st.sampled_from([(), (0,), (7,), (33, 17), (1025,)]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    damage=damages,
-)
-def test_a_damaged_wire_writes_nowhere_else(
-    row: Row, shape: tuple[int, ...], dtype: torch.dtype, damage: tuple[str, int]
-) -> None:
-    """It is refused by a ValueError, or decodes to something of the right shape."""
-    codec, x = row.make(), Case(shape, "normal", dtype).tensor()
-    wire = damaged(codec.encode(x, codec.init(x))[0], *damage)
-    memory, flat = guarded(x.numel() * x.element_size(), 0x55, dtype)
-    flat.zero_()
-    try:
-        decoded = codec.decode(wire, x)
-        assert (decoded.shape, decoded.dtype) == (x.shape, dtype)
-        codec.add_(wire, flat.view(x.shape))
-    except ValueError:
-        pass
-    assert untouched(memory, 0x55)
-
-
-@every_codec
-@pytest.mark.parametrize("num_left", [0, 1])
-def test_a_wire_that_is_too_short_is_refused(row: Row, num_left: int) -> None:
-    codec, x = row.make(), NORMAL.tensor()
-    wire, _ = codec.encode(x, codec.init(x))
-    short = wire[: num_left * (4 if wire.dtype is torch.uint8 else 1)].clone()
-    for decode in (lambda: codec.decode(short, x), lambda: codec.add_(short, x.clone())):
-        with pytest.raises(ValueError, match="wire"):
-            decode()

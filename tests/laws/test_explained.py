@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from laws.catalogue import HELPED, ROWS, SERVED, Row, label
 from polytempo import aggregation, collectives
 from polytempo import compression as c
 from polytempo import strategies as s
-from polytempo.cluster import Cluster, Link, ethernet
+from polytempo.cluster import Cluster, Link
 from polytempo.core import Bundle, Late, Op, Port, Strategy, Task, identity, is_idle, world_port
 from polytempo.core.op import Pull, Push, Start, Work
 from polytempo.core.state import settled
@@ -39,6 +40,8 @@ MORE = [
 ]
 """What the catalogue's rows leave out."""
 EVERY = [*ROWS, *MORE]
+SLOW = Cluster(Link(latency_s=1.0, bytes_per_s=1e30), flops_per_s=1e30)
+BUSY = Cluster(Link(latency_s=0.0, bytes_per_s=1e30), flops_per_s=1.0)
 LATE = {"delayed_sgd"}
 """Their exchanges are under way while the next step begins, so they count in total only."""
 every_row = pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.name}: {label(row)}")
@@ -51,8 +54,20 @@ def values(rank: int, *, meta: bool) -> Bundle:
     return Bundle({name: tensor.to("meta") if meta else tensor for name, tensor in tensors.items()})
 
 
-def run(strategy: Strategy, cluster: Cluster, num_ranks: int, *, meta: bool) -> tuple[Trace, list[Any], float]:
-    """`STEPS` steps of all ranks: the trace, each rank's states in the end, and the time."""
+class Counted(NamedTuple):
+    """What a world counts: messages and bytes of all ranks and bytes of the busiest one in each step, and in all."""
+
+    steps: list[tuple[int, int, int]]
+    total: tuple[int, int, int]
+    seconds: float
+    held: list[int]
+    """Bytes of each rank's states in the end."""
+
+
+@cache
+def run(row: Row, cluster: Cluster, num_ranks: int, *, meta: bool) -> Counted:
+    """`STEPS` steps of all ranks. Several laws look at the same ones."""
+    strategy = row.make()
     states: list[Any] = [None] * num_ranks
 
     async def program(port: Port) -> None:
@@ -65,7 +80,9 @@ def run(strategy: Strategy, cluster: Cluster, num_ranks: int, *, meta: bool) -> 
         states[port.rank] = [await settled(state) for state in own]
 
     outcome = VirtualWorld(cluster, num_ranks).run(program)
-    return outcome.trace, states, outcome.seconds
+    steps = [counted(outcome.trace, step) for step in range(1, STEPS + 1)]
+    held = [sum(t.numel() * t.element_size() for t in tensors_of(state)) for state in states]
+    return Counted(steps, counted(outcome.trace, None), outcome.seconds, held)
 
 
 def counted(trace: Trace, step: int | None) -> tuple[int, int, int]:
@@ -75,45 +92,6 @@ def counted(trace: Trace, step: int | None) -> tuple[int, int, int]:
     for event in events:
         by_rank[event.rank] += event.bytes
     return len(events), sum(by_rank.values()), max(by_rank.values(), default=0)
-
-
-def explained(strategy: Strategy, num_ranks: int) -> Explanation:
-    return explain(strategy, num_ranks, values(0, meta=True).tensors)
-
-
-@every_row
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
-def test_messages_and_bytes_are_those_of_a_simulated_step(row: Row, num_ranks: int) -> None:
-    strategy = row.make()
-    if "krum" in str(strategy) or "trimmed" in str(strategy):
-        num_ranks = max(num_ranks, 5)
-    found = explained(strategy, num_ranks)
-    trace, _, _ = run(strategy, ethernet(), num_ranks, meta=True)
-    if row.name not in LATE:
-        for step in range(1, STEPS + 1):
-            said = found.at(step)
-            messages, num_bytes, busiest = counted(trace, step)
-            assert (said.messages, said.bytes) == (messages, num_bytes), (
-                f"step {step} of {num_ranks} ranks: its cost says {said.messages} messages and {said.bytes} bytes, "
-                f"its ops are {messages} and {num_bytes} (with one rank `apply` should await none)"
-            )
-            assert busiest <= said.busiest_bytes <= busiest + 64 * num_ranks, step
-    total = [found.at(step) for step in range(1, STEPS + 1)]
-    assert (sum(t.messages for t in total), sum(t.bytes for t in total)) == counted(trace, None)[:2]
-
-
-@every_row
-def test_with_values_it_is_the_same_or_the_most(row: Row) -> None:
-    strategy, num_ranks = row.make(), 5
-    found = explained(strategy, num_ranks)
-    trace, _, _ = run(strategy, ethernet(), num_ranks, meta=False)
-    messages = sum(found.at(step).messages for step in range(1, STEPS + 1))
-    num_bytes = sum(found.at(step).bytes for step in range(1, STEPS + 1))
-    assert counted(trace, None)[0] == messages
-    if all(planned.exchange.exact for planned in found.exchanges):
-        assert counted(trace, None)[1] == num_bytes
-    else:
-        assert 0 < counted(trace, None)[1] <= num_bytes
 
 
 def tensors_of(state: Any) -> Iterator[Tensor]:
@@ -128,17 +106,48 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
     assert not isinstance(state, Late)
 
 
+def explained(strategy: Strategy, num_ranks: int) -> Explanation:
+    return explain(strategy, num_ranks, values(0, meta=True).tensors)
+
+
+@every_row
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_messages_and_bytes_are_those_of_a_simulated_step(row: Row, num_ranks: int) -> None:
+    strategy = row.make()
+    if "krum" in str(strategy) or "trimmed" in str(strategy):
+        num_ranks = max(num_ranks, 5)
+    found = explained(strategy, num_ranks)
+    ran = run(row, SLOW, num_ranks, meta=True)
+    if row.name not in LATE:
+        for step, (messages, num_bytes, busiest) in enumerate(ran.steps, 1):
+            said = found.at(step)
+            assert (said.messages, said.bytes) == (messages, num_bytes), (
+                f"step {step} of {num_ranks} ranks: its cost says {said.messages} messages and {said.bytes} bytes, "
+                f"its ops are {messages} and {num_bytes} (with one rank `apply` should await none)"
+            )
+            assert busiest <= said.busiest_bytes <= busiest + 64 * num_ranks, step
+    total = [found.at(step) for step in range(1, STEPS + 1)]
+    assert (sum(t.messages for t in total), sum(t.bytes for t in total)) == ran.total[:2]
+
+
+@every_row
+def test_with_values_it_is_the_same_or_the_most(row: Row) -> None:
+    strategy, num_ranks = row.make(), 5
+    found = explained(strategy, num_ranks)
+    ran = run(row, SLOW, num_ranks, meta=False)
+    messages = sum(found.at(step).messages for step in range(1, STEPS + 1))
+    num_bytes = sum(found.at(step).bytes for step in range(1, STEPS + 1))
+    assert ran.total[0] == messages
+    if all(planned.exchange.exact for planned in found.exchanges):
+        assert ran.total[1] == num_bytes
+    else:
+        assert 0 < ran.total[1] <= num_bytes
+
+
 @every_row
 def test_what_is_remembered_is_what_a_state_holds(row: Row) -> None:
-    strategy = row.make()
-    _, states, _ = run(strategy, ethernet(), 5, meta=False)
-    for state in states:
-        held = sum(t.numel() * t.element_size() for t in tensors_of(state))
-        assert held == explained(strategy, 5).memory_bytes
-
-
-SLOW = Cluster(Link(latency_s=1.0, bytes_per_s=1e30), flops_per_s=1e30)
-BUSY = Cluster(Link(latency_s=0.0, bytes_per_s=1e30), flops_per_s=1.0)
+    said = explained(row.make(), 5).memory_bytes
+    assert run(row, SLOW, 5, meta=False).held == [said] * 5
 
 
 @every_row
@@ -147,7 +156,7 @@ def test_rounds_are_seconds_where_only_latency_counts(row: Row, num_ranks: int) 
     strategy = row.make()
     if row.name in LATE or any(rule in str(strategy) for rule in ("krum", "trimmed", "bulyan")):
         num_ranks = 8
-    _, _, seconds = run(strategy, SLOW, num_ranks, meta=True)
+    seconds = run(row, SLOW, num_ranks, meta=True).seconds
     rounds = sum(explained(strategy, num_ranks).at(step).rounds for step in range(1, STEPS + 1))
     if row.name in LATE:
         assert 0 < seconds <= rounds
@@ -158,7 +167,7 @@ def test_rounds_are_seconds_where_only_latency_counts(row: Row, num_ranks: int) 
 @every_row
 def test_operations_are_seconds_where_only_they_count(row: Row) -> None:
     strategy = row.make()
-    _, _, seconds = run(strategy, BUSY, 8, meta=True)
+    seconds = run(row, BUSY, 8, meta=True).seconds
     flops = sum(explained(strategy, 8).at(step).flops for step in range(1, STEPS + 1))
     assert seconds == pytest.approx(flops) if flops else seconds < 1e-20
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from polytempo.core.errors import Mismatch
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.interop.backend.work import Lane, Queued
+from shared_memory import segments
 
 pytestmark = pytest.mark.process
 
@@ -810,7 +810,7 @@ finally:
 
 @pytest.mark.parametrize("how", ["nothing", "a collective in flight", "a message in flight", "an error"])
 def test_who_ends_without_leaving_leaves_nothing_and_does_not_hang(how: str, tmp_path: Any) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = segments()
     ended = subprocess.run(
         [sys.executable, "-c", LEAVING, how, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
@@ -818,4 +818,4 @@ def test_who_ends_without_leaving_leaves_nothing_and_does_not_hang(how: str, tmp
     assert (ended.returncode, ended.stdout) == (code, f"other {code}\n"), ended.stderr
     assert "Fatal" not in ended.stderr
     assert ended.stderr.count("KeyError: 'on purpose'") == 2 * code
-    assert sorted(os.listdir("/dev/shm")) == before
+    assert segments() == before

@@ -2,132 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import polytempo as pt
 from polytempo.aggregation import low_rank, median
-from polytempo.compression import all_gather, bf16, exact, feedback, fp16, natural, qsgd, reduce_scatter, through
-from polytempo.core import Codec, NotFinite, PeerLost, stateless
-from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
-from polytempo.interop.backend import create
+from polytempo.compression import all_gather, bf16, exact, feedback, fp16, qsgd, reduce_scatter, through
+from polytempo.core import Codec
 from polytempo.interop.ddp_hook import CommHook, comm_hook
-from polytempo.interop.transport import leave, transport_like
 from polytempo.strategies import sync_sgd
 from polytempo.worlds import ProcessWorld
-
-LOADED = (torch._dynamo, pt.attach)
-"""Slow to load: once here instead of once in every worker."""
+from process.hooked import FED, SIZE, SMALL_BUCKETS, Net, close, ddp, equal, inputs, recorded, summed, told, train
 
 pytestmark = pytest.mark.process
-
-SIZE = 2
-SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
-FED = feedback(natural())
-"""Coarse: without feedback, and with it too, a step is far from the exact one."""
-
-Story = Callable[[int], Sequence[Tensor]]
-"""What a rank does in the default group; answers the tensors that must be the same on all ranks."""
-
-
-class Net(nn.Module):
-    """Three layers, 24 kB; `other` is not always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(6, 70), nn.Linear(70, 70), nn.Linear(70, 4)
-        self.other: nn.Linear | None = None
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.tanh(self.middle(torch.tanh(self.first(inputs))))
-        use_other = self.other is not None and float(inputs[0, 0]) > 0
-        return self.other(hidden) if use_other and self.other else self.last(hidden)
-
-
-def inputs(rank: int, step: int) -> Tensor:
-    """A batch of eight."""
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train(net: nn.Module, rank: int, steps: Iterable[int] = range(4)) -> list[Tensor]:
-    optimizer = SGD(net.parameters(), 0.1, momentum=0.5)
-    for step in steps:
-        optimizer.zero_grad()
-        net(inputs(rank, step)).pow(2).mean().backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in net.parameters()]
-
-
-def ddp(hook: Any, net: nn.Module | None = None, state: Any = None, **options: Any) -> DistributedDataParallel:
-    wrapped = DistributedDataParallel(Net() if net is None else net, **options)
-    if hook is not None:
-        wrapped.register_comm_hook(state, hook)
-    return wrapped
-
-
-def told(story: Story, size: int = SIZE, backends: Sequence[str] = ("gloo", "polytempo"), hosts: str = "") -> None:
-    """The story on these backends, as if on these hosts; all ranks end with the same bits."""
-
-    def work(rank_info: RankInfo) -> Result:
-        warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
-        if hosts:
-            os.environ["POLYTEMPO_HOST"] = hosts[rank_info.rank]
-        ends = []
-        for backend in backends:
-            store = dist.FileStore(str(rank_info.rendezvous / backend), size)
-            limit = timedelta(seconds=20)
-            dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=size, timeout=limit)
-            ends.append([tensor.double().flatten().tolist() for tensor in story(rank_info.rank)])
-            dist.destroy_process_group()
-        return ends
-
-    ends = launch(work, size, threads=1, timeout_s=60)
-    assert ends[0] == ends[1]
-    assert ends[0][0]
-
-
-def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def close(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float = 1e-6) -> None:
-    torch.testing.assert_close(list(a), list(b), rtol=tolerance, atol=tolerance)
-
-
-def summed(tensors: Iterable[Tensor]) -> list[Tensor]:
-    totals = [tensor.clone() for tensor in tensors]
-    for total in totals:
-        dist.all_reduce(total)
-    return totals
-
-
-def recorded(hook: Any, layouts: list[list[list[int]]]) -> Any:
-    """The hook, which notes the shapes of each bucket's parameters."""
-
-    def recording(state: Any, bucket: Any) -> Any:
-        layouts.append([list(parameter.shape) for parameter in bucket.parameters()])
-        return hook(state, bucket)
-
-    recording.__annotations__ = {}  # DDP wants no text in them
-    return recording
 
 
 # ---------------------------------------------------------------------- what it computes
@@ -367,127 +263,6 @@ def test_a_state_of_another_codec_or_model_is_refused() -> None:
         other.load_state_dict(hook.state_dict())
         with pytest.raises(ValueError, match=r"has 'first.weight' as None, but it is .* with model=… in one run"):
             train(ddp(other, net), rank, range(1))
-        return ended
-
-    told(story)
-
-
-# ---------------------------------------------------------------------- errors, and the end
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_a_nan_ends_training_on_every_rank_with_its_name(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native:
-        monkeypatch.setattr(create, "why_not", lambda: "it is not to be")
-
-    def story(rank: int) -> Sequence[Tensor]:
-        net = Net()
-        wrapped = ddp(comm_hook(FED, net), net, **SMALL_BUCKETS)
-        train(wrapped, rank, range(2))
-        batch = inputs(rank, 2) * (float("nan") if rank == 1 else 1.0)
-        loss = wrapped(batch).pow(2).mean()
-        if rank == 1:
-            with pytest.raises(NotFinite, match=r"of (last|middle|first)\.(weight|bias) .*on rank 1 is nan") as caught:
-                loss.backward()
-            assert "DDP exchanged the gradients of " in caught.value.__notes__[0]
-        else:
-            with pytest.raises(PeerLost, match="rank 0, step 3: "):
-                loss.backward()
-        return [torch.ones(1)]
-
-    told(story)
-
-
-@pytest.mark.parametrize(
-    ("backend", "hosts", "route"),
-    [
-        *[("gloo", "", route) for route in (None, all_gather, pt.collectives.ring)],
-        *[("polytempo", "AABB", None), ("polytempo", "ABCD", all_gather)],
-    ],
-    ids=["gloo", "gloo, all_gather", "gloo, ring", "two hosts", "four hosts, all_gather"],
-)
-def test_ranks_far_from_the_one_that_fails_do_not_wait_for_it(backend: str, hosts: str, route: Any) -> None:
-    """They have no connection that ends with it, but to ranks that fail in turn, and keep the error."""
-
-    def story(rank: int) -> Sequence[Tensor]:
-        store = dist.distributed_c10d._get_default_store()
-        wrapped = ddp(comm_hook(feedback(bf16()), route=route))
-        train(wrapped, rank, range(2))
-        loss = wrapped(inputs(rank, 2) * (float("nan") if rank == 1 else 1.0)).pow(2).mean()
-        with pytest.raises(NotFinite if rank == 1 else PeerLost) as kept:
-            loss.backward()
-        store.set(f"failed/{rank}", "")
-        store.wait([f"failed/{each}" for each in range(4)])  # nobody ends before, which would close all it has
-        assert kept.value.__traceback__ is not None
-        return [torch.ones(1)]
-
-    told(story, 4, [backend], hosts)
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_nobody_has_a_transport_before_all_have_met_in_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has it may leave it at once, which gloo calls an error where a rank still connects."""
-    kind = create.SharedMemoryGroup if native else dist.ProcessGroupGloo
-    if not native:
-        monkeypatch.setattr(create, "why_not", lambda: "it is not to be")
-
-    def story(rank: int) -> Sequence[Tensor]:
-        met: list[Any] = []
-        barrier = kind.barrier
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "barrier", lambda group, *given: met.append(group) or barrier(group, *given))
-            own = [transport_like(dist.group.WORLD)]
-        assert met == own
-        assert isinstance(met.pop(), kind)
-        leave(own, ProcessWorld(rank, [0] * SIZE))
-        return [torch.ones(1)]
-
-    told(story, backends=["polytempo"])
-
-
-def test_the_thread_ends_with_ddp_and_leaves_process_groups_as_they_were() -> None:
-    def story(rank: int) -> Sequence[Tensor]:
-        wrapped = ddp(comm_hook(FED))
-        ended = train(wrapped, rank, range(2))
-        threads = [thread for thread in threading.enumerate() if thread.name == "polytempo-comm-hook"]
-        assert len(threads) == 1
-        del wrapped
-        gc.collect()
-        threads[0].join(10)
-        assert not threads[0].is_alive()
-        assert len(dist.distributed_c10d._world.pg_map) == 1
-        return ended
-
-    told(story)
-
-
-def test_what_cannot_work_is_refused_when_it_is_built() -> None:
-    with pytest.raises(ValueError, match="merge, route and exact_below are for codecs"):
-        comm_hook(low_rank(2), route=all_gather)
-    with pytest.raises(ValueError, match=r"needs the whole gradient at once, and DDP has buckets; use pt.attach"):
-        comm_hook(stateless(lambda port, bundle: port.barrier(), separable=False))  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match=r"got the strategy sync_sgd.*; strategies go with pt.attach"):
-        comm_hook(sync_sgd())  # type: ignore[arg-type]
-    for given, remedy in ((bf16, r"got <function bf16>; write bf16\(\)"), (7, "got 7"), (low_rank, "got a transform")):
-        with pytest.raises(TypeError, match=remedy):
-            comm_hook(given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cannot be summed, so route=ring is impossible"):
-        comm_hook(natural(), route=pt.collectives.ring)
-    assert comm_hook(feedback(bf16()), route=all_gather).__name__ == "comm_hook(feedback(bf16()), route=all_gather)"
-    assert pt.comm_hook is comm_hook
-
-
-def test_what_a_hook_is_not_for_is_said() -> None:
-    def story(rank: int) -> Sequence[Tensor]:
-        with pytest.raises(TypeError, match="state must be None or a process group, got dict"):
-            train(ddp(comm_hook(bf16()), state={}), rank, range(1))
-        wrapped = ddp(comm_hook(bf16()), nn.EmbeddingBag(50, 8, sparse=True, mode="sum"))
-        with pytest.raises(ValueError, match="gradients must be dense"):
-            wrapped(torch.tensor([[1, 2]])).sum().backward()
-        hook = comm_hook(bf16())
-        ended = train(ddp(hook), rank, range(1))
-        with pytest.raises(ValueError, match="the model given to comm_hook has not"):
-            train(ddp(comm_hook(bf16(), nn.Linear(2, 2))), rank, range(1))
         return ended
 
     told(story)

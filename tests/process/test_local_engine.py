@@ -35,7 +35,7 @@ from polytempo.engines.worker import RankInfo
 
 pytestmark = pytest.mark.process
 
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -257,9 +257,9 @@ def test_a_worker_that_does_not_listen_is_killed(private: Path) -> None:
 
 def test_a_run_that_hangs_is_ended_and_says_where(private: Path) -> None:
     with pytest.raises(RunTimedOut) as hung:
-        launch(lambda rank_info: rest(rank_info) if rank_info.rank else None, 2, timeout_s=0.5)
+        launch(lambda rank_info: rest(rank_info) if rank_info.rank else None, 2, timeout_s=2)
     assert hung.value.ranks == [1]
-    assert "not over within 0.5 s; still running: rank 1" in str(hung.value)
+    assert "not over within 2 s; still running: rank 1" in str(hung.value)
     assert "test_local_engine.py" in str(hung.value)
     assert "in rest" in str(hung.value)
     assert list(private.iterdir()) == []

@@ -294,7 +294,7 @@ def test_a_deadline_is_kept_and_the_error_says_what_waited() -> None:
         return said
 
     for rank, (waited_s, *said) in enumerate(together(2, work)):
-        assert 0.3 < waited_s < 5
+        assert 0.3 < waited_s < 20, "the world's own deadline"
         operation = f"recv from rank {1 - rank} (tag 5)"
         text = f"rank {rank}, step 7: timed out: {operation} did not finish within 0.4 s"
         assert said == [rank, 7, operation, 0.4, text]
@@ -302,7 +302,7 @@ def test_a_deadline_is_kept_and_the_error_says_what_waited() -> None:
 
 def test_the_worlds_own_deadline_holds_where_none_is_asked_for() -> None:
     def serve(rank_info: RankInfo) -> Result:
-        world = pt.init(timeout_s=0.5, quiet=True)
+        world = pt.init(timeout_s=2, quiet=True)
 
         async def program() -> str:
             pair = world.port.among([1, 0])
@@ -318,7 +318,7 @@ def test_the_worlds_own_deadline_holds_where_none_is_asked_for() -> None:
         leave_together(world)
         return said
 
-    text = "rank 0, step 0: timed out: all_reduce among 2 ranks did not finish within 0.5 s (rank 1 did not come)"
+    text = "rank 0, step 0: timed out: all_reduce among 2 ranks did not finish within 2 s (rank 1 did not come)"
     assert launch(serve, 2, threads=1, timeout_s=30) == [text, "did not come"]
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 
 from polytempo.native.group import Group
+from shared_memory import segments
 
 pytestmark = pytest.mark.process
 
 SEED = random.SystemRandom().randrange(1_000_000)
-NUM_KILLS = 60
-DEADLINE_S = 0.3
+NUM_KILLS = 20
+DEADLINE_S = 1.0
+"""Longer than a rank that has met the others is kept from its first call by other programs."""
 
 
 def _loaded() -> Any:
@@ -38,19 +40,19 @@ def _loaded() -> Any:
 kills = _loaded()
 
 
-def test_survivors_of_a_kill_raise_peer_lost_within_a_second() -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_survivors_of_a_kill_raise_peer_lost_long_before_their_deadline() -> None:
+    before = segments()
     num_kills = num_rounds = 0
     while num_kills < NUM_KILLS:
         print(f"seed {SEED + num_rounds}")
-        killed, _ = kills.one_round(SEED + num_rounds)
+        killed, _ = kills.one_round(SEED + num_rounds, limit_s=kills.GIVE_UP_S / 2)
         num_kills, num_rounds = num_kills + killed, num_rounds + 1
-    assert set(os.listdir("/dev/shm")) == before
+    assert segments() == before
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_when_all_are_killed_at_once_nothing_is_left(size: int, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     crew = kills.Crew(size, kills.busy(SEED), str(tmp_path))
     for process in crew.processes:
         os.kill(process, signal.SIGKILL)
@@ -58,7 +60,7 @@ def test_when_all_are_killed_at_once_nothing_is_left(size: int, tmp_path: Path) 
     for process in crew.processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
-    assert set(os.listdir("/dev/shm")) == before
+    assert segments() == before
 
 
 def waits_in_a_barrier(group: Group) -> None:
@@ -76,10 +78,10 @@ def waits_for_a_message(group: Group) -> None:
 @pytest.mark.parametrize(
     ("size", "waiting", "told"),
     [
-        (2, waits_in_a_barrier, "timed out: barrier did not finish within 0.3 s (rank 1 did not come)"),
-        (4, waits_in_a_barrier, "timed out: barrier did not finish within 0.3 s (rank 1 did not come)"),
-        (4, waits_for_a_sum, "timed out: all_reduce did not finish within 0.3 s (rank 1 did not come)"),
-        (3, waits_for_a_message, "timed out: recv(source=1, tag=0) did not finish within 0.3 s"),
+        (2, waits_in_a_barrier, "timed out: barrier did not finish within 1 s (rank 1 did not come)"),
+        (4, waits_in_a_barrier, "timed out: barrier did not finish within 1 s (rank 1 did not come)"),
+        (4, waits_for_a_sum, "timed out: all_reduce did not finish within 1 s (rank 1 did not come)"),
+        (3, waits_for_a_message, "timed out: recv(source=1, tag=0) did not finish within 1 s"),
     ],
     ids=["barrier of 2", "barrier of 4", "sum of 4", "message of 3"],
 )

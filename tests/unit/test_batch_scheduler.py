@@ -2,80 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.message import Deal
-
-Deals = Literal["freely", "evenly"]
-
-
-class Crowd:
-    """Workers who do as they are told, and a note of all that they were told."""
-
-    def __init__(self, scheduler: BatchScheduler, workers: Sequence[int] = ()) -> None:
-        self.scheduler = scheduler
-        self.lives: dict[int, int] = {}
-        self.asked: dict[tuple[int, int], int] = {}
-        self.held: dict[int, list[int]] = {}
-        self.told: list[tuple[int, str]] = []
-        self.waiting: set[int] = set()
-        self.done: list[int] = []
-        self.once_dealt: set[int] = set()
-        for worker in workers:
-            self.join(worker)
-
-    def join(self, worker: int) -> None:
-        self.lives[worker] = self.lives.get(worker, 0) + 1
-        self.held[worker] = []
-        assert self.scheduler.join(worker, self.lives[worker])
-
-    def lose(self, worker: int) -> None:
-        self.scheduler.lose(worker)
-        del self.held[worker]
-        self.waiting.discard(worker)
-        self.hear()
-
-    def ask(self, worker: int, pushes: int = 0) -> str | None:
-        """Ask, having pushed the `pushes` oldest tickets held. What it was told, "wait", "train 3", "again 3" …"""
-        done, self.held[worker] = self.held[worker][:pushes], self.held[worker][pushes:]
-        self.done += done
-        life = (worker, self.lives[worker])
-        self.asked[life] = self.asked.get(life, 0) + 1
-        self.waiting.add(worker)
-        deal = self.scheduler.ask(*life, self.asked[life], done)
-        if deal is not None:
-            self.take(deal)
-        answer = self.told[-1][1] if deal is not None else None
-        self.hear()
-        return answer
-
-    def hear(self) -> None:
-        for deal in self.scheduler.due():
-            self.take(deal)
-
-    def take(self, deal: Deal) -> None:
-        worker = deal.worker
-        assert (deal.incarnation, deal.sequence) == (self.lives[worker], self.asked[worker, self.lives[worker]])
-        self.waiting.remove(worker)
-        words = deal.order
-        if deal.order == "train":
-            (ticket,) = deal.tickets
-            owners = [other for other, held in self.held.items() if ticket.number in held]
-            assert not owners, f"ticket {ticket.number} has an owner, {owners[0]}, and was dealt to {worker}"
-            assert ticket.number not in self.done, f"ticket {ticket.number} is done, and was dealt"
-            assert ticket.again or ticket.number not in self.once_dealt
-            assert (ticket.epoch, ticket.batch) == divmod(ticket.number, self.scheduler.batches_per_epoch)
-            self.held[worker].append(ticket.number)
-            self.once_dealt.add(ticket.number)
-            words = f"again {ticket.number}" if ticket.again else f"train {ticket.number}"
-        self.told.append((worker, words))
+from unit.crowd import Crowd
 
 
 def free(batches: int, tickets: int, workers: int, **settings: int | bool | None) -> Crowd:
@@ -311,104 +245,6 @@ def test_only_a_schedulers_own_state_is_loaded() -> None:
         BatchScheduler(4, 8, "freely", 1).load(b"\x93nonsense")
     with pytest.raises(ValueError, match="4 batches an epoch, this one 5"):
         BatchScheduler(5, 10, "freely", 1).load(BatchScheduler(4, 8, "freely", 1).dump())
-
-
-# ---- any order of events ----
-
-
-@settings(max_examples=150)
-@given(
-    seed=st.integers(0, 2**32),
-    deals=st.sampled_from(["freely", "evenly"]),
-    workers=st.integers(1, 4),
-    steps=st.integers(1, 4),
-    epochs=st.integers(1, 3),
-    restarts=st.booleans(),
-)
-def test_every_ticket_is_done_once_whatever_happens(
-    seed: int, deals: Deals, workers: int, steps: int, epochs: int, restarts: bool
-) -> None:
-    rng = random.Random(seed)
-    batches = steps * workers
-    tickets = batches * epochs
-    warm = 0 if deals == "evenly" else rng.randrange(4)
-
-    def make() -> BatchScheduler:
-        return BatchScheduler(batches, tickets, deals, workers, warm, most_held=rng.randint(1, 5))
-
-    crowd = Crowd(make(), range(workers))
-    for _ in range(rng.randrange(120)):
-        disturb(crowd, rng, workers + 2)
-        if restarts and rng.random() < 0.02:
-            crowd = restarted(crowd, make())
-    for worker in {*range(workers)} - crowd.held.keys():  # a place whose worker never comes is lost
-        crowd.scheduler.lose(worker)
-    if not crowd.held:
-        crowd.join(7)
-    bring_to_its_end(crowd, rng)
-    assert sorted(crowd.done) == list(range(tickets))
-    assert crowd.scheduler.done == ((0, tickets - 1),)
-
-
-def disturb(crowd: Crowd, rng: random.Random, most_workers: int) -> None:
-    """One random event."""
-    worker, event = rng.randrange(most_workers), rng.random()
-    if worker not in crowd.held:
-        crowd.join(worker)
-    elif event < 0.15:
-        crowd.lose(worker)
-    elif worker in crowd.waiting and event < 0.5:
-        life = worker, crowd.lives[worker]
-        assert crowd.scheduler.ask(*life, crowd.asked[life], ()) is None, "a repeat has no other answer than `due`"
-        assert crowd.scheduler.ask(worker, life[1] - 1, crowd.asked[life] + 1, range(99)) is None
-    elif worker not in crowd.waiting:
-        crowd.ask(worker, rng.randint(0, len(crowd.held[worker])))
-
-
-def restarted(crowd: Crowd, scheduler: BatchScheduler) -> Crowd:
-    """Everybody is lost, the coordinator too."""
-    scheduler.load(crowd.scheduler.dump())
-    later = Crowd(scheduler)
-    later.lives, later.done = crowd.lives, crowd.done
-    return later
-
-
-def bring_to_its_end(crowd: Crowd, rng: random.Random) -> None:
-    for _ in range(1000):
-        if crowd.scheduler.finished:
-            return
-        free_workers = sorted(crowd.held.keys() - crowd.waiting)
-        assert free_workers, "all wait, and nobody for anything"
-        worker = rng.choice(free_workers)
-        crowd.ask(worker, len(crowd.held[worker]))
-    raise AssertionError("no end")
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 2**32), workers=st.integers(2, 4), steps=st.integers(1, 5))
-def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: int, workers: int, steps: int) -> None:
-    """Hardsync in small: pushes are answered once every member that does not rest has one waiting."""
-    rng = random.Random(seed)
-    crowd = Crowd(BatchScheduler(workers * steps, workers * steps * 2, "evenly", workers), range(workers))
-    pushed: set[int] = set()
-    for _ in range(1000):
-        if crowd.scheduler.finished:
-            break
-        if len(crowd.held) > 1 and rng.random() < 0.03:
-            lost = rng.choice(sorted(crowd.held))
-            crowd.lose(lost)
-            pushed.discard(lost)
-        if pushed and pushed >= crowd.held.keys() - set(crowd.scheduler.resting):
-            for worker in sorted(pushed):
-                crowd.ask(worker, len(crowd.held[worker]))
-            pushed = set()
-            continue
-        worker = rng.choice(sorted(crowd.held.keys() - crowd.waiting - pushed))  # an empty choice is a deadlock
-        if crowd.held[worker]:
-            pushed.add(worker)
-        else:
-            crowd.ask(worker)
-    assert crowd.scheduler.finished
 
 
 # --- epochs apart

@@ -69,13 +69,18 @@ GOOD = to_toml(cluster_of(MEASURED))
     ("text", "match"),
     [
         ("a = ", "is no TOML"),
-        ("a = 1", 'must begin with format = "polytempo-cluster" and version = 2'),
-        (GOOD.replace("version = 2", "version = 3"), "must begin with"),
+        ("a = 1", 'must begin with format = "polytempo-cluster" and version = 3'),
+        (GOOD.replace("version = 3", "version = true"), "must begin with"),
+        (GOOD.replace("version = 3", "version = 4"), "the text has version 4, and this release reads versions up to 3"),
+        (GOOD.partition("[end]")[0], r"the text was cut off: it does not end with \[end\]; copy it again"),
         (GOOD.replace("[memory]", "[memories]"), r"there is no table \[memory\]"),
         (GOOD.replace("workers = 2", "workers = 0"), "host.workers = 0 must be a whole number above 0"),
         (GOOD.replace("workers = 2", "workers = true"), "host.workers = True must be"),
         (GOOD.replace("workers = 2", "workers = 2\ncores = 0"), "host.cores = 0 must be a whole number above 0"),
-        (GOOD.replace("latency_s = 0.002", "latency_s = -1"), "network.latency_s = -1 must be a number from 0"),
+        (
+            GOOD.replace("latency_s = 0.002", "latency_s = -1"),
+            "^the text: network.latency_s = -1 must be a number from 0",
+        ),
         (GOOD.replace("latency_s = 0.002", "latency_s = nan"), "network.latency_s = nan must be"),
         (GOOD.replace("200000000.0", "inf"), "network.bytes_per_s = inf must be a number above 0"),
         (GOOD.replace("200000000.0", "'fast'"), "network.bytes_per_s = 'fast' must be"),
@@ -85,6 +90,15 @@ GOOD = to_toml(cluster_of(MEASURED))
 def test_a_broken_file_is_one_error(text: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         from_toml(text)
+
+
+def test_a_file_that_was_cut_off_anywhere_is_refused() -> None:
+    whole = to_toml(cluster_of(MEASURED), MEASURED, {"steps": 0.1})
+    lines = whole.splitlines(keepends=True)
+    for number in range(len(lines)):
+        with pytest.raises(ValueError, match=r"cut off|no TOML|must begin with"):
+            from_toml("".join(lines[:number]))
+    assert from_toml(whole).name == "measured(ssh:n1,n2, 2 hosts)"
 
 
 def test_a_simulation_takes_the_file(tmp_path: Path) -> None:

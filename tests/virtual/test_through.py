@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from hashlib import sha256
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,130 +13,31 @@ from torch import Tensor
 from helpers import CLUSTER
 from laws.codecs import ROWS, Row
 from polytempo import compression as c
-from polytempo import strategies
-from polytempo.aggregation import krum, low_rank, median, merged, trimmed_mean, vote
-from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
-from polytempo.compression.packing import Packing, stripes, whole
+from polytempo.aggregation import krum, median, merged, trimmed_mean, vote
+from polytempo.collectives import ring, tree
+from polytempo.compression.packing import stripes, whole
 from polytempo.compression.through import through
-from polytempo.core import Bundle, Codec, NotFinite, Port, Residual, State, Strategy, Transform
+from polytempo.core import Bundle, NotFinite, Port, State, Strategy, Transform
 from polytempo.core.state import restored, saved
 from polytempo.spec.explanation import explain
-from polytempo.worlds import Outcome, VirtualWorld
+from polytempo.worlds import VirtualWorld
 from process.crew import together
-
-SIZES = (1, 2, 3, 4, 7)
-STEPS = 3
-EXACT_BELOW = 16
-SHAPES = {"w": (11, 7), "empty": (0, 3), "bias": (5,), "long": (301,), "scalar": (), "v": (4, 3, 2)}
-
-
-class Way(NamedTuple):
-    """A codec on a path."""
-
-    row: Row
-    path: str
-    fed: bool
-
-    def codec(self) -> Codec:
-        """With feedback where the way has it."""
-        return c.feedback(self.row.make()) if self.fed else self.row.make()
-
-    def make(self) -> Transform:
-        """The transform."""
-        route = {"all_reduce": native, "all_gather": c.all_gather, "reduce_scatter": c.reduce_scatter}[self.path]
-        return through(self.codec(), route=route, exact_below=EXACT_BELOW)
-
-
-def taken(row: Row) -> list[str]:
-    """The paths that take the codec."""
-    remembers = row.make().init(torch.zeros(1)) is not None
-    allowed = {"all_gather": True, "all_reduce": row.summable, "reduce_scatter": row.fixed and not remembers}
-    return [path for path, can in allowed.items() if can]
-
-
-WAYS = [
-    Way(row, path, fed) for row in ROWS for path, fed in product(taken(row), (False, True)) if row.feedable or not fed
-]
-
-
-def label(way: Way) -> str:
-    """What a test is called after."""
-    return f"{'feedback ' if way.fed else ''}{way.row.text} {way.path}"
-
-
-def values(step: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a rank has in a step."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
-
-
-def shares(num_ranks: int) -> list[float]:
-    """Uneven ones; the second of three or more ranks had no samples at all."""
-    weights = [0 if num_ranks > 2 and rank == 1 else rank + 1 for rank in range(num_ranks)]
-    return [weight / sum(weights) for weight in weights]
-
-
-class Ran(NamedTuple):
-    """A rank's answers, one a step, and its last state."""
-
-    answers: list[Tensor]
-    state: State
-
-
-def ran(transform: Transform, num_ranks: int, dtype: torch.dtype, steps: int = STEPS) -> Outcome[Ran]:
-    """`steps` exchanges among so many ranks."""
-    part = shares(num_ranks)
-
-    async def program(port: Port) -> Ran:
-        answers = []
-        state = transform.init(Bundle(values(0, port.rank, dtype)))
-        for step in range(1, steps + 1):
-            given = Bundle(values(step, port.rank, dtype), part[port.rank])
-            answer, state = await transform.apply(port, given, state)
-            assert answer is not None
-            answers.append(answer.flat.clone())
-        return Ran(answers, state)
-
-    outcome = VirtualWorld(CLUSTER, num_ranks).run(program)
-    assert outcome.unreceived == 0
-    return outcome
-
-
-def residuals(state: Any) -> list[Tensor]:
-    """All residuals of a state."""
-    if isinstance(state, Residual):
-        return [] if state.residual is None else [state.residual]
-    if isinstance(state, dict):
-        return [each for part in state.values() for each in residuals(part)]
-    return [each for part in state for each in residuals(part)] if isinstance(state, tuple) else []
-
-
-def left(state: State, dtype: torch.dtype) -> Tensor:
-    """What a rank holds back, at its place in the flat buffer."""
-    empty = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
-    for name, codec_state in state.codecs.items():
-        for residual in residuals(codec_state):
-            assert residual.shape == empty[name].shape
-            empty[name] += residual
-    return Bundle(empty).flat.double()
-
-
-def weighted(num_ranks: int, dtype: torch.dtype, steps: int) -> Tensor:
-    """Σ over steps of Σᵢ shareᵢ · xᵢ, in float64."""
-    total = torch.zeros_like(Bundle(values(0, 0, torch.float64)).flat)
-    for step, (rank, share) in product(range(1, steps + 1), enumerate(shares(num_ranks))):
-        total += share * Bundle(values(step, rank, dtype)).flat.double()
-    return total
-
-
-def tolerance(way: Way, num_ranks: int, dtype: torch.dtype) -> float:
-    """Of the sum over all steps. Wires of 16 bits that are added round each partial sum, which nobody is told."""
-    wire = way.row.make().wire_dtype(torch.zeros(1, dtype=dtype), num_ranks)
-    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-    if way.path == "all_reduce" and wire in rounding:
-        return STEPS * num_ranks * rounding[wire] * 4
-    return 1e-5 if dtype is torch.float32 else 1e-12
-
+from virtual.ways import (
+    EXACT_BELOW,
+    SHAPES,
+    SIZES,
+    STEPS,
+    WAYS,
+    Way,
+    label,
+    left,
+    ran,
+    residuals,
+    shares,
+    tolerance,
+    values,
+    weighted,
+)
 
 # ---------------------------------------------------------------------- all ranks, all steps
 
@@ -323,78 +222,6 @@ def test_the_codec_chooses_its_way(row: Row) -> None:
         assert (exchange.by, exchange.reason) == ("reduce_scatter", "stripes")
 
 
-def refused() -> list[tuple[str, Callable[[], Transform], str]]:
-    """What cannot be, and the remedy that the error names."""
-    found: list[tuple[str, Callable[[], Transform], str]] = []
-    for row in ROWS:
-        remembers = row.make().init(torch.zeros(1)) is not None
-        if not row.summable:
-            for route in (native, ring, tree, star, halving_doubling, hierarchical()):
-                name = getattr(route, "__name__", str(route))
-                text = f"wires cannot be summed, so route={re.escape(name)} is impossible; use route=all_gather"
-                found.append(
-                    (f"{row.text} {name}", lambda row=row, route=route: through(row.make(), route=route), text)
-                )
-        if not row.fixed or remembers:
-            text = "remembers more than a residual" if row.fixed else "wires vary in length"
-            found.append(
-                (f"{row.text} cut", lambda row=row: through(row.make(), route=c.reduce_scatter), f"{text}.*all_gather")
-            )
-    for merge, route in product((median, krum(1), vote), (native, ring, tree)):
-        text = f"{merge.__name__} is no sum, so route={route.__name__} is impossible; use route=all_gather"
-        found.append(
-            (f"{merge.__name__} {route.__name__}", lambda m=merge, r=route: through(c.fp16(), m, r), re.escape(text))
-        )
-    for merge in (krum(1), vote):
-        text = f"{re.escape(merge.__name__)} needs whole vectors.* reduce_scatter cuts them; use route=all_gather"
-        found.append((f"{merge.__name__} cut", lambda m=merge: through(c.fp16(), m, c.reduce_scatter), text))
-    found.append(("exact_below", lambda: through(c.fp16(), exact_below=-1), "exact_below must be .* >= 0, got -1"))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("make", "message"), [each[1:] for each in refused()], ids=[each[0].replace(" at 0x", " ") for each in refused()]
-)
-def test_what_cannot_be_fails_when_it_is_built(make: Callable[[], Transform], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-Wrong = Callable[[], Any]
-NO_CODEC: list[tuple[Any, str]] = [
-    (c.bf16, r"a codec is the answer of one of pt\.compression, got <function bf16>; write bf16\(\)"),
-    ("top_k", r"got 'top_k'; write top_k\(\)"),
-    ("top_k(0.1)", r"got 'top_k\(0\.1\)'$"),
-    (type(c.bf16()), r"got <class '.*'>; write \w+\(\)"),
-    (0.01, r"got 0\.01$"),
-    (low_rank, r"PowerSGD \(low_rank\) is an aggregation, not a codec: use strategies\.power_sgd"),
-    (low_rank(2), r"PowerSGD \(low_rank\) is an aggregation, not a codec: use strategies\.power_sgd"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), NO_CODEC, ids=[message for _, message in NO_CODEC])
-def test_what_is_no_codec_fails_when_it_is_built(given: Any, message: str) -> None:
-    """The factory itself, above all: the error says how it is written."""
-    takers: list[Wrong] = [
-        lambda: c.feedback(given),
-        lambda: through(given),
-        lambda: strategies.local_sgd(codec=given),
-        lambda: strategies.diloco(codec=given),
-        lambda: strategies.async_sgd(codec=given),
-        lambda: strategies.downpour(pull_codec=given),
-    ]
-    for make in takers:
-        with pytest.raises(TypeError, match=message):
-            make()
-
-
-@pytest.mark.parametrize("codec", [c.bf16(), c.top_k()], ids=lambda codec: codec.facts.name)
-def test_a_route_is_no_string(codec: Codec) -> None:
-    route: Any = "ring"
-    with pytest.raises(TypeError, match="a route takes a port and a buffer, and 'ring' does not"):
-        through(codec, route=route)
-
-
 # ---------------------------------------------------------------------- what it says that it sends
 
 
@@ -435,17 +262,6 @@ def test_stripes(num_stripes: int, expected: list[list[tuple[str, int, int]]]) -
     tensors = {"w": torch.zeros(6, 3), "b": torch.zeros(4), "empty": torch.zeros(0, 9), "u": torch.zeros(2, 3)}
     cut = stripes(whole(tensors, c.exact(), 0), tensors, num_stripes)
     assert [[tuple(piece[:3]) for piece in stripe] for stripe in cut] == expected
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
-def test_a_message_of_impossible_length_is_refused(row: Row) -> None:
-    tensors = values(0, 0, torch.float32)
-    packing = Packing(whole(tensors, row.make(), EXACT_BELOW), tensors)
-    message, _ = packing.encode(tensors, {name: row.make().init(t) for name, t in tensors.items()}, 1, 0)
-    outs = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    for wrong in (message[:0], message[:8], message[:-8]):
-        with pytest.raises(ValueError, match="a message"):
-            packing.add_(wrong.clone(), outs, 1, 0)
 
 
 # ---------------------------------------------------------------------- real processes

@@ -15,7 +15,7 @@ from polytempo.compression.packing import Piece, stripes, whole
 from polytempo.compression.through import through
 from polytempo.core import Bundle, Codec, CodecState, EncodeContext, Port, Transform
 from polytempo.worlds import VirtualWorld
-from virtual.test_through import EXACT_BELOW, WAYS, Way, label, left, ran, shares, values
+from virtual.ways import EXACT_BELOW, WAYS, Way, label, left, ran, shares, values
 
 NARROW = (torch.float16, torch.bfloat16)
 

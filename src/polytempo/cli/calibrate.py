@@ -16,7 +16,10 @@ from polytempo.runs.arguments import parse_engine
 from polytempo.runs.calibration.calibrate import Calibration
 from polytempo.runs.calibration.calibrate import calibrate as calibrated
 from polytempo.runs.calibration.job_pace import with_pace
+from polytempo.runs.calibration.measurement import NO_EXCHANGE
+from polytempo.runs.rehearsal import rehearse
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 _FILE = Path("cluster.toml")
 _PERCENT = 100
@@ -35,14 +38,17 @@ def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced |
     """Measure with so many processes, write the file, and show the main figures."""
     setup, path = parse_engine(engine), out or _FILE
     check_cluster_file(path)
-    job = None if paced is None else found_job(paced.job)
     if workers is None:
         workers = max(2, len(getattr(setup, "hosts", ())))
     with notes_on_stderr():
-        found = calibrated(setup, engine, workers)
-        if job is not None and paced is not None:
+        spec = None
+        if paced is not None:
             options = RunOptions(batch_size=paced.batch_size, data=paced.data)
-            found = found._replace(cluster=with_pace(found.cluster, setup, job, workers, options))
+            spec = RunSpec.of(found_job(paced.job), NO_EXCHANGE, workers, options)
+            rehearse([spec])  # what is wrong with the job is told before a minute of measuring
+        found = calibrated(setup, engine, workers)
+        if spec is not None:
+            found = found._replace(cluster=with_pace(found.cluster, setup, spec.job, workers, spec.options))
     files.replace(path, to_toml(found.cluster, found.measured, found.spread))
     if as_json:
         show_json(_plain(path, found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import typer
 from polytempo.cli.failure import INTERRUPTED
 from polytempo.cli.plan import found_job
 from polytempo.cli.plan_run_request import RunPlanRequest
-from polytempo.cli.show import notes_on_stderr, show_json, show_table
+from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import files
 from polytempo.planner.front import PlanLimits
 from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
@@ -55,6 +54,8 @@ def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: 
         files.replace(page, plan_page(plain, sentences, commands))
     if as_json:
         show_json({**plain, "commands": commands, "page": None if page is None else str(page)})
+    elif quote and found.winner is None:
+        print("\n".join(sentences), file=sys.stderr)
     elif quote:
         print("\n".join(commands))
     else:
@@ -88,8 +89,10 @@ def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
 
 
 def _commands(asked: RunPlanRequest, found: RunPlan) -> list[str]:
-    """That train the winner, the runner-up and the rest of the front, each once."""
-    best = [each for each in (found.winner, found.runner_up) if each is not None]
+    """That train the winner, the runner-up and the rest of the front, each once; none without a winner."""
+    if found.winner is None:
+        return []
+    best = [found.winner] if found.runner_up is None else [found.winner, found.runner_up]
     until = ",".join(f"{measure}={value:g}" for measure, value in found.until.items())
     data = [] if asked.options.data is None else ["--data", str(asked.options.data)]
     lines = [
@@ -109,9 +112,7 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
     winner, second, turned = found.winner, found.runner_up, found.reversal
     names, unit = short_names(plain), money_unit(plain)
     if winner is None:
-        fastest = min((each.seconds for each in found.forecasts), default=math.inf)
-        known = f"the fastest takes {human_seconds(fastest)}" if found.forecasts else "no trial reached the target"
-        return [f"No run keeps to the limits: {known}."]
+        return [_none(found, unit)]
 
     def told(forecast: dict[str, Any]) -> str:
         times = [human_seconds(forecast[key]) for key in ("seconds", "low_s", "high_s")]
@@ -127,6 +128,19 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
     if turned is not None:
         said += _turns(found, names[second.run.strategy])
     return said
+
+
+def _none(found: RunPlan, unit: str) -> str:
+    """Why there is no winner, and what the limits would have to be for one."""
+    if not found.forecasts:
+        return "No trial reached the target; take one that is nearer, or give the job more epochs."
+    fastest = min(each.seconds for each in found.forecasts)
+    cheapest = min(each.money(found.limits.price_per_host_hour) for each in found.forecasts)
+    smallest = min(each.memory_bytes for each in found.forecasts)
+    return (
+        f"No run keeps to the limits: the fastest takes {human_seconds(fastest)}, the cheapest {cheapest:.3g} {unit}, "
+        f"the smallest {size(smallest)} of memory a worker."
+    )
 
 
 def _turns(found: RunPlan, other: str) -> list[str]:
@@ -158,7 +172,6 @@ def _turns(found: RunPlan, other: str) -> list[str]:
 def _show(plain: dict[str, Any], sentences: list[str]) -> None:
     names, unit = short_names(plain), money_unit(plain)
     print("\n".join(sentences))
-    print("\nThe front: no other run is both faster and cheaper.")
     rows = [
         (
             *(names[each["strategy"]], str(each["workers"]), str(each["batch_size"])),
@@ -167,7 +180,9 @@ def _show(plain: dict[str, Any], sentences: list[str]) -> None:
         )
         for each in plain["front"]
     ]
-    show_table((*_COLUMNS, unit), rows)
+    if rows:
+        print("\nThe front: no other run is both faster and cheaper.")
+        show_table((*_COLUMNS, unit), rows)
     print(f"\n{plain['runs']} runs compared, {len(plain['trials'])} trials, {human_seconds(plain['took_s'])}.")
     if plain["given_up"]:
         print("\nGiven up (slower, or not there):")

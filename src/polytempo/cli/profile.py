@@ -35,6 +35,8 @@ def profile(
     described = None if cluster is None else parse_cluster(cluster)
     if described is not None and described.speeds is None:
         raise ValueError(f"--cluster {cluster}: it has one speed for everything; give a file of `polytempo calibrate`")
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers {workers}: must be at least 1")
     made = parse_strategy(strategy or "sync_sgd")
     with notes_on_stderr():
         options = RunOptions(batch_size=batch_size, data=data, threads=1)

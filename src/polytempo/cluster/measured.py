@@ -22,8 +22,9 @@ from polytempo.cluster import cluster_tables
 from polytempo.cluster.cluster import Cluster, Link
 
 FORMAT = "polytempo-cluster"
-VERSION = 2
-"""Files of version 1 are read, too: they have links and one speed."""
+VERSION = 3
+"""Files of versions 1 and 2 are read, too: the first has links and one speed, and neither says where it ends."""
+_END = "[end]"
 _MOST_BYTES = 16 << 20
 
 
@@ -115,7 +116,7 @@ def to_toml(cluster: Cluster, measured: Measured | None = None, spread: Mapping[
         for link in links:
             lines += ["", f"[[measured.{kind}]]", f"source = {json.dumps(link.source)}"]
             lines += [f"target = {json.dumps(link.target)}", *_link(Link(link.latency_s, link.bytes_per_s))]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"{_END}  # without it the file was cut off", ""])
 
 
 def _link(link: Link) -> list[str]:
@@ -129,11 +130,7 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         plain = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where} is no TOML: {error}") from error
-    if plain.get("format") != FORMAT or plain.get("version") not in (1, VERSION):
-        raise ValueError(
-            f'{where} is no description of a cluster: it must begin with format = "{FORMAT}" and version = {VERSION}; '
-            "`polytempo calibrate` writes one"
-        )
+    _check_version(plain, where)
     name = plain.get("name", "measured")
     if not isinstance(name, str):
         raise ValueError(f"{where}: name = {name!r} must be a text")
@@ -154,6 +151,27 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         stragglers=cluster_tables.stragglers_of(plain, where),
         name=name,
     )
+
+
+def _check_version(plain: Mapping[str, Any], where: str) -> None:
+    """Refuse what is no such file, what a later release wrote, and what was cut off."""
+    version = plain.get("version")
+    is_number = isinstance(version, int) and not isinstance(version, bool)
+    if plain.get("format") != FORMAT or not is_number or version < 1:  # type: ignore[operator]  # a number
+        raise ValueError(
+            f'{where} is no description of a cluster: it must begin with format = "{FORMAT}" and version = {VERSION}; '
+            "`polytempo calibrate` writes one"
+        )
+    if version > VERSION:  # type: ignore[operator]  # a number
+        raise ValueError(
+            f"{where} has version {version}, and this release reads versions up to {VERSION}: install the release that "
+            "wrote it, or measure again with `polytempo calibrate`"
+        )
+    if version == VERSION and _END.strip("[]") not in plain:
+        raise ValueError(
+            f"{where} was cut off: it does not end with {_END}; copy it again, or measure again with "
+            "`polytempo calibrate` (in a file of your own write that line)"
+        )
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -188,10 +206,10 @@ def _count(host: Mapping[str, Any], key: str, where: str) -> int:
 def _read_link(plain: Mapping[str, Any], key: str, where: str) -> Link:
     table = _table(plain, key, where)
     duplex = _number(table, key, "duplex", where) if "duplex" in table else 1.0
+    latency_s = _number(table, key, "latency_s", where, least=0.0)
+    bytes_per_s = _number(table, key, "bytes_per_s", where)
     try:
-        return Link(
-            _number(table, key, "latency_s", where, least=0.0), _number(table, key, "bytes_per_s", where), duplex
-        )
+        return Link(latency_s, bytes_per_s, duplex)
     except ValueError as error:
         raise ValueError(f"{where}: [{key}]: {error}") from error
 

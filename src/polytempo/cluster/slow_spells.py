@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from random import Random
 from statistics import NormalDist
 from typing import Protocol, runtime_checkable
@@ -86,13 +86,15 @@ def measured_steps(quantiles: tuple[float, ...], correlation: float = 0.0) -> Co
     """Factors with these quantiles, at equal distances from the least to the most, and that correlation over steps.
 
     It is a Gaussian copula: Zₖ as for `correlated`, and the factor at the quantile Φ(Zₖ), linear between two of them.
-    Raises ValueError for fewer than two quantiles, for ones that are not above 0 or do not ascend, and as `correlated`.
+    Raises ValueError for fewer than two quantiles, for ones that are not above 0, infinite or do not ascend, and as
+    `correlated`.
     """
     ascending = all(a <= b for a, b in pairwise(quantiles))
-    if len(quantiles) < 2 or not quantiles[0] > 0 or not ascending or not 0 <= correlation < 1:
+    above_0 = len(quantiles) >= 2 and 0 < quantiles[0] <= quantiles[-1] < inf
+    if not above_0 or not ascending or not 0 <= correlation < 1:
         raise ValueError(
-            "measured_steps needs at least two ascending quantiles above 0 and a correlation in [0, 1), got "
-            f"{quantiles} and {correlation}"
+            "measured_steps needs at least two ascending quantiles above 0, none infinite, and a correlation in "
+            f"[0, 1), got {quantiles} and {correlation}"
         )
     return _Correlated(0.0, correlation, tuple(quantiles))
 
