@@ -108,6 +108,7 @@ def main() -> None:
     """Train, measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=60_000)
     parser.add_argument("--batches", type=int, nargs=2, default=(256, 6000), metavar=("SMALL", "LARGE"))
     parser.add_argument("--epochs", type=int, nargs=2, default=(8, 40), metavar=("SMALL", "LARGE"))
@@ -120,13 +121,13 @@ def main() -> None:
     samples, some = ((data.train.tensors[0][:n], data.train.tensors[1][:n]) for n in (given.train, given.samples))
     rows: dict[int, list[dict[str, Any]]] = {batch: [] for batch in given.batches}
     names = tuple(f"batch {batch:,}" for batch in given.batches)
-    for seed in range(given.seeds):
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
         models = []
         for batch, epochs in zip(rows, given.epochs, strict=True):
             models.append(trained(samples, batch, epochs, seed, given.until))
             rows[batch].append(measured(models[-1], some, test, seed))
             print(json.dumps({"seed": seed, "batch": batch, **rows[batch][-1]}), flush=True)
-        if given.pictures is not None and seed == 0:
+        if given.pictures is not None and seed == given.first_seed:
             print(json.dumps(line(models, names, some, given.pictures)), flush=True)
     print(f"\n| | {names[0]} | {names[1]} | large / small | paper |\n|---|---|---|---|---|")
     for name in rows[given.batches[0]][0]:

@@ -4,10 +4,10 @@
     python benchmarks/precision/main.py accuracy [--seeds 3] [--epochs 3] [--jobs digits] [--families stages,split]
     python benchmarks/precision/main.py memory [--parameters 100e6]
 
-`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision; then two stages, and layers
-split over two workers, with what passes between them in 32, 16 and 8 bits; then a parameter server. `memory`: a process
-for each precision trains three steps by SGD without momentum, alone; its peak beyond what it had before the model was
-made.
+`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision; then two stages, layers
+split over two workers, and layers divided over them, with what passes between them in 32, 16 and 8 bits; then a
+parameter server. `memory`: a process for each precision trains three steps by SGD without momentum, alone; its peak
+beyond what it had before the model was made.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, list[tuple[str, str | None]]]] = {
     "stages": ("gpipe(stages=2{})", _BITS),
     "split": ("split('auto', parts=2{})", [(_BITS[1][0], None), *_BITS]),
     "gathered": ("split('0: column(gather=True), 2: column(gather=True)', parts=2{})", _BITS),
+    "divided": ("hybrid('auto'{})", [(_BITS[1][0], None), *_BITS]),
     "server": ("async_sgd({})", [("", "bf16"), ("codec=bf16, pull_codec=bf16", "bf16")]),
 }
 """By name: a strategy with room for codecs, as it is measured in float32 first, and the codecs and precisions then."""

@@ -212,6 +212,11 @@ def test_what_cannot_be_divided_is_refused() -> None:
     few = r"layer 11 cannot be divided over 6 ranks: 5 features cannot be split over 6 ranks"
     refused(6, lambda port: pt.hybrid(made(images), ["11"], port=port), ValueError, few)
     refused(2, lambda port: pt.hybrid(made(grouped), ["0"], port=port), ValueError, "it has groups=2 and padding_mode")
+    for nothing in ([], None, ["7", 9], [""]):
+        refused(2, lambda p, given=nothing: pt.hybrid(made(images), given, port=p), ValueError, "no layer is named")
+    refused(2, lambda p: pt.hybrid(made(images), "auto", port=p), ValueError, r"'auto' names no layer; give a plan")
+    alone = lambda: nn.Linear(3, 4)  # noqa: E731
+    refused(2, lambda p: pt.hybrid(made(alone), ["*"], port=p), ValueError, r"it is a Linear by itself; give nn\.Seq")
     bad: Any = "rows"
     refused(2, lambda p: pt.hybrid(made(images), ["7"], exchange=bad, port=p), ValueError, "must be one of joined")
     plan = pt.plan_layers(made(images), batch("images", 2, torch.float64), workers=3, batch_size=12)

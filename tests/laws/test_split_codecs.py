@@ -202,6 +202,21 @@ def test_ranks_that_would_draw_differently_are_told(codec: Codec) -> None:
     on_ranks(2, work)
 
 
+def test_an_evaluation_takes_no_random_number() -> None:
+    def work(port: Port) -> list[Tensor]:
+        net = pt.split(made(lambda: nn.Sequential(nn.Linear(4, 6))), {"0": "row"}, activations=c.qsgd(), port=port)
+        states = [torch.get_rng_state()]
+        for mode in (False, True):
+            net.train(mode)
+            net(torch.ones(8, 4, dtype=torch.float64))
+            states.append(torch.get_rng_state())
+        return states
+
+    for before, scored, trained in on_ranks(2, work):
+        assert torch.equal(before, scored)
+        assert not torch.equal(scored, trained)
+
+
 def test_what_cannot_be_encoded_names_the_layer() -> None:
     def work(port: Port) -> str:
         net = made(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))

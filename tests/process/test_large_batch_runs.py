@@ -63,8 +63,10 @@ def test_both_worlds_score_the_same_average(tmp_path: Path) -> None:
         (pt.strategies.sync_sgd(), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
         (pt.strategies.shared_memory(), lambda p, lr: LARS(p, lr, weight_decay=1e-4, trust=0.02)),
         (pt.strategies.shared_memory(), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
+        (pt.strategies.local_sgd(period=4), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
+        (pt.strategies.top_k_sgd(0.1), lambda p, lr: LARS(p, lr, weight_decay=1e-4, trust=0.02)),
     ],
-    ids=["LARS", "LAMB", "LARS on one copy", "LAMB on one copy"],
+    ids=["LARS", "LAMB", "LARS on one copy", "LAMB on one copy", "LAMB, local steps", "LARS, top-k"],
 )
 def test_lars_and_lamb_are_resumed_to_the_bit(strategy: pt.Strategy, optimizer: Any, tmp_path: Path) -> None:
     """Under a schedule that moves the rate in each step."""
@@ -76,3 +78,23 @@ def test_lars_and_lamb_are_resumed_to_the_bit(strategy: pt.Strategy, optimizer: 
         assert first.keys() == second.keys()
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert any(name.startswith("optimizer/") for name in saved(tmp_path / "cut")[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        (pt.strategies.sync_sgd(route=pt.collectives.ring), lambda p, lr: LAMB(p, lr, weight_decay=1e-4)),
+        (pt.strategies.local_sgd(period=3, route=pt.collectives.ring), lambda p, lr: LARS(p, lr, trust=0.02)),
+        (pt.strategies.top_k_sgd(0.1), lambda p, lr: LARS(p, lr, trust=0.02)),
+        (pt.strategies.downpour(lr=0.02, overlap=False), lambda p, lr: LARS(p, lr, trust=0.02)),
+    ],
+    ids=["synchronous", "local", "compressed", "Downpour"],
+)
+def test_both_worlds_train_with_a_scaled_rate_and_a_layer_wise_optimizer(strategy: pt.Strategy, optimizer: Any) -> None:
+    """Equal bits where workers meet; where they do not, both learn."""
+    of = replace(job, optimizer=optimizer, schedule=schedule(warm_up(0.2, start=0.1), cosine(2)), lr=0.05)
+    real = pt.run(of, strategy, 2, epochs=1, threads=1)
+    virtual = pt.simulate(of, strategy, 2, epochs=1, threads=1)
+    if strategy.server is None:
+        assert real.parameters_sha256 == virtual.parameters_sha256
+    assert max(real.loss, virtual.loss) < 2.2

@@ -28,6 +28,11 @@ CASES: dict[str, tuple[Strategy, int, pt.Job]] = {
     "sequence in 8 bits": (split_text(sequence=True, activations=pt.compression.dynamic8()), 2, text_job()),
     "sequence": (split_text(sequence=True), 2, text_job()),
     "hybrid": (s.hybrid("0, 3", inner=s.top_k_sgd(0.3, exact_below=0)), 2, job()),
+    "hybrid in 8 bits": (
+        s.hybrid("0, 3", "slices", activations=pt.compression.int8(8), gradients=pt.compression.qsgd(127, 8)),
+        3,
+        job(),
+    ),
 }
 
 

@@ -31,6 +31,8 @@ DYNAMIC = "fp16(loss_scale=dynamic)"
         (pt.strategies.gpipe(2, 2, activations=pt.compression.int8()), "bf16"),
         (pt.strategies.split(activations=pt.compression.int8(), gradients=pt.compression.int8()), "bf16"),
         (pt.strategies.split(activations=pt.compression.qsgd(127)), "fp16(loss_scale=64)"),
+        (pt.strategies.hybrid("0", activations=pt.compression.int8(), gradients=pt.compression.int8()), "bf16"),
+        (pt.strategies.hybrid("0, 2", "slices", activations=pt.compression.qsgd(127)), "fp16(loss_scale=64)"),
     ],
     ids=str,
 )

@@ -81,10 +81,26 @@ def test_figures_as_json(alexnet: str, capsys: pytest.CaptureFixture[str]) -> No
         ("--reduction rings", "--reduction rings: must be one of ring, halving_doubling, tree, server"),
         ("--by time", "--by time: must be one of bytes, seconds"),
         ("--batch-size 4 --global-batch-size 8", "say the same in two ways; leave one out"),
+        ("--activations int9", "--activations int9: there is no codec 'int9' (did you mean int8"),
+        ("--gradients threshold(0.5)", "wires vary in length"),
+        ("--gradients low_rank", "--gradients low_rank: PowerSGD is a way to sum gradients of weights, and no codec"),
     ],
 )
 def test_mistakes(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in asked(capsys, "digits", *arguments.split(), code=2)[1]
+
+
+def test_codecs_make_model_parallelism_pay(alexnet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """fc8 has 16.4 MB of weights and 16.8 MB of inputs, in 8 bits 4.26; the strategy that is printed has the codecs."""
+    arguments = [alexnet, "--workers", "32", "--global-batch-size", "1024"]
+    out, _ = asked(capsys, *arguments, "--activations", "int8", "--gradients", "int8")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[8] == ["15", "linear", "16.4", "MB", "4.26", "MB", "0.26", "25.2", "48", "model"]
+    assert "model: activations by int8(block=256), their gradients by int8(block=256)" in out
+    assert out.splitlines()[-1] == "--strategy \"hybrid('9, 12, 15', activations=int8, gradients=int8)\""
+    told = json.loads(asked(capsys, *arguments, "--activations", "int8", "--json")[0])
+    assert (told["activations"], told["gradients"]) == ("int8", None)
+    assert told["layers"][-1]["model_bytes"] == (4 + 1 + 4 / 256) / 2 * 1024 * 4096
 
 
 def split(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
@@ -113,6 +129,19 @@ def test_ways_that_send_the_fewest_bytes(capsys: pytest.CaptureFixture[str]) -> 
     assert split(capsys, "digits", "--link", "100gbit", "--latency-us", "0")[1] == ""
 
 
+def test_codecs_of_a_split(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of two workers makes a wire of 160 numbers: 160 bytes and a scale of 4; a sum has two rounds of them."""
+    out, _ = split(capsys, "digits", "--activations", "int8", "--link", "1gbit")
+    assert [line.split()[4:8] for line in out.splitlines()[1:3]] == [
+        ["column", "0", "B", "0"],
+        ["row", "656", "B", "0"],
+    ]
+    assert "activations by int8(block=256)" in out
+    assert out.splitlines()[-1] == "--strategy \"split('0: column, 2: row', parts=2, activations=int8)\""
+    told = json.loads(split(capsys, "digits", "--activations", "int8", "--json")[0])
+    assert told["layers"][1]["forward_bytes"] == 656
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,6 +149,8 @@ def test_ways_that_send_the_fewest_bytes(capsys: pytest.CaptureFixture[str]) -> 
         ("--gflops 0", "--gflops 0: must be above 0"),
         ("--batch-size 0", "--batch-size 0: must be at least 1"),
         ("--link fast", "--link fast: write a speed like"),
+        ("--gradients bf17", "--gradients bf17: there is no codec 'bf17' (did you mean bf16"),
+        ("--activations feedback(int8)", "remembers what it did with the tensor before"),
     ],
 )
 def test_mistakes_of_a_split(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from math import log2
 
@@ -182,16 +183,32 @@ def test_volumes_of_embeddings_attention_and_layers_called_twice() -> None:
 # ------------------------------------------------------------------ mistakes
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+class Told(logging.Handler):
+    """What a logger was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def test_what_cannot_be_planned_is_refused(request: pytest.FixtureRequest) -> None:
+    stack, log = Told(), logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(stack)
+    request.addfinalizer(lambda: log.removeHandler(stack))
     with pytest.raises(ValueError, match="the sample has no tensor with samples"):
         volumes(nn.Linear(2, 2), 3)
     with pytest.raises(ValueError, match=r"cannot be seen on the sample, without values: RuntimeError: .*"):
         volumes(nn.Linear(2, 2), torch.ones(3, 5))
+    assert not stack.told, "torch would log its own stack besides"
     with pytest.raises(ValueError, match="no layers with parameters"):
         volumes(nn.ReLU(), torch.ones(3, 5))
     common = {"latency_s": 0.0, "bytes_per_s": 1.0, "reduction": RING}
-    with pytest.raises(ValueError, match="workers=0: must be at least 1"):
-        chosen([], workers=0, batch_size=4, **common)
+    for wrong in (0, 2.5, "2"):
+        with pytest.raises(ValueError, match=f"workers={wrong!r}: must be a whole number, at least 1"):
+            chosen([], workers=wrong, batch_size=4, **common)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='by=\'time\': must be "bytes" or "seconds"'):
         chosen([], workers=2, batch_size=4, by="time", **common)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1 shard, got 0"):

@@ -188,6 +188,12 @@ def test_wrong_numbers_and_sparse_gradients_are_refused(make: Make, options: dic
         make(table.parameters(), **options).step()
 
 
+def test_lars_without_trust_is_refused() -> None:
+    """λ would be 0, and the ratio of norms is 1 where one of them is 0."""
+    with pytest.raises(ValueError, match="trust is 0, and each layer's step would be"):
+        LARS(layers(), lr=0.1, trust=0)
+
+
 @pytest.mark.parametrize("fused", [None, False])
 def test_corrected_momentum_is_torchs_sgd_under_a_schedule(fused: bool | None) -> None:
     """Torch multiplies by the rate after the momentum, so that all earlier steps have the present rate."""

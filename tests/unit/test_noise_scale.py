@@ -166,11 +166,16 @@ def test_noise_scale_refuses_what_it_cannot_know() -> None:
         squares(1.0, 8, 1.0, 8)
     with pytest.raises(ValueError, match="no step has been added"):
         _ = NoiseScale().simple
+    with pytest.raises(ValueError, match="at least 0 and below 1, got 1"):
+        NoiseScale(keeps=1)
+    with pytest.raises(ValueError, match="are positive, got 0 and 100"):
+        speed_up(0, 100)
 
 
 def test_a_batch_of_the_noise_scale_takes_twice_the_fewest_steps() -> None:
     assert speed_up(1e12, 100) / speed_up(100, 100) == pytest.approx(2)
     assert speed_up(1, 100) == 1
+    assert speed_up(64, math.inf) == 64, "what noise hides wants any batch"
 
 
 def embedding_job(*, sparse: bool) -> pt.Job:

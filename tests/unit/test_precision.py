@@ -250,6 +250,44 @@ def test_steps_in_chunks_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(tensor, whole[name]), name
 
 
+@pytest.mark.parametrize("given", ["bf16", "fp16(loss_scale=256)", "fp16(loss_scale=dynamic)"])
+@pytest.mark.parametrize("allow_nan", [True, False])
+def test_one_worker_alone_widens_no_gradient(given: str, allow_nan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codec with feedback is not left out with one worker, who may have residuals of when there were others."""
+    widened: list[torch.Size] = []
+    convert = torch.Tensor.to
+
+    def spied(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        found: Tensor = convert(tensor, *args, **kwargs)  # type: ignore[call-overload]
+        widened.extend([tensor.shape] * (found.dtype == torch.float32 != tensor.dtype))
+        return found
+
+    def exchanged(strategy: pt.Strategy) -> tuple[list[torch.Size], list[bool], dict[str, Tensor]]:
+        net = model()
+        optimizer = sgd(net)
+        handle = pt.attach(net, optimizer, strategy, precision=parse_precision(given), allow_nan=allow_nan)
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = handle.scaled((net(x) - y).square().mean())
+            widened.clear()
+            monkeypatch.setattr(torch.Tensor, "to", spied)
+            loss.backward()
+            monkeypatch.undo()
+            of_a_step, narrow = (
+                list(widened),
+                [p.grad is not None and p.grad.dtype == p.dtype for p in net.parameters()],
+            )
+            optimizer.step()
+        return of_a_step, narrow, net.state_dict()
+
+    found, narrow, trained = exchanged(pt.strategies.one_bit_sgd())
+    assert (found, narrow) == ([], [True] * 6)
+    plain = exchanged(pt.strategies.sync_sgd())[2]
+    assert all(torch.equal(trained[name], tensor) for name, tensor in plain.items())
+    late, _, _ = exchanged(pt.strategies.delayed_sgd())
+    assert len(late) == 4, "what is remembered is float32: both linear layers' weights and biases"
+
+
 @pytest.mark.parametrize("precision", [BF16, FP16], ids=str)
 def test_clipping_is_by_the_norm_of_what_the_optimizer_sees(precision: Precision) -> None:
     net = model()

@@ -52,6 +52,23 @@ def test_rates_warm_up_and_fall_step_by_step() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: lb.warm_up(float("nan")), "takes 0 epochs or more, from 0 to 1 times the rate; got nan from 0"),
+        (lambda: lb.warm_up(5, start=2), "got 5 from 2"),
+        (lambda: lb.cosine(9, end=-0.1), "a cosine ends at a part of the rate, 0 or more, got end=-0.1"),
+        (lambda: lb.cosine(0), "epochs must be a positive number, got 0"),
+        (lambda: lb.falling([30], factor=-0.1), "factor must be a positive number, got -0.1"),
+        (lambda: lb.falling(30), r"got 30; write falling\(\[30\]\)"),
+        (lambda: lb.polynomial(9, power=0), "power must be a positive number, got 0"),
+    ],
+)
+def test_rates_that_no_run_could_have_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
 def test_a_schedule_resumes_and_serves_tickets() -> None:
     make = lb.schedule(lb.warm_up(1, start=0.5), lb.cosine(4))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

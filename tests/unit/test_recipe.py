@@ -85,3 +85,5 @@ def test_only_weights_decay_and_gains_begin_at_zero() -> None:
     assert model[3].weight.all()
     with pytest.raises(ValueError, match="no norm of this model is called '0'; with a gain: 1, 3"):
         lb.zero_gains_(model, "0")
+    with pytest.raises(ValueError, match="weight_decay must be a number of at least 0, got -1"):
+        lb.decayed(model, -1)

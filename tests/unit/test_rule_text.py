@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 import polytempo as pt
+from polytempo.core.port import world_port
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor import column, row
 from polytempo.partition.tensor.rule_text import rule_text, rules_of
@@ -38,6 +40,11 @@ def test_codecs_of_what_layers_exchange_stand_in_the_name() -> None:
     assert "activations=int8(block=256)" in str(strategy)
     assert parse_strategy(str(strategy)).parted == strategy.parted
     assert "activations" not in str(s.split(RULES))
+    hybrid = parse_strategy("hybrid('fc.*', gradients=bf16, inner=int8_sgd)")
+    assert isinstance(hybrid.parted, DividedNames)
+    assert str(hybrid.parted.wires) == "their gradients by bf16()"
+    assert parse_strategy(str(hybrid)).parted == hybrid.parted
+    assert "gradients" not in str(s.hybrid("fc.*"))
 
 
 def test_text_is_read_with_spaces_and_without() -> None:
@@ -59,6 +66,12 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.split("up: row, up: column"), "the rules have 'up' twice"),
         (lambda: s.split(""), "no rule says which layers are split"),
         (lambda: s.split(3), "rules are a dictionary such as"),
+        (lambda: s.split("up: column(heads=0)"), "column(heads=0): must be a whole number, at least 1"),
+        (lambda: column(packed=0), "column(packed=0): must be a whole number, at least 1"),
+        (lambda: row(heads="2"), "row(heads='2'): must be a whole number, at least 1"),  # type: ignore[arg-type]
+        (lambda: pt.split(torch.nn.Linear(2, 2), ["0"], port=ALONE), "rules are a dictionary such as"),  # type: ignore[arg-type]
+        (lambda: s.hybrid(3), "no layer is named, got 3"),  # type: ignore[arg-type]
+        (lambda: s.hybrid(["a", 1]), "no layer is named, got ['a', 1]"),  # type: ignore[list-item]
         (lambda: s.split({"a b": "row"}), "pattern 'a b' of a rule has a space"),
         (lambda: s.split("up: row", parts=0), "parts=0: a layer has parts on 1 worker or more"),
         (lambda: s.split(sequence=True), "sequence=True needs rules"),
@@ -69,6 +82,7 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.hybrid(""), "no layer is named; give names such as 'classifier.*'"),
         (lambda: s.hybrid("up", exchange="turn"), "exchange='turn': must be one of joined, turns, slices"),
         (lambda: s.hybrid("up", link="1gbit"), "link='1gbit' is what layers are planned for, and they are named"),
+        (lambda: s.hybrid("up", activations=pt.compression.threshold(0.5)), "wires vary in length"),
         (lambda: s.hybrid("up", inner=s.local_sgd()), "all workers make each step of a divided layer together"),
         (lambda: pt.run(JOB, s.split("0: row", parts=2), 3), "has each model's layers on 2 workers, so workers=3 are"),
         (lambda: pt.run(JOB, s.split("up: row"), 2), "the model has no layer 'up'; it has 0, 1, 2"),
@@ -76,6 +90,7 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: pt.run(JOB, s.hybrid("1"), 2), "layer 1 cannot be divided over 2 ranks: ReLU is none of Linear"),
         (lambda: pt.run(JOB, s.split("0: column(heads=3)"), 2), "128 features are no 3 equal heads"),
         (lambda: pt.simulate(JOB, s.gpipe(2, inner=s.split("0: row")), 4, meta=True), "stages whose layers are split"),
+        (lambda: pt.run(JOB, s.hybrid("0"), 2, noise_scale=2), "layers in parts on several workers, none of which has"),
         (lambda: pt.run(JOB, s.split(), 2, min_workers=2), "has parts of layers on each rank, and without one of them"),
     ],
 )
@@ -84,4 +99,4 @@ def test_mistakes(make: Any, message: str) -> None:
         make()
 
 
-JOB = pt.jobs.find("digits")
+JOB, ALONE = pt.jobs.find("digits"), world_port(0, [0])

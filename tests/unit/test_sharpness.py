@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,20 @@ def test_sharpness_within_a_subspace_is_a_corner_of_its_box_and_leaves_parameter
     before = moved.detach().clone()
     assert lb.sharpness(quadratic(moved), [moved], seed=1) == lb.sharpness(quadratic(moved), [moved], seed=1) > 0
     assert torch.equal(moved, before)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"epsilon": -1e-3}, "epsilon must be a positive number, got -0.001"),
+        ({"subspace": 0}, "a step and a dimension at least, got steps=10 and subspace=0"),
+        ({"steps": 0}, "got steps=0 and subspace=None"),
+    ],
+)
+def test_a_box_without_an_inside_is_refused(given: dict[str, Any], said: str) -> None:
+    at = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=said):
+        lb.sharpness(quadratic(at), [at], **given)
 
 
 def test_sharpness_refuses_a_loss_that_is_not_finite_and_leaves_parameters() -> None:

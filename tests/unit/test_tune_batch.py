@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ def test_a_job_that_diverges_is_tried_with_smaller_rates_and_refused_by_name(tmp
     job = noisy(tmp_path, lr=1e5)
     with pytest.raises(ValueError, match="job noisy: training diverges with lr=100000, and with a hundredth of it"):
         advise_batch(job, data_of(job, None), workers=2)
+
+
+def test_losses_below_zero_are_advised_on_as_those_above(tmp_path: Path) -> None:
+    """The same job with 100 less of a loss: gradients are the same, so the advice is."""
+    job = noisy(tmp_path)
+    data = data_of(job, None)
+    below = replace(job, loss=lambda output, target: nn.functional.mse_loss(output, target) - 100)
+    one, other = (advise_batch(each, data, workers=2) for each in (job, below))
+    assert max(each.loss for each in other.tried) < 0
+    assert other.noise == pytest.approx(one.noise)
+    assert (other.global_batch_size, other.noise.lr) == (one.global_batch_size, job.lr)
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:

@@ -98,6 +98,10 @@ PRICED = {
     "activations in 8 bits": (split(2, activations=pt.compression.int8(8), gradients=pt.compression.bf16()), 2),
     "chosen by bytes": (s.split("auto", parts=2), 2),
     "divided layers": (s.hybrid("0, 3"), 3),
+    "divided layers in 8 bits": (
+        s.hybrid("0, 3", "turns", activations=pt.compression.int8(8), gradients=pt.compression.qsgd(127, 8)),
+        3,
+    ),
 }
 
 

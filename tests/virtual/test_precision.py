@@ -97,6 +97,11 @@ def test_layers_in_parts_exchange_16_bits() -> None:
     divided = pt.strategies.hybrid(layers="2")
     whole, low = (trained(divided, precision, workers=2, steps=8) for precision in (None, "bf16"))
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
+    encoded = pt.strategies.hybrid(layers="2", activations=int8(8), gradients=int8(8))
+    eight = trained(encoded, "bf16", workers=2, steps=8)
+    assert eight.loss == pytest.approx(whole.loss, rel=0.02)
+    sent = [sum(each["forward_bytes"] + each["backward_bytes"] for each in run.layers or []) for run in (low, eight)]
+    assert 0 < sent[1] < sent[0]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from torch.nn import functional
 
 import polytempo as pt
 from paper_models import alexnet
+from polytempo.compression import int8
 from polytempo.core import Port
 from polytempo.partition.plan import given_plan, split_plan
 from polytempo.partition.tensor import Rules
+from polytempo.partition.wires import Wires
 from split_models import assert_equal, made, on_ranks, outcome_of, split_pass, whole_pass
 
 
@@ -108,6 +110,15 @@ def cheapest(widths: tuple[int, ...]) -> int:
 def test_no_other_choice_sends_less(widths: tuple[int, ...]) -> None:
     plan = split_plan(Perceptron(*widths), torch.ones(2, widths[0]), 2)
     assert sum(each.numbers for each in plan.layers) == cheapest(widths)
+
+
+def test_codecs_of_one_way_change_the_ways() -> None:
+    """A column that gathers sends 10 numbers forward and 24 back, a row 20 and 12; in 8 bits a fourth, and 1 %."""
+    inputs, model = torch.ones(2, 5), nn.Sequential(nn.Linear(5, 12), nn.Softmax(-1), nn.Linear(12, 10))
+    plain = split_plan(model, inputs, 2)
+    forward = split_plan(model, inputs, 2, Wires(activations=int8()))
+    backward = split_plan(model, inputs, 2, Wires(gradients=int8()))
+    assert [str(plan.rules["2"]) for plan in (plain, forward, backward)] == ["row", "row", "column(gather=True)"]
 
 
 def test_the_ways_of_alexnet() -> None:

@@ -14,7 +14,9 @@ from polytempo.cli.show import notes_on_stderr, show_json, size
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
 from polytempo.flexrr.reassignment import Reassignment
-from polytempo.partition.wires import AS_THEY_ARE
+from polytempo.partition.hybrid.divided_names import DividedNames
+from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 from polytempo.runs.simulate import simulate
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 from polytempo.spec.explanation import Explanation, Planned, Traffic
@@ -120,6 +122,8 @@ def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:
     if found.stages:
         model["stages"] = [each._asdict() for each in found.stages]
         model["between_stages"] = str(schedule_of(strategy).wires)
+    if strategy.parted is not None:
+        model["between_layers"] = str(_between_layers(strategy))
     costs = {"memory_bytes": found.memory_bytes, "mean": found.mean._asdict(), "exchanges": exchanges}
     return {"strategy": found.strategy, "workers": found.workers, **model, **costs}
 
@@ -163,13 +167,20 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
 
 
 def _parts(strategy: Strategy) -> Iterator[str]:
-    """Who holds them, and which command says what they send."""
+    """Who holds them, by which codecs they are exchanged, and which command says what they send."""
+    if (wires := _between_layers(strategy)) != AS_THEY_ARE:
+        yield f"layers exchange {wires}"
     if strategy.holders > 1:
         yield f"each model's layers are on {strategy.holders} workers, which get the same samples"
         yield "what they send for layers depends on the batch; `polytempo plan split JOB` says how many bytes"
     else:
-        yield "some layers are divided over all workers, and their gradients are sent nowhere"
+        yield "some layers are divided over all workers, and the gradients of their weights are sent nowhere"
         yield "what workers send for them depends on the batch; `polytempo plan layers JOB` says how many bytes"
+
+
+def _between_layers(strategy: Strategy) -> Wires:
+    parted = strategy.parted
+    return parted.wires if isinstance(parted, SplitLayers | DividedNames) else AS_THEY_ARE
 
 
 def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:

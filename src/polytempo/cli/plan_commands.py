@@ -93,6 +93,8 @@ def layers(
     reduction: plans.PlanReduction = None,
     shards: plans.PlanShards = None,
     by: plans.PlanBy = None,
+    activations: plans.LayerActivationCodec = None,
+    gradients: plans.LayerGradientCodec = None,
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
@@ -101,10 +103,11 @@ def layers(
     |W| are a layer's weights, |D| what it is given for the samples of a step. Nothing is computed or sent.
     """
     with exit_code():
-        from polytempo.cli.plan_requests import network_of, plan_request  # imports pydantic
+        from polytempo.cli.plan_requests import codecs_of, network_of, plan_request  # imports pydantic
 
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
-        asked = plan_request(job, workers, network_of(link, latency_us, cluster), sizes, reduction, shards, by)
+        network, codecs = network_of(link, latency_us, cluster), codecs_of(activations, gradients)
+        asked = plan_request(job, workers, network, sizes, reduction, shards, by, codecs)
         from polytempo.cli.plan_layers import plan_layers as command  # imports torch, which takes seconds
 
         command(asked, data, as_json=bool(json))
@@ -119,6 +122,8 @@ def split(
     cluster: plans.PlanCluster = None,
     gflops: plans.Gflops = None,
     batch_size: p.BatchSize = None,
+    activations: plans.LayerActivationCodec = None,
+    gradients: plans.LayerGradientCodec = None,
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
@@ -127,9 +132,10 @@ def split(
     Prints the strategy that does it, and whether the link makes a step slower. Nothing is computed or sent.
     """
     with exit_code():
-        from polytempo.cli.plan_requests import network_of, split_request  # imports pydantic
+        from polytempo.cli.plan_requests import codecs_of, network_of, split_request  # imports pydantic
 
-        asked = split_request(job, parts, network_of(link, latency_us, cluster), gflops, batch_size)
+        network, codecs = network_of(link, latency_us, cluster), codecs_of(activations, gradients)
+        asked = split_request(job, parts, network, gflops, batch_size, codecs)
         from polytempo.cli.plan_split import plan_split as command  # imports torch, which takes seconds
 
         command(asked, data, as_json=bool(json))

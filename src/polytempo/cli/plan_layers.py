@@ -11,6 +11,7 @@ from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cluster import Link
 from polytempo.partition.plan import LayerPlan, PlannedLayer
 from polytempo.partition.plan.choice import SCHEMES, prices_of
+from polytempo.partition.wires import AS_THEY_ARE
 from polytempo.report.summary import human_seconds
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.training.layer_plan import plan_layers as planned
@@ -37,22 +38,25 @@ def plan_layers(asked: PlanRequest, data: Path | None, *, as_json: bool) -> None
             reduction=asked.reduction,
             shards=asked.shards,
             by="seconds" if asked.by == "seconds" else "bytes",
+            **asked.codecs._asdict(),
         )
     prices = prices_of(found, list(reductions(asked.shards).values()))
     if as_json:
-        show_json(_plain(job.name, found) | {"seconds": prices})
+        show_json(_plain(job.name, found) | asked.codecs._asdict() | {"seconds": prices})
         return
     show_table(_COLUMNS, [*(_row(found, each) for each in found.layers), _total(found)])
     print(
         f"\n{found.workers} workers, {batch_size:,} samples a step, {asked.bytes_per_s * 8e-9:g} Gbit/s, "
         f"{asked.latency_us:g} us; what a step sends, and its time by how gradients are summed:"
     )
+    if found.wires != AS_THEY_ARE:
+        print(f"model: {found.wires}")
     columns = ("by", "a worker", *(_SHOWN[name] for name in prices))
     show_table(columns, [_scheme(found, prices, scheme) for scheme in SCHEMES])
     if asked.shards > 1:
         print(f"server: {asked.shards} shards")
     if found.model_parallel:
-        print(f"--strategy \"hybrid('{', '.join(found.model_parallel)}')\"")
+        print(f"--strategy \"hybrid('{', '.join(found.model_parallel)}'{asked.codecs.text})\"")
 
 
 def _row(found: LayerPlan, each: PlannedLayer) -> tuple[str, ...]:

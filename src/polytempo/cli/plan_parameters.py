@@ -26,6 +26,14 @@ SplitParts = Annotated[
 Gflops = Annotated[
     float | None, typer.Option(metavar="G", help="Gflop/s of a worker, to compare with. Default: 10, as simulated.")
 ]
+LayerActivationCodec = Annotated[
+    str | None,
+    typer.Option("--activations", metavar="CODEC", help="Codec by which layers exchange activations, such as int8."),
+]
+LayerGradientCodec = Annotated[
+    str | None,
+    typer.Option("--gradients", metavar="CODEC", help="Codec by which their gradients come back, such as bf16."),
+]
 PlanReduction = Annotated[
     str | None,
     typer.Option(

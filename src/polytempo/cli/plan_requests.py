@@ -11,6 +11,19 @@ from polytempo.cli.completion import PLAN_GOALS, REDUCTIONS
 from polytempo.cluster import Link
 from polytempo.cluster.measured import read_cluster
 from polytempo.cluster.rate import rate_of
+from polytempo.spec.declaration import declared
+
+
+class LayerCodecs(NamedTuple):
+    """By which layers are to exchange activations, and their gradients, as they are written."""
+
+    activations: str | None = None
+    gradients: str | None = None
+
+    @property
+    def text(self) -> str:
+        """As arguments of a strategy, behind others."""
+        return "".join(f", {name}={codec}" for name, codec in self._asdict().items() if codec is not None)
 
 
 class PlanRequest(NamedTuple):
@@ -27,6 +40,7 @@ class PlanRequest(NamedTuple):
     reduction: str
     shards: int
     by: str
+    codecs: LayerCodecs
 
 
 class SplitRequest(NamedTuple):
@@ -38,6 +52,7 @@ class SplitRequest(NamedTuple):
     latency_us: float
     gflops: float
     batch_size: int | None
+    codecs: LayerCodecs
 
 
 def plan_request(
@@ -48,6 +63,7 @@ def plan_request(
     reduction: str | None,
     shards: int | None,
     by: str | None,
+    codecs: LayerCodecs,
 ) -> PlanRequest:
     """What `polytempo plan layers` is asked to do. `ValueError` for what it cannot."""
     numbers = {"workers": workers, "shards": shards, **sizes}
@@ -64,12 +80,17 @@ def plan_request(
     latency_us = 1e6 * network.latency_s
     return PlanRequest(
         *(job, workers or 32, network.bytes_per_s, latency_us, sizes["batch_size"], sizes["global_batch_size"]),
-        *(reduction, shards or 1, by),
+        *(reduction, shards or 1, by, codecs),
     )
 
 
 def split_request(
-    job: str, parts: int | None, network: Link, gflops: float | None, batch_size: int | None
+    job: str,
+    parts: int | None,
+    network: Link,
+    gflops: float | None,
+    batch_size: int | None,
+    codecs: LayerCodecs,
 ) -> SplitRequest:
     """What `polytempo plan split` is asked to do. `ValueError` for what it cannot."""
     parts, gflops = 2 if parts is None else parts, 10.0 if gflops is None else gflops
@@ -80,7 +101,20 @@ def split_request(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch-size {batch_size}: must be at least 1")
     jobs.check(job)
-    return SplitRequest(job, parts, network.bytes_per_s, 1e6 * network.latency_s, gflops, batch_size)
+    return SplitRequest(job, parts, network.bytes_per_s, 1e6 * network.latency_s, gflops, batch_size, codecs)
+
+
+def codecs_of(activations: str | None, gradients: str | None) -> LayerCodecs:
+    """The codecs that --activations and --gradients name. ValueError for one that there is not."""
+    for option, codec in (("activations", activations), ("gradients", gradients)):
+        if codec is not None:
+            try:
+                declared().codec(codec)
+                if codec.partition("(")[0].strip() == "low_rank":
+                    raise ValueError("PowerSGD is a way to sum gradients of weights, and no codec; use int8 or bf16")
+            except ValueError as error:
+                raise ValueError(f"--{option} {codec}: {error}") from None
+    return LayerCodecs(activations, gradients)
 
 
 def network_of(link: str | None, latency_us: float | None, cluster: Path | None) -> Link:

@@ -11,7 +11,9 @@ from polytempo.cli.plan_requests import SplitRequest
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.partition.plan import SplitLayerPlan, SplitPlan, split_plan
 from polytempo.partition.tensor.rule_text import rule_text
+from polytempo.partition.wires import AS_THEY_ARE, WAYS, Wires
 from polytempo.report.summary import human_seconds
+from polytempo.spec.catalogue import codec_of
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.training.staged_training import sample_of
 
@@ -23,7 +25,8 @@ def plan_split(asked: SplitRequest, data: Path | None, *, as_json: bool) -> None
     job = found_job(asked.job)
     with notes_on_stderr():
         batch_size = asked.batch_size or job.batch_size
-        found = split_plan(model_of(job), sample_of(job, data_of(job, data), 2), asked.parts)
+        wires = Wires(*map(codec_of, asked.codecs))
+        found = split_plan(model_of(job), sample_of(job, data_of(job, data), 2), asked.parts, wires)
     costs = {each.volume.name: _Cost(found, each, batch_size, asked) for each in found.layers}
     slower = found.slower(
         batch_size,
@@ -40,6 +43,7 @@ def plan_split(asked: SplitRequest, data: Path | None, *, as_json: bool) -> None
                 "bytes_per_s": asked.bytes_per_s,
                 "latency_s": asked.latency_us * 1e-6,
                 "flops_per_s": asked.gflops * 1e9,
+                **asked.codecs._asdict(),
                 "rules": {name: str(way) for name, way in found.rules.items()},
                 "layers": [_plain(each, costs[each.volume.name]) for each in found.layers],
             }
@@ -50,7 +54,9 @@ def plan_split(asked: SplitRequest, data: Path | None, *, as_json: bool) -> None
             f"\n{asked.parts} workers hold one model, {batch_size:,} samples a step, {asked.bytes_per_s * 8e-9:g} "
             f"Gbit/s, {asked.latency_us:g} us, {asked.gflops:g} Gflop/s a worker"
         )
-        strategy = f"split('{rule_text(found.rules)}', parts={asked.parts})"
+        if wires != AS_THEY_ARE:
+            print(wires)
+        strategy = f"split('{rule_text(found.rules)}', parts={asked.parts}{asked.codecs.text})"
         print(f'--strategy "{strategy}"' if found.rules else "there is no layer to split")
     if slower:
         print(f"note: {slower}", file=sys.stderr)
@@ -60,8 +66,7 @@ class _Cost:
     """Of one layer in a step."""
 
     def __init__(self, plan: SplitPlan, layer: SplitLayerPlan, batch_size: int, asked: SplitRequest) -> None:
-        unit = (plan.ranks - 1) * batch_size * layer.volume.itemsize
-        self.forward, self.backward = layer.forward * unit, layer.backward * unit
+        self.forward, self.backward = (plan.passing_bytes(layer, way, batch_size) for way in WAYS)
         self.seconds = plan.seconds_of(layer, batch_size, asked.latency_us * 1e-6, asked.bytes_per_s)
         self.saved_s = plan.saved_s(layer, batch_size, asked.gflops * 1e9)
 

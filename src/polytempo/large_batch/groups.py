@@ -15,11 +15,14 @@ def decayed(model: nn.Module | Iterable[nn.Parameter], weight_decay: float) -> l
 
         torch.optim.SGD(decayed(model, 1e-4), lr=0.1, momentum=0.9)
 
-    Instead of the model its parameters may be given, as a job's `optimizer` has them.
+    Instead of the model its parameters may be given, as a job's `optimizer` has them. Errors: ValueError for a
+    negative decay.
 
     Source: P. Goyal et al., "Accurate, large minibatch SGD", 2017, section 5.1: not on the gains of batch norm; X. Jia
     et al., 2018, not on biases either.
     """
+    if not 0 <= weight_decay < float("inf"):
+        raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay!r}")
     parameters = model.parameters() if isinstance(model, nn.Module) else model
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return [

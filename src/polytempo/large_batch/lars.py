@@ -43,6 +43,8 @@ class LARS(LayerWise):
         fused: bool | None = None,
     ) -> None:
         check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust)
+        if trust == 0:
+            raise ValueError("trust is 0, and each layer's step would be; give a positive one, such as 0.001")
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapts": adapts}
         super().__init__(params, options | {"corrects_momentum": corrects_momentum}, fused=fused)
 

@@ -56,7 +56,8 @@ def of_workers(samples: Sequence[int], norms: Sequence[float], gradients: Tensor
 class NoiseScale:
     """Both estimates averaged over steps, each by itself, and then divided: a mean of quotients would be biased.
 
-    `keeps`: the weight of what is known when a step is added; the first steps weigh as much as they should.
+    `keeps`: the weight of what is known when a step is added; the first steps weigh as much as they should. Errors:
+    ValueError unless it is at least 0 and below 1.
     """
 
     keeps: float = 0.99
@@ -64,6 +65,11 @@ class NoiseScale:
     sum_of_gradient: float = 0.0
     """Of all steps, each as much as it weighs now; `mean` divides by the weights."""
     sum_of_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse weights that forget nothing."""
+        if not 0 <= self.keeps < 1:
+            raise ValueError(f"keeps is a weight of at least 0 and below 1, got {self.keeps!r}")
 
     def add(self, found: Squares) -> None:
         """The estimates of one more step."""
@@ -107,6 +113,10 @@ def speed_up(batch: float, noise_scale: float) -> float:
 
         (S/S_min - 1) (E/E_min - 1) = 1        S steps, E = B·S samples
 
-    With B = 𝓑 it takes twice the fewest steps and twice the fewest samples. Source: McCandlish et al., section 2.3.
+    With B = 𝓑 it takes twice the fewest steps and twice the fewest samples, and B times fewer where noise hides the
+    gradient. Errors: ValueError for a batch or a noise scale that is not positive. Source: McCandlish et al.,
+    section 2.3.
     """
-    return (1 + noise_scale) / (1 + noise_scale / batch)
+    if not (0 < batch < math.inf and noise_scale > 0):
+        raise ValueError(f"a batch and a noise scale are positive, got {batch!r} and {noise_scale!r}")
+    return (1 + noise_scale) / (1 + noise_scale / batch) if math.isfinite(noise_scale) else float(batch)

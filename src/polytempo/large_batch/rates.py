@@ -55,7 +55,7 @@ def warm_up(epochs: float, start: float = 0.0, *, constant: bool = False) -> Fac
     With k times the batch and k times the rate, `start=1 / k` begins at the rate of the small batch.
     Source: P. Goyal et al., 2017, section 2.2.
     """
-    if epochs < 0 or not 0 <= start <= 1:
+    if not (0 <= epochs < math.inf and 0 <= start <= 1):
         raise ValueError(f"a warm-up takes 0 epochs or more, from 0 to 1 times the rate; got {epochs} from {start}")
 
     def factor(epoch: float) -> float:
@@ -76,11 +76,16 @@ def cosine(epochs: float, end: float = 0.0) -> Factor:
     Source: I. Loshchilov and F. Hutter, "SGDR: Stochastic gradient descent with warm restarts", 2017, equation 5.
     """
     _check_positive(epochs=epochs)
+    if not 0 <= end < math.inf:
+        raise ValueError(f"a cosine ends at a part of the rate, 0 or more, got end={end!r}")
     return lambda epoch: end + (1 - end) * (1 + math.cos(math.pi * min(1.0, epoch / epochs))) / 2
 
 
 def falling(at: Sequence[float], factor: float = 0.1) -> Factor:
-    """Times `factor` after each of these epochs."""
+    """Times `factor` after each of these epochs. Errors: ValueError for a factor that is not positive."""
+    _check_positive(factor=factor)
+    if not isinstance(at, Sequence):
+        raise ValueError(f"falling takes the epochs after which the rate falls, got {at!r}; write falling([{at}])")
     return lambda epoch: factor ** sum(epoch >= each for each in at)
 
 

@@ -35,9 +35,14 @@ def sharpness(
     `loss` is called some 2 · steps times with gradients. Dropout should be off; batch norm is as the model's mode says:
     say which. The parameters are afterwards as they were. Memory: with a subspace 8 n p bytes.
 
-    Errors: ValueError where the loss is not finite, or is below -1, where φ has no meaning.
+    Errors: ValueError where the loss is not finite, or is below -1, where φ has no meaning; for an ε that is not
+    positive, no dimension, and no step.
     Source: N. S. Keskar et al., "On large-batch training for deep learning", 2017, metric 2.1.
     """
+    if not 0 < epsilon < float("inf"):
+        raise ValueError(f"epsilon must be a positive number, got {epsilon!r}")
+    if steps < 1 or (subspace is not None and subspace < 1):
+        raise ValueError(f"a search takes a step and a dimension at least, got steps={steps} and subspace={subspace}")
     surface = LossSurface(loss, parameters)
     drawn = torch.Generator().manual_seed(seed)
     with surface.kept() as x:

@@ -4,7 +4,7 @@
     backward   stage 0 ◀── ĝ ────────── stage 1 sends g = ∂L/∂ĥ, encoded; stage 0 takes ĝ for ∂L/∂h
 
 So the gradient passes the codec of activations as if it were the identity (straight through). What split layers encode,
-`partition.tensor.model_group` says.
+`partition.tensor.model_group` says, and what divided ones, `partition.hybrid.exchange`.
 
 Sources: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
 conditional computation", 2013, section 3.1 (straight through); T. Dettmers, "8-bit approximations for parallelism in
@@ -14,7 +14,7 @@ deep learning", 2016, for 8-bit activations and gradients between the parts of a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,7 @@ Way = Literal["forward", "backward"]
 WAYS: tuple[Way, Way] = ("forward", "backward")
 
 _FLOATS = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_WHOLE = {4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -71,25 +72,45 @@ class Wires:
         codec = self.codec(way, like)
         return like.nbytes if codec is None else codec.wire_bytes(like)
 
-    def common_codec(self, way: Way, likes: Sequence[Tensor]) -> Codec | None:
-        """What encodes tensors that travel in one exchange. None where together they would not get smaller."""
+    def common_codec(self, way: Way, likes: Sequence[Tensor], times: Sequence[int] | None = None) -> Codec | None:
+        """What encodes tensors that travel in one exchange. None where together they would not get smaller.
+
+        `times`: how many there are like each; None: one.
+        """
         codec = self.activations if way == "forward" else self.gradients
-        own = [like for like in likes if like.numel()]
-        if codec is None or not all(like.is_floating_point() for like in own):
-            return None
-        return None if sum(map(codec.wire_bytes, own)) > sum(like.nbytes for like in own) else codec
-
-    def common_bytes(self, way: Way, likes: Sequence[Tensor]) -> int:
-        """Of the wires of tensors that travel in one exchange, each once."""
-        codec = self.common_codec(way, likes)
         if codec is None:
-            return sum(like.nbytes for like in likes)
-        return sum(codec.wire_bytes(like) for like in likes if like.numel())
+            return None
+        own = [(like, count) for like, count in _counted(likes, times) if like.numel()]
+        if not all(like.is_floating_point() for like, _ in own):
+            return None
+        encoded = sum(codec.wire_bytes(like) * count for like, count in own)
+        return None if encoded > sum(like.nbytes * count for like, count in own) else codec
+
+    def common_bytes(self, way: Way, likes: Sequence[Tensor], times: Sequence[int] | None = None) -> int:
+        """Of the wires of tensors that travel in one exchange, each as often as `times` says."""
+        codec = self.common_codec(way, likes, times)
+        if codec is None:
+            return sum(like.nbytes * count for like, count in _counted(likes, times))
+        return sum(codec.wire_bytes(like) * count for like, count in _counted(likes, times) if like.numel())
+
+    def shared_bytes(self, way: Way, numbers: float, itemsize: int, ranks: int) -> float:
+        """Of so many numbers of so many bytes, of which each rank makes one wire of its share."""
+        share = round(numbers / ranks)
+        if not share or (self.activations if way == "forward" else self.gradients) is None:
+            return float(numbers * itemsize)
+        piece = without_memory(share, itemsize)
+        if self.common_codec(way, [piece]) is None:
+            return float(numbers * itemsize)
+        return float(ranks * self.common_bytes(way, [piece]))
 
 
-def without_memory(numbers: int, itemsize: int) -> Tensor:
-    """A flat tensor of so many numbers of so many bytes each, to ask what travels for it."""
-    return torch.empty((), dtype=_FLOATS[itemsize]).expand(numbers)
+def _counted(likes: Sequence[Tensor], times: Sequence[int] | None) -> Iterable[tuple[Tensor, int]]:
+    return zip(likes, times or [1] * len(likes), strict=True)
+
+
+def without_memory(numbers: int, itemsize: int, *, whole: bool = False) -> Tensor:
+    """A flat tensor of so many numbers (`whole`: of whole ones) of so many bytes each, to ask what travels for it."""
+    return torch.empty((), dtype=(_WHOLE if whole else _FLOATS)[itemsize]).expand(numbers)
 
 
 AS_THEY_ARE = Wires()

@@ -93,7 +93,8 @@ def resolved(spec: RunSpec, model: nn.Module, data: Data) -> RunSpec:
     """The run with the layers that a plan chooses by name: plans look at a model that has values."""
     parted = spec.strategy.parted
     if isinstance(parted, SplitLayers) and isinstance(parted.rules, str):
-        plan = split_plan(model, sample_of(spec.job, data, spec.batch_size, spec.seed), parted.ranks)
+        sample = sample_of(spec.job, data, spec.batch_size, spec.seed)
+        plan = split_plan(model, sample, parted.ranks, parted.wires)
         parted = replace(parted, rules=plan.rules)
     elif isinstance(parted, DividedNames) and parted.names is None:
         parted = replace(parted, names=planned_names(spec, model, data))

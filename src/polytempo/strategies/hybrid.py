@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polytempo.core import Strategy, call_name
+from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.transform import is_idle
-from polytempo.partition.hybrid.divided_names import DividedNames
+from polytempo.partition.hybrid.divided_names import AUTO, DividedNames, names_of
 from polytempo.partition.hybrid.rounds import Exchange
 from polytempo.partition.over_parts import over_parts
+from polytempo.partition.wires import Wires
 from polytempo.strategies.sync_sgd import sync_sgd
 
 _SOME_RANKS = 2
@@ -19,6 +20,8 @@ def hybrid(
     exchange: Exchange = "joined",
     link: str | None = None,
     inner: Strategy | None = None,
+    activations: Codec | None = None,
+    gradients: Codec | None = None,
 ) -> Strategy:
     """Divide the weights of `layers` over all workers, each of which gets samples of its own.
 
@@ -27,18 +30,23 @@ def hybrid(
     "1gbit", where they take less time on that link. `exchange`: in which rounds samples travel; see
     `partition.hybrid.rounds`. `inner` (default: `sync_sgd()`) exchanges the gradients of all other layers.
 
+    `activations` and `gradients`: codecs by which divided layers exchange these, as `pt.hybrid` says. What `inner`
+    exchanges is its own matter.
+
     Cost: 2(N-1) · B · I + 2(N-1)/N · B · O numbers for a divided layer of I inputs and O outputs, for the B samples of
     all N workers, and nothing for its weights. `pt.hybrid` is this for a loop of one's own.
 
     Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014; the plan is that of
     F. Iandola et al., "FireCaffe", 2016.
     """
-    given = layers.split(",") if isinstance(layers, str) else layers
-    names = tuple(name.strip() for name in given if name.strip())
+    given = [name for name in layers.split(",") if name.strip()] if isinstance(layers, str) else layers
+    names = tuple(name.strip() for name in names_of(given))
     between = inner or sync_sgd()
-    shown = {"layers": ", ".join(names), "exchange": exchange, "link": link, "inner": inner}
-    name = call_name(hybrid, shown, brief=("inner",))
-    found = over_parts(name, DividedNames(None if names == ("auto",) else names, exchange, link), between)
+    codecs = {"activations": activations, "gradients": gradients}
+    shown = {"layers": ", ".join(names), "exchange": exchange, "link": link, "inner": inner, **codecs}
+    name = call_name(hybrid, shown, brief=("inner", *codecs))
+    chosen = None if names == (AUTO,) else names
+    found = over_parts(name, DividedNames(chosen, exchange, link, Wires(activations, gradients)), between)
     if not (between.synchronized and is_idle(between.parameters, _SOME_RANKS)):
         raise ValueError(
             f"{name}: all workers make each step of a divided layer together, and {between} lets models differ, or "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from polytempo.core import Bundle, NotFinite
 from polytempo.native import update as kernels
 from polytempo.native.library import available
+from polytempo.training.precision.wide_bucket import Widened
 
 MODEL = "model/"
 """Begins the names of a model's tensors in a checkpoint."""
@@ -114,7 +115,10 @@ class Guard:
             return
         if bundle.packed and (bundle.flat.device.type != "cpu" or first_bad([("", bundle.flat)]) is None):
             return
-        self._look_at_gradients((bundle.views if bundle.packed else bundle.tensors).items(), step, rank)
+        found = bundle.views if bundle.packed else bundle.tensors
+        if isinstance(found, Widened):  # what is not finite in float32 is not in 16 bits, and these are there
+            found = found.gradients
+        self._look_at_gradients(found.items(), step, rank)
 
     def parameters(self, step: int, rank: int) -> None:
         """This rank's own parameters, after the update and before they are exchanged."""

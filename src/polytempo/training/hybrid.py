@@ -6,11 +6,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from polytempo.core import Port
+from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.hybrid import DataGroup, Exchange, HybridModel, divide
+from polytempo.partition.hybrid.divided_names import AUTO, names_of
 from polytempo.partition.plan import LayerPlan
 from polytempo.partition.tensor import ModelGroup
+from polytempo.partition.wires import AS_THEY_ARE, Wires
+from polytempo.spec.catalogue import codec_of
 from polytempo.training.agree import agree
 from polytempo.training.ports import ports_of
 from polytempo.training.split import take_first
@@ -22,6 +25,8 @@ def hybrid(
     layers: LayerPlan | Iterable[str],
     *,
     exchange: Exchange = "joined",
+    activations: Codec | str | None = None,
+    gradients: Codec | str | None = None,
     world: ProcessWorld | None = None,
     port: Port | None = None,
 ) -> HybridModel:
@@ -41,10 +46,16 @@ def hybrid(
     part of every rank's at a time ("slices"); `partition.hybrid.rounds` has their source. `port`: this rank's place in
     another world than a process world, inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
+    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", by which divided layers
+    exchange these, samples and outputs and their gradients (`partition.hybrid.exchange`). A rank that sends encodes,
+    and all compute with what they decode; outputs and gradients for a rank itself are as they are, and so are indices
+    of an embedding. Without one the plan's are taken.
+
     Of `Linear`, `Embedding` and convolutions of one group. All ranks call the model together, in evaluation, too.
 
-    Errors: `Mismatch` where ranks give other layers or models; ValueError for names that fit no layer, for layers that
-    cannot be divided or share weights, for a plan of another number of workers, for a mesh of more than data ranks.
+    Errors: `Mismatch` where ranks give other layers, codecs or models; ValueError for names that fit no layer, for
+    layers that cannot be divided or share weights, for a plan of another number of workers, for a mesh of more than
+    data ranks, and for codecs that remember something or have wires of varying length.
     """
     whole = port or (world or current()).port
     ports = ports_of(whole)
@@ -53,18 +64,26 @@ def hybrid(
             f"the mesh {ports.whole.mesh} has ranks that hold parts of one model, by pt.split or pipelines; pt.hybrid "
             "divides layers over ranks that see other samples: leave out pt.init(mesh=…)"
         )
-    ranks = ModelGroup(ports.data, drive if port is not None else (world or current()).drive)
+    planned = layers.wires if isinstance(layers, LayerPlan) else AS_THEY_ARE
+    wires = Wires(codec_of(activations) or planned.activations, codec_of(gradients) or planned.gradients)
+    ranks = ModelGroup(ports.data, drive if port is not None else (world or current()).drive, wires=wires)
     names = _names(layers, ranks.size)
     if ranks.size > 1:
         shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        ranks.drive(agree(ranks.port, {"layers": names, "exchange": exchange, "model": shapes}))
+        ranks.drive(agree(ranks.port, {"layers": names, "exchange": exchange, "codecs": str(wires), "model": shapes}))
         ranks.drive(take_first(ranks.port, model))
     return divide(model, names, DataGroup(ranks, exchange))
 
 
 def _names(layers: LayerPlan | Iterable[str], num_ranks: int) -> list[str]:
     if not isinstance(layers, LayerPlan):
-        return [layers] if isinstance(layers, str) else list(layers)
+        names = names_of([layers] if isinstance(layers, str) else layers)
+        if names == (AUTO,):
+            raise ValueError(
+                f"{AUTO!r} names no layer; give a plan, pt.plan_layers(model, x, workers={num_ranks}, batch_size=…), "
+                "which chooses layers for the workers and the batch of a step"
+            )
+        return list(names)
     if layers.workers != num_ranks:
         raise ValueError(
             f"the plan is for {layers.workers} workers, and there are {num_ranks}; plan again with workers={num_ranks}"

@@ -10,10 +10,13 @@ from torch import nn
 from polytempo.cluster import Link
 from polytempo.cluster.rate import rate_of
 from polytempo.collectives import halving_doubling_price, ring_price, tree_price
+from polytempo.core import Codec
 from polytempo.partition.plan import LayerPlan, Reduction, chosen, volumes
 from polytempo.partition.plan.choice import By
 from polytempo.partition.plan.scaling import PriceOf
+from polytempo.partition.wires import Wires
 from polytempo.server.price import server_price
+from polytempo.spec.catalogue import codec_of
 
 LATENCY_S = 50e-6
 """From process to process, where a link is given by its rate alone."""
@@ -40,6 +43,8 @@ def plan_layers(
     reduction: str = "ring",
     shards: int = 1,
     by: By = "bytes",
+    activations: Codec | str | None = None,
+    gradients: Codec | str | None = None,
 ) -> LayerPlan:
     """Each layer of `model` by data or by model parallelism, whichever sends less; `pt.hybrid` takes the plan.
 
@@ -50,10 +55,12 @@ def plan_layers(
     step of all workers. `link`: its rate, with 50 microseconds of latency, or a `pt.cluster.Link`. `reduction`: how
     gradients of layers by data parallelism are summed: "tree", "server" (a parameter server of `shards`), "ring" or
     "halving_doubling". `by`: what is compared, the source's |D| with |W| ("bytes"), or the cost model's times
-    ("seconds").
+    ("seconds"). `activations` and `gradients`: codecs by which divided layers are to exchange these, also as text such
+    as "int8"; `pt.hybrid` takes them with the plan.
 
     Nothing is computed: layers are seen on tensors without values. Source: F. Iandola et al., "FireCaffe", 2016.
-    Errors: ValueError for names that there are not, and numbers below 1; those of `partition.plan.volumes`.
+    Errors: ValueError for names that there are not, numbers below 1, and codecs that remember something or have wires
+    of varying length; those of `partition.plan.volumes`.
     """
     known = reductions(shards)
     if reduction not in known:
@@ -67,4 +74,5 @@ def plan_layers(
         bytes_per_s=taken.bytes_per_s,
         reduction=known[reduction],
         by=by,
+        wires=Wires(codec_of(activations), codec_of(gradients)),
     )

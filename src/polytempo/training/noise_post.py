@@ -88,6 +88,8 @@ def check_measured(strategy: Strategy, workers: int, *, option: str = "noise_sca
     why = None
     if strategy.schedule is not None:
         why = f"{strategy} cuts the model into stages, none of which has a whole gradient"
+    elif strategy.parted is not None:
+        why = f"{strategy} has layers in parts on several workers, none of which has a whole gradient"
     elif strategy.slices is not None:
         why = f"{strategy} computes a batch in slices, which weigh by the global batch"
     elif is_hogwild(strategy):

@@ -77,11 +77,13 @@ def parted_model(spec: RunSpec, model: nn.Module, data: Data, port: Port, drive:
     if isinstance(parted, SplitLayers):
         rules = parted.rules
         if isinstance(rules, str):
-            rules = split_plan(model, sample_of(spec.job, data, spec.batch_size, spec.seed), parted.ranks).rules
+            sample = sample_of(spec.job, data, spec.batch_size, spec.seed)
+            rules = split_plan(model, sample, parted.ranks, parted.wires).rules
         return apply_rules(model, rules, ModelGroup(ports.model, drive, parted.sequence, parted.wires))
     assert isinstance(parted, DividedNames)
     names = planned_names(spec, model, data) if parted.names is None else parted.names
-    return divide(model, names, DataGroup(ModelGroup(ports.data, drive), parted.exchange))
+    ranks = ModelGroup(ports.data, drive, wires=parted.wires)
+    return divide(model, names, DataGroup(ranks, parted.exchange))
 
 
 def check_parted_model(spec: RunSpec, model: nn.Module, data: Data) -> None:
@@ -108,5 +110,7 @@ def planned_names(spec: RunSpec, model: nn.Module, data: Data) -> tuple[str, ...
         link=parted.link or _RATE,
         batch_size=spec.options.global_batch_size or spec.workers * spec.batch_size,
         by="bytes" if parted.link is None else "seconds",
+        activations=parted.wires.activations,
+        gradients=parted.wires.gradients,
     )
     return plan.model_parallel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.plan import SplitPlan, given_plan, split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
+from polytempo.partition.tensor.rule_text import EXAMPLE
 from polytempo.partition.tensor.rules import matched
 from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
 from polytempo.partition.wires import Wires
@@ -111,15 +113,17 @@ async def _begun_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> Non
 
 def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup) -> tuple[Rules, SplitPlan | None]:
     """The rules by name, and the plan that has chosen them."""
-    if not isinstance(rules, str):
+    if isinstance(rules, Mapping):
         return rules, None
+    if not isinstance(rules, str):
+        raise ValueError(f"{EXAMPLE}, not {rules!r}")
     SplitLayers(rules, group.size, group.sequence)
     if rules != AUTO or sample is None:
         raise ValueError(
             f'rules={rules!r}: give a dictionary such as {{"*.up": "column", "*.down": "row"}}, or "auto" with '
             "sample=x, which the model is called with"
         )
-    plan = split_plan(model, sample, group.size)
+    plan = split_plan(model, sample, group.size, group.wires)
     return plan.rules, plan
 
 

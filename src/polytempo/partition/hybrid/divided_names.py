@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange
+from polytempo.partition.wires import AS_THEY_ARE, Wires
+
+AUTO: Final = "auto"
+"""In place of names: those that a plan chooses."""
+
+
+def names_of(given: object) -> tuple[str, ...]:
+    """Names that are given one by one. ValueError where there are none, or other things."""
+    names = tuple(given) if isinstance(given, Iterable) else ()
+    if not names or not all(isinstance(name, str) and name for name in names):
+        shown = "" if names == () and isinstance(given, Iterable) else f", got {given!r}"
+        raise ValueError(f"no layer is named{shown}; give names such as 'classifier.*', or a plan's")
+    return names
 
 
 @dataclass(frozen=True)
@@ -17,13 +32,15 @@ class DividedNames:
     names: tuple[str, ...] | None
     exchange: Exchange = "joined"
     link: str | None = None
+    wires: Wires = AS_THEY_ARE
+    """The codecs of what the layers exchange."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an exchange that is none, for no names, and for a link that nothing is planned for."""
         if self.exchange not in EXCHANGES:
             raise ValueError(f"exchange={self.exchange!r}: must be one of {', '.join(EXCHANGES)}")
-        if self.names is not None and not self.names:
-            raise ValueError("no layer is named; give names such as 'classifier.*', or 'auto' for a plan's")
+        if self.names is not None:
+            names_of(self.names)
         if self.names is not None and self.link is not None:
             raise ValueError(f"link={self.link!r} is what layers are planned for, and they are named; leave out one")
 

@@ -14,6 +14,16 @@ With N ranks, B samples of all of them, and I and O numbers of a sample:
 | deal, and its gradients | (N-1)/N · B · O |
 
 Sums are formed in the order of ranks.
+
+With codecs Q of activations and R of gradients, for rank r's samples x_r, its features y_rj of rank j's samples, and
+partial sums p_rj of the gradients of these:
+
+    gather     [Q(x_0) │ Q(x_1) │ …]                  on all ranks, on the sender, too
+    deal       [Q(y_0j) │ … y_jj … │ Q(y_Nj)]         the own piece, which travels nowhere, as it is
+    back       as deal, with R, of gradients
+    and        p_jj + Σ_{r≠j} R(p_rj)                 as a reduction between split layers (`tensor.model_group`)
+
+Gradients pass Q as if it were the identity (`partition.wires`). The bytes are counted by `partition.hybrid.traffic`.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +39,16 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.partition.hybrid.divisible import Compute
 from polytempo.partition.hybrid.rounds import Spans
+from polytempo.partition.hybrid.traffic import ExchangedPieces, Volume, feature_pieces, sample_pieces, volume
+from polytempo.partition.tensor.model_group import Occasion
+from polytempo.partition.tensor.rounds import AS_IT_IS, RoundCodec, to_all, to_each, to_owners
+from polytempo.partition.wires import Wires
 
 _SAMPLES, _FEATURES = 1015, 1016
 """Channels of what is gathered and dealt: a round's samples travel while the outputs of the one before do."""
+_Step = Literal["gather", "deal", "return", "reduce"]
+_STEPS: tuple[_Step, ...] = ("gather", "deal", "return", "reduce")
+"""Of a round: the first two forward, the others backward."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,26 @@ class DividedCall:
     output_dim: int
     samples: Sequence[int]
     """How many samples each rank has."""
+    wires: Wires
+    occasion: Occasion
+    """For codecs that draw: which call of which pass this is."""
+    name: str
+    """The layer's, for errors."""
+
+    def by(self, step: _Step, round_number: int, pieces: ExchangedPieces) -> RoundCodec:
+        """How these travel; the same on all ranks."""
+        forward, place = step in _STEPS[:2], _STEPS.index(step)
+        codec = self.wires.common_codec("forward" if forward else "backward", *pieces)
+        if codec is None:
+            return AS_IT_IS
+        number = len(_STEPS) * (self.occasion.number * len(self.rounds) + round_number) + place
+        what = "activations" if forward else "gradients"
+        return RoundCodec(codec, self.occasion.step, number, f"the {what} of layer {self.name}")
+
+    def volume(self, inputs: Tensor, output: Tensor) -> Volume:
+        """Bytes of all ranks in this call, which has these tensors, and on its way back."""
+        given, made = _of_one(inputs), _of_one(output)
+        return volume(self.rounds, self.parts, given, made, self.wires, of_inputs=inputs.requires_grad)
 
     @property
     def weight(self) -> float:
@@ -65,16 +102,16 @@ async def forward(
 ) -> tuple[Tensor, list[Kept]]:
     """This rank's samples' outputs, all features; and what `backward` needs, if it is to be kept."""
     port, dealing, kept = call.port, [], list[Kept]()
-    gathering = await port.start(_gathered(port, inputs, call.rounds[0]))
-    for number, spans in enumerate(call.rounds):
+    gathering = await port.start(_gathered(call, inputs, 0))
+    for number in range(len(call.rounds)):
         whole: Tensor = await gathering
         if number + 1 < len(call.rounds):
-            gathering = await port.start(_gathered(port, inputs, call.rounds[number + 1]))
+            gathering = await port.start(_gathered(call, inputs, number + 1))
         with torch.set_grad_enabled(keep):
             taken = whole.requires_grad_(keep and inputs.requires_grad)
             output = call.compute(taken, weight, bias)
         kept += [Kept(taken, output)] * keep
-        dealing.append(await port.start(_dealt(call, output.detach(), spans)))
+        dealing.append(await port.start(_dealt(call, output.detach(), number)))
     return torch.cat([await each for each in dealing]), kept
 
 
@@ -88,17 +125,17 @@ async def backward(
     """
     port, found, reducing = call.port, [torch.zeros_like(p) for p in parameters], []
     own = gradient * call.weight
-    gathering = await port.start(_returned(call, own, call.rounds[0]))
-    for number, (spans, (inputs, output)) in enumerate(zip(call.rounds, kept, strict=True)):
+    gathering = await port.start(_returned(call, own, 0))
+    for number, (inputs, output) in enumerate(kept):
         outputs: Tensor = await gathering
         if number + 1 < len(call.rounds):
-            gathering = await port.start(_returned(call, own, call.rounds[number + 1]))
+            gathering = await port.start(_returned(call, own, number + 1))
         asked = [*parameters, *[inputs] * of_inputs]
         answers = torch.autograd.grad(output, asked, outputs, retain_graph=True)
         for total, each in zip(found, answers, strict=False):
             total += each
         if of_inputs:
-            reducing.append(await port.start(_reduced(port, answers[-1], spans)))
+            reducing.append(await port.start(_reduced(call, answers[-1], number)))
     if not of_inputs:
         return None, found
     mine = torch.cat([await each for each in reducing])
@@ -113,43 +150,55 @@ def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.new_empty(()).expand(prod(shape))
 
 
-async def _gathered(port: Port, inputs: Tensor, spans: Spans) -> Tensor:
+def _of_one(tensor: Tensor) -> Tensor:
+    """What one sample of (samples, …) is like, flat."""
+    return _like(tensor, tensor.shape[1:])
+
+
+async def _gathered(call: DividedCall, inputs: Tensor, number: int) -> Tensor:
     """All ranks' samples of a round, from this rank's inputs."""
+    port, spans = call.port, call.rounds[number]
     begin, end = spans[port.rank]
-    mine = _flat(inputs.detach()[begin:end])
     shapes = [(end - begin, *inputs.shape[1:]) for begin, end in spans]
-    found = await port.on_channel(_SAMPLES).all_to_all([mine] * port.size, [_like(inputs, shape) for shape in shapes])
+    by = call.by("gather", number, sample_pieces(spans, _of_one(inputs)))
+    mine, likes = _flat(inputs.detach()[begin:end]), [_like(inputs, shape) for shape in shapes]
+    found = await to_all(port.on_channel(_SAMPLES), mine, likes, by)
     return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)])
 
 
-async def _reduced(port: Port, partial: Tensor, spans: Spans) -> Tensor:
+async def _reduced(call: DividedCall, partial: Tensor, number: int) -> Tensor:
     """The sum over ranks of this rank's samples of a round."""
+    port, spans = call.port, call.rounds[number]
     sizes = [end - begin for begin, end in spans]
-    pieces = [_flat(each) for each in partial.split(sizes)]
-    found = await port.on_channel(_SAMPLES).all_to_all(pieces, [pieces[port.rank]] * port.size)
-    total = found[0].clone()
-    for each in found[1:]:
-        total += each
+    by = call.by("reduce", number, sample_pieces(spans, _of_one(partial)))
+    total = await to_owners(port.on_channel(_SAMPLES), [_flat(each) for each in partial.split(sizes)], by)
     return total.view(sizes[port.rank], *partial.shape[1:])
 
 
-async def _dealt(call: DividedCall, output: Tensor, spans: Spans) -> Tensor:
+async def _dealt(call: DividedCall, output: Tensor, number: int) -> Tensor:
     """All features of this rank's samples of a round, from this rank's features of all samples."""
-    port, sizes = call.port, [end - begin for begin, end in spans]
+    port, spans = call.port, call.rounds[number]
+    sizes = [end - begin for begin, end in spans]
     dim = output.dim() + call.output_dim
     pieces = [_flat(each) for each in output.split(sizes)]
     shapes = [(sizes[port.rank], *output.shape[1:dim], part, *output.shape[dim + 1 :]) for part in call.parts]
-    found = await port.on_channel(_FEATURES).all_to_all(pieces, [_like(output, shape) for shape in shapes])
+    whole = _like(output, (*output.shape[1:dim], sum(call.parts), *output.shape[dim + 1 :]))
+    by = call.by("deal", number, feature_pieces(spans, call.parts, whole))
+    likes = [_like(output, shape) for shape in shapes]
+    found = await to_each(port.on_channel(_FEATURES), pieces, likes, by)
     return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)], dim)
 
 
-async def _returned(call: DividedCall, gradient: Tensor, spans: Spans) -> Tensor:
+async def _returned(call: DividedCall, gradient: Tensor, number: int) -> Tensor:
     """The gradient of this rank's features of all samples of a round: the adjoint of `_dealt`."""
-    port, (begin, end) = call.port, spans[call.port.rank]
-    dim, own = gradient.dim() + call.output_dim, call.parts[call.port.rank]
+    port, spans = call.port, call.rounds[number]
+    begin, end = spans[port.rank]
+    dim, own = gradient.dim() + call.output_dim, call.parts[port.rank]
     pieces = [_flat(each) for each in gradient[begin:end].split(list(call.parts), dim)]
     shapes = [(e - b, *gradient.shape[1:dim], own, *gradient.shape[dim + 1 :]) for b, e in spans]
-    found = await port.on_channel(_FEATURES).all_to_all(pieces, [_like(gradient, shape) for shape in shapes])
+    by = call.by("return", number, feature_pieces(spans, call.parts, _of_one(gradient)))
+    likes = [_like(gradient, shape) for shape in shapes]
+    found = await to_each(port.on_channel(_FEATURES), pieces, likes, by)
     return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)])
 
 

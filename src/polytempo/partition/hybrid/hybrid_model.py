@@ -50,7 +50,8 @@ class DividedLayer(SplitLayer):
     """Some output features of a layer, of all ranks' samples; each rank gets all features of its own samples.
 
     Cost of N ranks with B samples of I numbers in and O out: gathers of B · I, forward and backward, and B · O / N
-    numbers dealt, forward and backward; no gradient of the weights. Memory: the inputs of all ranks.
+    numbers dealt, forward and backward, by the codecs of `group.ranks`; no gradient of the weights. Memory: the inputs
+    of all ranks.
     """
 
     def __init__(self, cutter: Cutter, group: DataGroup, name: str, whole: nn.Module) -> None:
@@ -73,17 +74,9 @@ class DividedLayer(SplitLayer):
             answer: Tensor = Divided.apply(call, self.group.drive, inputs, self.weight, self.bias)  # type: ignore[no-untyped-call]
         else:
             answer, _ = self.group.drive(forward(call, inputs, self.weight, self.bias, keep=False))
-        self._count(inputs, answer, learns=learns)
+        sent = call.volume(inputs, answer)
+        self.group.count(sent.forward, sent.backward * learns)
         return answer
-
-    def _count(self, inputs: Tensor, answer: Tensor, *, learns: bool) -> None:
-        """The bytes of this pass, and of its way back: each input to all, each output to whose sample it is."""
-        samples = self.data_group.samples
-        total, ranks = sum(samples), self.group.size
-        given = (ranks - 1) * total * inputs[0].nbytes if len(inputs) else 0
-        features = answer[0].nbytes / self.outputs.total if len(answer) else 0.0
-        moved = sum((total - own) * size * features for own, size in zip(samples, self.outputs.sizes, strict=True))
-        self.group.count(given + moved, (given * inputs.requires_grad + moved) * learns)
 
     def _call(self, inputs: Tensor) -> DividedCall:
         group = self.data_group
@@ -95,7 +88,15 @@ class DividedLayer(SplitLayer):
             )
         plan = rounds(group.exchange, group.samples)
         return DividedCall(
-            self.group.port, self.how.compute, plan, self.outputs.sizes, self.how.output_dim, group.samples
+            self.group.port,
+            self.how.compute,
+            plan,
+            self.outputs.sizes,
+            self.how.output_dim,
+            group.samples,
+            self.group.wires,
+            self.group.next_occasion(),
+            str(self.shown),
         )
 
 
@@ -103,7 +104,8 @@ class HybridModel(PartedModel):
     """`model`, some layers of which are divided: called as it was, with this rank's samples.
 
     All ranks call it together, also where they only evaluate. The first tensor that it is given has the samples in its
-    first dimension. Cost besides the layers': 8 bytes a rank and pass, how many samples each has.
+    first dimension. Cost besides the layers': 8 bytes a rank and pass, how many samples each has; 16 where codecs draw
+    random numbers, which they all do by the first rank's number.
     """
 
     def __init__(self, model: nn.Module, group: DataGroup) -> None:
@@ -115,9 +117,10 @@ class HybridModel(PartedModel):
         tensors = [each for each in tree_leaves([args, kwargs]) if isinstance(each, Tensor) and each.dim()]
         if not tensors:
             raise ValueError("the model was given no tensor with samples, and its layers are divided by samples")
-        counts = self.group.all(torch.tensor([len(tensors[0])]))
-        self.data_group.samples = tuple(int(count) for count in counts)
-        self.group.passes += 1
+        drawn = [self.group.drawn(training=self.training)] if self.group.wires.draws else []
+        told = self.group.all(torch.tensor([len(tensors[0]), *drawn]))
+        self.data_group.samples = tuple(int(each[0]) for each in told)
+        self.group.begin_pass(int(told[0][1]) if drawn else 1)
         return self.__dict__["model"](*args, **kwargs)
 
 

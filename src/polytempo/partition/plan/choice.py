@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
+from polytempo.partition.hybrid.rounds import Exchange, rounds
+from polytempo.partition.hybrid.traffic import volume
 from polytempo.partition.plan.scaling import PriceOf
 from polytempo.partition.plan.volume import LayerVolume
+from polytempo.partition.wires import AS_THEY_ARE, WAYS, Way, Wires, without_memory
 
 LayerWay = Literal["data", "model"]
 Scheme = Literal["data", "model", "hybrid"]
@@ -37,7 +40,7 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One layer, by both ways. Bytes are the source's |W| and |D|; seconds are of a whole step."""
+    """One layer, by both ways. Bytes are the source's |W|, and its |D| by codecs; seconds are of a whole step."""
 
     volume: LayerVolume
     way: LayerWay
@@ -60,6 +63,8 @@ class LayerPlan:
     latency_s: float
     bytes_per_s: float
     reduction: Reduction
+    wires: Wires = AS_THEY_ARE
+    """The codecs of what divided layers exchange."""
 
     @property
     def model_parallel(self) -> tuple[str, ...]:
@@ -116,54 +121,79 @@ def chosen(
     reduction: Reduction,
     by: By = "bytes",
     overlap: float = 1.0,
+    wires: Wires = AS_THEY_ARE,
 ) -> LayerPlan:
     """Each layer by the way that sends less.
 
     `by`: "bytes" compares |D| with |W|, which is the source's rule; "seconds" compares what the exchanges of
     `pt.hybrid` take on this link with what the reduction takes. `batch_size`: samples of a step of all workers.
-    Layers that cannot be divided, and those whose weights another layer has, too, go by data parallelism.
+    `wires`: the codecs of these exchanges; |D| is then the mean of what inputs take forward and their gradients
+    backward. Layers that cannot be divided, and those whose weights another layer has, too, go by data parallelism.
 
     Raises ValueError for numbers below 1.
     """
     for name, number in (("workers", workers), ("batch_size", batch_size)):
-        if number < 1:
-            raise ValueError(f"{name}={number}: must be at least 1")
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}={number!r}: must be a whole number, at least 1")
     if by not in ("bytes", "seconds"):
         raise ValueError(f'by={by!r}: must be "bytes" or "seconds"')
     planned = []
     for layer in layers:
         data_s = reduction.price(workers, layer.gradient_bytes, latency_s, bytes_per_s).seconds
-        model_s = exchange_seconds(layer, workers, batch_size, latency_s, bytes_per_s)
-        data_bytes, model_bytes = layer.weight_bytes, layer.input_bytes(batch_size)
+        model_s = exchange_seconds(layer, workers, batch_size, latency_s, bytes_per_s, wires)
+        given = [_given(layer, way, workers, batch_size, wires) for way in WAYS]
+        data_bytes, model_bytes = layer.weight_bytes, sum(given) / len(given)
         less = model_bytes < data_bytes if by == "bytes" else model_s < data_s
         way: LayerWay = "model" if less and can_divide(layer, workers) else "data"
         ratio = layer.flops_per_byte(ceil(batch_size / workers), overlap) if layer.weights else 0.0
         planned.append(PlannedLayer(layer, way, data_bytes, model_bytes, data_s, model_s, ratio))
-    return LayerPlan(tuple(planned), workers, batch_size, latency_s, bytes_per_s, reduction)
+    return LayerPlan(tuple(planned), workers, batch_size, latency_s, bytes_per_s, reduction, wires)
 
 
-def exchange_seconds(layer: LayerVolume, workers: int, batch_size: int, latency_s: float, bytes_per_s: float) -> float:
+def exchange_seconds(
+    layer: LayerVolume,
+    workers: int,
+    batch_size: int,
+    latency_s: float,
+    bytes_per_s: float,
+    wires: Wires = AS_THEY_ARE,
+) -> float:
     """Of what a step of a divided layer sends: inputs to all, outputs to whose samples they are, gradients back.
 
     4α + (N-1)/N · (2·|D| + 2·outputs/N) / B         half of |D|, and one α less, where no gradient goes back
     """
     if workers == 1:
         return 0.0
-    there = layer.input_bytes(batch_size) * (2 if layer.gradient else 1)
-    back = 2 * layer.output_bytes(batch_size) / workers
-    rounds = _EXCHANGES - (not layer.gradient)
-    return rounds * latency_s + (workers - 1) / workers * (there + back) / bytes_per_s
+    there, its_gradient = (_given(layer, way, workers, batch_size, wires) for way in WAYS)
+    numbers = layer.outputs * batch_size
+    back = sum(wires.shared_bytes(way, numbers, layer.itemsize, workers * workers) for way in WAYS) / workers
+    exchanges = _EXCHANGES - (not layer.gradient)
+    sent = there + its_gradient * layer.gradient + back
+    return exchanges * latency_s + (workers - 1) / workers * sent / bytes_per_s
 
 
-def exchange_bytes(layer: LayerVolume, sizes: Sequence[int], parts: Sequence[int]) -> float:
+def _given(layer: LayerVolume, way: Way, workers: int, batch_size: int, wires: Wires) -> float:
+    """|D|, or as much of its gradient, as if each worker encoded an equal share. An embedding's indices are not."""
+    if layer.kind == "embedding":
+        return layer.input_bytes(batch_size)
+    return wires.shared_bytes(way, layer.inputs * batch_size, layer.input_itemsize, workers)
+
+
+def exchange_bytes(
+    layer: LayerVolume,
+    sizes: Sequence[int],
+    parts: Sequence[int],
+    wires: Wires = AS_THEY_ARE,
+    exchange: Exchange = "joined",
+) -> int:
     """Of all ranks in a step of a divided layer: rank r has `sizes[r]` samples and `parts[r]` of the outputs' features.
 
-    To the byte, whether sizes divide evenly or not.
+    To the byte, whether sizes divide evenly or not, of a layer that the model calls once. `exchange` matters by codecs
+    alone: a round's samples make a wire.
     """
-    batch_size, features = sum(sizes), sum(parts)
-    inputs = (len(sizes) - 1) * layer.input_bytes(batch_size) * (2 if layer.gradient else 1)
-    moved = sum((batch_size - own) * part for own, part in zip(sizes, parts, strict=True))
-    return inputs + 2 * moved * layer.output_bytes(1) / features
+    given = without_memory(round(layer.inputs), layer.input_itemsize, whole=layer.kind == "embedding")
+    made = without_memory(round(layer.outputs), layer.itemsize)
+    return sum(volume(rounds(exchange, sizes), parts, given, made, wires, of_inputs=layer.gradient))
 
 
 def prices_of(plan: LayerPlan, reductions: Sequence[Reduction]) -> Mapping[str, dict[Scheme, float]]:

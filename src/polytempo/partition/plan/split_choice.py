@@ -11,8 +11,9 @@ dynamic programming. Attention goes by heads, an embedding by its features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,8 +22,10 @@ from polytempo.partition.plan.follower import Follower, followers
 from polytempo.partition.plan.volume import LayerVolume, volumes
 from polytempo.partition.tensor.way import Way, column, row, way_of
 from polytempo.partition.trace import Untraceable, inputs_of, trace
-from polytempo.partition.wires import AS_THEY_ARE, WAYS, Wires, without_memory
+from polytempo.partition.wires import AS_THEY_ARE, WAYS, Wires
 from polytempo.partition.wires import Way as Passing
+
+_LONG, _FLOAT32 = 2**20, 4
 
 
 class SplitLayerPlan(NamedTuple):
@@ -39,6 +42,9 @@ class SplitLayerPlan(NamedTuple):
     def numbers(self) -> float:
         """Forward and backward."""
         return self.forward + self.backward
+
+
+_Weigh = Callable[[SplitLayerPlan], float]
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,12 @@ class SplitPlan:
 
     def bytes_of(self, layer: SplitLayerPlan, batch_size: int) -> float:
         """What all ranks together send for a layer in a step, forward and backward."""
-        there, back = (self._bytes(layer, way, batch_size) for way in WAYS)
-        return (self.ranks - 1) * (there + back)
+        return sum(self.passing_bytes(layer, way, batch_size) for way in WAYS)
 
-    def _bytes(self, layer: SplitLayerPlan, way: Passing, batch_size: int) -> float:
-        """Of a layer's numbers that pass this way; by codecs about, as if each rank made one wire of its share."""
-        numbers, itemsize = getattr(layer, way) * batch_size, layer.volume.itemsize
-        piece = without_memory(round(numbers / self.ranks), itemsize)
-        if not piece.numel() or self.wires.common_codec(way, [piece]) is None:
-            return float(numbers * itemsize)
-        return self.ranks * self.wires.common_bytes(way, [piece])
+    def passing_bytes(self, layer: SplitLayerPlan, way: Passing, batch_size: int) -> float:
+        """The same of one way; by codecs about, as if each rank made one wire of its share."""
+        numbers = getattr(layer, way) * batch_size
+        return (self.ranks - 1) * self.wires.shared_bytes(way, numbers, layer.volume.itemsize, self.ranks)
 
     def seconds_of(self, layer: SplitLayerPlan, batch_size: int, latency_s: float, bytes_per_s: float) -> float:
         """Of a layer's exchanges in a step, each rank on a link of its own."""
@@ -94,10 +96,12 @@ class SplitPlan:
         )
 
 
-def split_plan(model: nn.Module, sample: Any, ranks: int) -> SplitPlan:
+def split_plan(model: nn.Module, sample: Any, ranks: int, wires: Wires = AS_THEY_ARE) -> SplitPlan:
     """The plan of every layer of `model` that can be split over `ranks`. Nothing is computed.
 
-    `sample`: what the model is called with. Layers with fewer features, channels or heads than ranks stay whole, and so
+    `sample`: what the model is called with. `wires`: the codecs by which layers are to exchange what they do, which
+    make numbers that pass forward and those that pass backward take other bytes; of long tensors, for a plan is for
+    any batch. Layers with fewer features, channels or heads than ranks stay whole, and so
     do layers that share weights, or that the model does not call.
 
     Errors: ValueError for a model that cannot be traced, which names the line, and those of `volumes`.
@@ -122,11 +126,11 @@ def split_plan(model: nn.Module, sample: Any, ranks: int) -> SplitPlan:
     chosen: dict[str, SplitLayerPlan] = {name: SplitLayerPlan(volume, None, 0, 0, 0) for name, volume in found.items()}
     also: dict[str, Way] = {}
     for run in _runs(able, links):
-        for plan in _best(run, links, found, modules, ranks):
+        for plan in _best(run, links, found, modules, ranks, partial(_weight, wires)):
             chosen[plan.volume.name] = plan
             if plan.way == column() and plan.volume.name in links:
                 also |= dict.fromkeys(links[plan.volume.name].dropouts, way_of("column"))
-    return SplitPlan(tuple(chosen.values()), also, ranks)
+    return SplitPlan(tuple(chosen.values()), also, ranks, wires)
 
 
 def given_plan(model: nn.Module, sample: Any, ways: Mapping[str, Way], ranks: int) -> SplitPlan:
@@ -186,18 +190,19 @@ def _best(
     found: Mapping[str, LayerVolume],
     modules: Mapping[str, nn.Module],
     ranks: int,
+    weight: _Weigh,
 ) -> list[SplitLayerPlan]:
-    """Of a run: which layers are pairs, and which go alone, so that the numbers sent are the fewest."""
+    """Of a run: which layers are pairs, and which go alone, so that what is sent weighs the least."""
     best: list[list[SplitLayerPlan]] = [[]]
     for number, name in enumerate(run):
-        options = [[*best[number], _alone(found[name], modules[name], ranks)]]
+        options = [[*best[number], _alone(found[name], modules[name], ranks, weight)]]
         if number:
             options.append([*best[number - 1], *_pair(found[run[number - 1]], found[name], links[run[number - 1]])])
-        best.append(min(options, key=lambda plans: sum(plan.numbers for plan in plans)))
+        best.append(min(options, key=lambda plans: sum(map(weight, plans))))
     return best[-1]
 
 
-def _alone(volume: LayerVolume, module: nn.Module, ranks: int) -> SplitLayerPlan:
+def _alone(volume: LayerVolume, module: nn.Module, ranks: int, weight: _Weigh) -> SplitLayerPlan:
     """The best way of a layer that is given the whole, and gives the whole."""
     given, made = volume.inputs * volume.gradient, volume.outputs
     if type(module) is nn.MultiheadAttention:
@@ -207,7 +212,12 @@ def _alone(volume: LayerVolume, module: nn.Module, ranks: int) -> SplitLayerPlan
     by_column = SplitLayerPlan(volume, column(gather=True), made, 2 * given, 1 + 2 * volume.gradient)
     by_row = SplitLayerPlan(volume, row(), 2 * made, given, 2 + volume.gradient)
     possible = [by_column] * (volume.features >= ranks) + [by_row] * (_num_inputs(module) >= ranks)
-    return min(possible, key=lambda plan: plan.numbers)
+    return min(possible, key=weight)
+
+
+def _weight(wires: Wires, plan: SplitLayerPlan) -> float:
+    """What a layer sends of a sample, in float32's bytes, in units of (N-1)."""
+    return sum(float(getattr(plan, way)) * wires.shared_bytes(way, _LONG, _FLOAT32, 1) / _LONG for way in WAYS)
 
 
 def _pair(first: LayerVolume, second: LayerVolume, link: Follower) -> list[SplitLayerPlan]:

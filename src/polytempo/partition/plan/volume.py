@@ -10,7 +10,9 @@ Source: F. Iandola et al., "FireCaffe", 2016, equations 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -156,7 +158,7 @@ class _Listener:
         ]
         try:
             state = fake_state(model, mode)
-            with torch.random.fork_rng(devices=[]), mode, torch.enable_grad():
+            with torch.random.fork_rng(devices=[]), _told_once(), mode, torch.enable_grad():
                 functional_call(model, state, fake(args, mode), fake(kwargs, mode))
         finally:
             for hook in hooks:
@@ -182,6 +184,17 @@ class _Listener:
             input_itemsize=given[0].element_size(),
             gradient=given[0].requires_grad or (before.gradient and not first),
         )
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """What a model cannot compute is raised; torch would write its own stack to the log besides."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -80,11 +80,15 @@ class ModelGroup:
         """Number of ranks."""
         return self.port.size
 
-    def begin_pass(self) -> None:
-        """Before a forward pass. Codecs that draw random numbers draw by a number of torch's random state, as dropouts
-        do, so that a pass that is computed again, or in a run that goes on, has the same bits."""
+    def drawn(self, *, training: bool) -> int:
+        """By which number codecs that draw random numbers draw in a pass: one of torch's random state, as dropouts do,
+        so that a pass that is computed again, or in a run that goes on, has the same bits. An evaluation takes none."""
+        return 1 + int(torch.randint(2**31, ())) if training and self.wires.draws else 1
+
+    def begin_pass(self, drawn: int) -> None:
+        """Before a forward pass; `drawn` is the same on all ranks."""
         self.passes += 1
-        self._occasion = Occasion(1 + int(torch.randint(2**31, ())) if self.wires.draws else 1)
+        self._occasion = Occasion(drawn)
 
     @contextmanager
     def of_layer(self, name: str | None, *, backward: Occasion | None = None) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The all-to-alls of which exchanges between split layers are made, as they are or by a codec Q.
 
     to_all       x̂_r = Q(x_r) for each rank r's tensor x_r                on all ranks, on r itself, too
-    to_owners    s_j = Σ_r Q(p_r[j]), of rank r's p_r in pieces p_r[j]    on rank j, which takes its p_j[j] as it is
+    to_each      Q(p_r[j]) for each rank r, of its p_r in pieces p_r[j]   on rank j, which takes its p_j[j] as it is
+    to_owners    s_j = Σ_r Q(p_r[j])                                      the sum of these
 
 `to_owners` and then `to_all` of the s_j make the sum of all p_r on all ranks. What all ranks are to hold alike is
 decoded from one wire on all of them, and sums are formed in the order of ranks, in the tensors' dtype: so all ranks
@@ -77,18 +78,28 @@ async def to_owners(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Ten
 
     Cost: each rank sends wires to all others; all of them together (N-1) · Σ_j bytes of the wire of pieces[j].
     """
-    mine = pieces[port.rank]
+    return _sum(await to_each(port, pieces, [pieces[port.rank]] * port.size, by))
+
+
+async def to_each(port: Port, pieces: Sequence[Tensor], likes: Sequence[Tensor], by: RoundCodec) -> list[Tensor]:
+    """What each rank has for this one: `pieces[j]`, which is flat, is for rank j, and what rank r has is like
+    `likes[r]`. The own piece stays as it is.
+
+    Cost: each rank sends wires to all others.
+    """
     if by.codec is None:
-        return _sum(await port.all_to_all(pieces, [mine] * port.size))
+        return list(await port.all_to_all(pieces, likes))
+    mine = pieces[port.rank]
     stays = mine.new_empty(0, dtype=by.codec.wire_dtype(mine))
     others = [position for position in range(port.size) if position != port.rank]
     wires, rooms = [stays] * port.size, [stays] * port.size
     for position in others:
-        wires[position], rooms[position] = await by.wire(port, pieces[position]), by.room(mine)
+        wires[position], rooms[position] = await by.wire(port, pieces[position]), by.room(likes[position])
     found = list(await port.all_to_all(wires, rooms))
     for position in others:
-        found[position] = await by.opened(port, found[position], mine, position)
-    return _sum([*found[: port.rank], mine, *found[port.rank + 1 :]])
+        found[position] = await by.opened(port, found[position], likes[position], position)
+    found[port.rank] = mine
+    return found
 
 
 def _sum(found: Sequence[Tensor]) -> Tensor:

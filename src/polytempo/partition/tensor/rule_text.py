@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from polytempo.partition.tensor.rules import Rules
 from polytempo.partition.tensor.way import Way, column, row, way_of
 
+EXAMPLE = 'rules are a dictionary such as {"*.up": "column", "*.down": "row"}'
 _RULE = re.compile(r"\s*([^\s,:]+)\s*:\s*(\w+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
 _OPTION = re.compile(r"(heads|packed|gather)\s*=\s*(\d{1,6}|[Tt]rue|[Ff]alse)")
 
@@ -19,7 +20,7 @@ def rules_of(given: Rules | str) -> dict[str, Way]:
     elif isinstance(given, Mapping):
         found = {pattern: way_of(way) for pattern, way in given.items()}
     else:
-        raise ValueError(f'rules are a dictionary such as {{"*.up": "column", "*.down": "row"}}, not {given!r}')
+        raise ValueError(f"{EXAMPLE}, not {given!r}")
     if not found:
         raise ValueError('no rule says which layers are split; give some, such as {"*.up": "column", "*.down": "row"}')
     return found

@@ -32,6 +32,11 @@ def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
     for pattern, asked in rules.items():
         way, fitting = way_of(asked), [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
+            if not names:
+                raise ValueError(
+                    f"no layer of the model has a name, for it is a {type(model).__name__} by itself; give "
+                    f'nn.Sequential(model), whose layer is "0"'
+                )
             near = _nearest(pattern, names)
             meant = f" (did you mean {near!r}?)" if near else ""
             raise ValueError(f"the model has no layer {pattern!r}{meant}; it has {', '.join(names[:12])}")

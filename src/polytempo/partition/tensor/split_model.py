@@ -42,7 +42,7 @@ class SplitModel(PartedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's. The first time, ranks compare their random states and outputs; ValueError says what is amiss."""
-        self.group.begin_pass()
+        self.group.begin_pass(self.group.drawn(training=self.training))
         check, self._checked = not self._checked, True
         drops = self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules())
         if check and (drops or self.group.wires.draws):

@@ -18,6 +18,12 @@ class Way:
     packed: int = 1
     gather: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers of heads or blocks that there cannot be."""
+        for name, number in (("heads", self.heads), ("packed", self.packed)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{self.kind}({name}={number!r}): must be a whole number, at least 1")
+
     def __str__(self) -> str:
         shown = {"heads": self.heads, "packed": self.packed, "gather": self.gather}
         options = [f"{name}={value}" for name, value in shown.items() if value != getattr(Way("row"), name)]

@@ -8,7 +8,7 @@ takes 16-bit gradients as they are, in a `Bucket`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,38 @@ class ScaleNow(NamedTuple):
     dynamic: bool
 
 
+class Widened(Mapping[str, Tensor]):
+    """Gradients in float32, times `factor`: each is converted when it is first asked for, if ever. One worker alone
+    exchanges nothing, and most transforms then look at none."""
+
+    def __init__(self, gradients: Mapping[str, Tensor], factor: float) -> None:
+        self.gradients = gradients
+        """As they were."""
+        self._factor = factor
+        self._made: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """In memory of its own, unless it is float32 and the factor 1."""
+        if name not in self._made:
+            own = self.gradients[name]
+            wide = own.to(torch.float32)
+            if self._factor != 1:
+                wide = wide * self._factor if wide is own else wide.mul_(self._factor)
+            self._made[name] = wide
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names."""
+        return iter(self.gradients)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.gradients)
+
+
 class WideBucket(Bucket):
-    """A bucket of parameters of any floating dtype, exchanged in float32. Cost: a pass over the gradients each way."""
+    """A bucket of parameters of any floating dtype, exchanged in float32. Cost: a pass over the gradients each way,
+    where the transform looks at them."""
 
     def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], scale: Callable[[], ScaleNow]) -> None:
         super().__init__(index, parameters)
@@ -37,16 +67,13 @@ class WideBucket(Bucket):
 
     def gathered(self, share: float | None) -> Bundle:
         """The gradients in float32. Where the scale is dynamic and one is not finite, zeros: the step is left out."""
-        gradients = {name: self._gradient(name, p).to(torch.float32) for name, p in self.parameters.items()}
+        gradients = {name: self._gradient(name, p) for name, p in self.parameters.items()}
         self._begin_exchange()
         factor, dynamic = self._scale()
-        bundle = Bundle(gradients, share)
-        if factor != 1:
-            bundle.flat.mul_(1 / factor)
-        self.overflowed = dynamic and not bool(bundle.flat.isfinite().all())
+        self.overflowed = dynamic and not all(bool(each.isfinite().all()) for each in gradients.values())
         if self.overflowed:
-            bundle.flat.zero_()
-        return bundle
+            gradients = {name: torch.zeros_like(each) for name, each in gradients.items()}
+        return Bundle(Widened(gradients, 1 / factor), share)
 
     def place(self, answer: Bundle | None, *, answered: bool) -> None:
         """Point every parameter's `.grad` at its part of `answer`, in its own dtype and with the loss scale."""

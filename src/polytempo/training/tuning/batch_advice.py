@@ -16,7 +16,7 @@ from polytempo.large_batch.noise_scale import Squares
 from polytempo.spec.job import Data, Job
 from polytempo.training.program import check_length
 from polytempo.training.tuning.range_test import RangeTest, range_test
-from polytempo.training.tuning.trial import Trial
+from polytempo.training.tuning.trial import Trial, exceeds
 
 _RATES = 6
 """So many learning rates are compared, each so many times the next one:"""
@@ -27,8 +27,10 @@ _FEWEST_STEPS = 10
 """An epoch has at least so many, or its batches would be too few to tell runs apart."""
 _EFFICIENT = 0.8
 """Of the most samples a second: a larger batch of one process hardly gets more."""
-_WORSE = 1.5
-"""Times the first loss: the run does not learn."""
+_WORSE = 0.5
+"""Of the first loss above it: the run does not learn."""
+_ALIKE = 0.03
+"""Of a loss: what two rates differ by less is no difference."""
 _PROBED = (1, 2, 4, 8, 16, 32, 64)
 """Batches whose steps are timed,"""
 _PROBES = 3
@@ -169,7 +171,8 @@ def _noise(job: Job, data: Data, samples: int, seed: int, length: int) -> NoiseE
         trial = Trial(job, data, batch=batch, lr=lr, seed=seed, parts=_PARTS)
         trial.train(max(samples, 4 * batch))
         cost += trial.samples
-        if _loss(trial) < _WORSE * trial.losses[0].loss and len(trial.noise) >= 2:
+        learns = math.isfinite(_loss(trial)) and not exceeds(_loss(trial), trial.losses[0].loss, _WORSE)
+        if learns and len(trial.noise) >= 2:
             break
     else:
         raise ValueError(
@@ -247,8 +250,9 @@ def _unsure(
         )
     if best.lr in (max(rates), min(rates)):
         said.append(f"the best rate {best.lr:.3g} is the {'largest' if best.lr == max(rates) else 'smallest'} tried")
-    if len(tried) > 1 and math.isfinite(tried[-2].loss) and tried[-2].loss < 1.03 * best.loss:
-        said.append(f"the rate {tried[-2].lr:.3g} did as well within 3 %: {tried[-2].loss:.4g}, {best.loss:.4g}")
+    if len(tried) > 1 and math.isfinite(tried[-2].loss) and not exceeds(tried[-2].loss, best.loss, _ALIKE):
+        losses = f"{tried[-2].loss:.4g}, {best.loss:.4g}"
+        said.append(f"the rate {tried[-2].lr:.3g} did as well within {100 * _ALIKE:.0f} %: {losses}")
     said.append(
         f"rates were compared after {best.samples:,} samples, {100 * best.samples / run:.0f} % of a run: a "
         "smaller one may win a longer race"

@@ -6,13 +6,13 @@ import math
 from typing import NamedTuple
 
 from polytempo.spec.job import Data, Job
-from polytempo.training.tuning.trial import Trial
+from polytempo.training.tuning.trial import Trial, exceeds
 
 _SPAN = 1e3
 """The test goes from the job's rate divided by this to the job's rate times this."""
 _SMOOTHS = 0.7
-_WORSE = 1.5
-"""Times the least loss: the run has left the range of rates that learn."""
+_WORSE = 0.5
+"""Of the least loss above it: the run has left the range of rates that learn."""
 
 
 class RangeTest(NamedTuple):
@@ -45,7 +45,7 @@ def range_test(job: Job, data: Data, *, batch: int, steps: int, seed: int = 0) -
         smoothed = _SMOOTHS * smoothed + (1 - _SMOOTHS) * loss
         rates.append(rate)
         losses.append(smoothed / (1 - _SMOOTHS ** (step + 1)))
-        if losses[-1] > _WORSE * min(losses) and losses[-1] > losses[0]:
+        if exceeds(losses[-1], min(losses), _WORSE) and losses[-1] > losses[0]:
             break
     if not losses:
         raise ValueError(f"job {job.name}: the loss is not finite in the first step; look at its data and its model")

@@ -35,6 +35,11 @@ class TrialLoss(NamedTuple):
     loss: float
 
 
+def exceeds(loss: float, other: float, part: float) -> bool:
+    """Whether `loss` is above `other` by more than such a part of it; losses may be negative."""
+    return loss > other + part * abs(other)
+
+
 class Trial:
     """A run of `job` on batches of `batch` samples. `lr` None: the job's own.
 
