@@ -4,13 +4,13 @@ one way      send n bytes; receive, copy to where they belong, answer a byte    
 both ways    send and receive n bytes at once, and copy                          whether the directions share the rate
 collectives  all_reduce, all_gather, all_to_all of all ranks, one after another  what the world's own reach
 
-Of many times the tenth percentile counts: those that other programs of a host have disturbed least.
+The median of many times counts, as of steps: in training, too, ends of links wait for each other and for a core.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -90,12 +90,7 @@ async def _repeated(port: Port, make: Callable[[], Callable[[], Awaitable[Any]]]
         begin_s = time.perf_counter()
         await call()
         taken.append(time.perf_counter() - begin_s)
-    return _least(taken)
-
-
-def _least(taken: Sequence[float]) -> float:
-    """The tenth percentile."""
-    return sorted(taken)[len(taken) // 10]
+    return median(taken)
 
 
 async def _pair(port: Port, source: int, target: int) -> LinkSample:
@@ -103,9 +98,9 @@ async def _pair(port: Port, source: int, target: int) -> LinkSample:
     samples, large = [], list[float]()
     for num_bytes in _SIZES:
         large = await _exchanged(port, target, num_bytes, _count(num_bytes))
-        samples.append(Sample((KernelUse("message", 2, num_bytes + _SIZES[0]),), _least(large)))
+        samples.append(Sample((KernelUse("message", 2, num_bytes + _SIZES[0]),), median(large)))
     speed = fitted(samples)["message"]
-    both_s = _least(await _both_ways(port, target))
+    both_s = median(await _both_ways(port, target))
     alone_s = _LARGE * speed.byte_s
     duplex = min(1.0, max(0.5, alone_s / max(both_s - speed.call_s, 1e-9)))
     ordered = sorted(large)

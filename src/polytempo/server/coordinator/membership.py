@@ -32,7 +32,7 @@ class Membership:
         """Lost workers -> the change that says so."""
         self._waits = waits
         self._announced: dict[int, int] = {}
-        self._resting: tuple[int, ...] = ()
+        self._resting: frozenset[int] = frozenset()
         self._admitted: dict[int, int] = {}
         self._touched = False
 
@@ -74,11 +74,10 @@ class Membership:
             self.closing = bool(busy)
             if busy:
                 rest.update(worker for worker in self.members if worker not in busy or worker in new)
-        ordered = tuple(sorted(rest))
         awaited = any(since > self.changes for since in self.leaving.values())
         same = not self._touched or self.members == self._announced  # all are compared only where one has changed
         self._touched = False
-        if same and ordered == self._resting and not awaited:
+        if same and rest == self._resting and not awaited:
             return None
         self.changes += 1
         self._admitted = {
@@ -86,8 +85,8 @@ class Membership:
             for worker in self.members
             if worker not in rest
         }
-        self._announced, self._resting = dict(self.members), ordered
-        return tuple(sorted(self.members.items())), ordered
+        self._announced, self._resting = dict(self.members), frozenset(rest)
+        return tuple(sorted(self.members.items())), tuple(sorted(rest))
 
     def note(self, shard: int, change: int) -> list[int]:
         """`shard` has noted `change`. Returns the workers that every shard now knows to be lost."""

@@ -7,7 +7,7 @@ resting       2           has no work for now; to the rule it is as a worker tha
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
@@ -27,7 +27,7 @@ class Roster:
 
         First the workers go that are members no more, or rest, then the others come.
         """
-        before = self.members
+        before, resting = self.members, frozenset(resting)
         for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
             del self.members[worker]
             yield "removed", worker
@@ -46,9 +46,10 @@ class Roster:
             place = bisect(self.counted, worker)
             self.counted = (*self.counted[:place], worker, *self.counted[place:])
             yield "counted", worker
-        self.resting = frozenset(resting)
+        self.resting = resting
 
     def _uncount(self, worker: int) -> Iterator[tuple[Change, int]]:
-        if worker in self.counted:
-            self.counted = tuple(other for other in self.counted if other != worker)
+        place = bisect_left(self.counted, worker)
+        if self.counted[place : place + 1] == (worker,):
+            self.counted = (*self.counted[:place], *self.counted[place + 1 :])
             yield "uncounted", worker
