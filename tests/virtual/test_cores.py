@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
+from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, slow_host
 from polytempo.core import Port
 from polytempo.core.kernel_use import KernelUse
 from polytempo.worlds import VirtualWorld
@@ -84,8 +84,13 @@ def test_a_host_has_a_core() -> None:
         Cluster(FAST, cores=0)
 
 
-def test_a_message_takes_the_processor_of_its_receiver() -> None:
-    """250 bytes: 0.25 s, and 0.25 s for the message itself, once the receiver is done with what it computes."""
+@pytest.mark.parametrize("cores", [None, 1])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_message_takes_the_processor_of_its_receiver(factor: float, cores: int | None) -> None:
+    """250 bytes: 0.25 s, and 0.25 s for the message itself, once the receiver is done with what it computes.
+
+    A straggler computes for longer, and takes no longer for a message.
+    """
 
     async def program(port: Port) -> float:
         if port.rank == 0:
@@ -93,13 +98,14 @@ def test_a_message_takes_the_processor_of_its_receiver() -> None:
             return await port.now()
         coming = await port.start(port.recv(torch.zeros(250, dtype=torch.uint8), 0))
         await port.compute(lambda: None, 0.0, uses=(KernelUse("elementwise", 2),))
-        assert await port.now() == pytest.approx(2.0), "it goes on while the message waits"
+        assert await port.now() == pytest.approx(2.0 * factor), "it goes on while the message waits"
         await coming
         return await port.now()
 
-    cluster = Cluster(FAST, FAST, workers_per_host=2, speeds=SPEEDS)
+    stragglers = slow_host(0, factor)
+    cluster = Cluster(FAST, FAST, workers_per_host=2, speeds=SPEEDS, stragglers=stragglers, cores=cores)
     sent_s, received_s = VirtualWorld(cluster, 2).run(program).results
-    assert (sent_s, received_s) == pytest.approx((0.0, 2.5))
+    assert (sent_s, received_s) == pytest.approx((0.0, 2.0 * factor + 0.5))
 
 
 def test_without_its_kernel_a_message_takes_no_processor() -> None:

@@ -23,6 +23,7 @@ class _Waiting(NamedTuple):
     """What a rank computes next."""
 
     full_speed_s: float
+    varies: bool
     begun: Begun
     over: Over
 
@@ -80,17 +81,21 @@ class Processors:
             error = raised
 
     def handle(self, rank: int, use: KernelUse, over: Over) -> None:
-        """Take a rank's processor for what it does besides computations, on a cluster whose kernels were measured."""
-        self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over)
+        """Take a rank's processor for what it does besides computations, on a cluster whose kernels were measured.
 
-    def _occupy(self, rank: int, full_speed_s: float, begun: Begun, over: Over) -> None:
+        No straggler's factor counts: it is that of a step's computations, in which a delay of some milliseconds is a
+        large factor where steps are short, and would be taken again for each of many messages.
+        """
+        self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over, varies=False)
+
+    def _occupy(self, rank: int, full_speed_s: float, begun: Begun, over: Over, *, varies: bool = True) -> None:
         cores = self._cores.get(self._hosts[rank])
         if cores is None:
             start_s = max(self._world.now_s, self._free_s[rank])
             begun(start_s)
-            self._free_s[rank] = start_s + full_speed_s * self._pace.factor(rank, start_s)
+            self._free_s[rank] = start_s + full_speed_s * (self._pace.factor(rank, start_s) if varies else 1.0)
             return self._world.at(self._free_s[rank], over)
-        self._waiting[rank].append(_Waiting(full_speed_s, begun, over))
+        self._waiting[rank].append(_Waiting(full_speed_s, varies, begun, over))
         if len(self._waiting[rank]) == 1:
             self._begin_first(rank, cores)
 
@@ -108,7 +113,7 @@ class Processors:
                 self._begin_first(rank, cores)
             first.over()
 
-        cores.run(first.full_speed_s * self._pace.factor(rank, now_s), over)
+        cores.run(first.full_speed_s * (self._pace.factor(rank, now_s) if first.varies else 1.0), over)
 
     def compute_alone(self, flight: Flight, op: Alone[Any]) -> None:
         """Compute when no other rank of the host is in one of these."""
