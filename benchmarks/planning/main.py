@@ -101,6 +101,7 @@ def compare(
     for repeat in range(asked.repeats):  # in turns, so that a busy minute is spread over all
         for cell in cells:
             taken = measure(cell.run, _FIRST_SEED + repeat)
+            print(f"{cell.run}: {'not reached' if taken is None else f'{taken:.3g} s'}", file=sys.stderr, flush=True)
             cell.seconds.append(float("inf") if taken is None else taken)
     tell(plan, cells)
 
