@@ -68,7 +68,7 @@ def test_ranks_far_from_the_one_that_fails_do_not_wait_for_it(backend: str, host
         with pytest.raises(NotFinite if rank == 1 else PeerLost) as kept:
             loss.backward()
         store.set(f"failed/{rank}", "")
-        store.wait([f"failed/{each}" for each in range(4)])  # nobody ends before, which would close all it has
+        store.wait([f"failed/{each}" for each in range(4)])  # a rank that ends closes its connections
         assert kept.value.__traceback__ is not None
         return [torch.ones(1)]
 

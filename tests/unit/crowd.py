@@ -12,7 +12,7 @@ Deals = Literal["freely", "evenly"]
 
 
 class Crowd:
-    """Workers who do as they are told, and a note of all that they were told."""
+    """Workers that follow the scheduler, and a record of what it has told them."""
 
     def __init__(self, scheduler: BatchScheduler, workers: Sequence[int] = ()) -> None:
         self.scheduler = scheduler

@@ -122,7 +122,7 @@ def weighted(num_ranks: int, dtype: torch.dtype, steps: int) -> Tensor:
 
 
 def tolerance(way: Way, num_ranks: int, dtype: torch.dtype) -> float:
-    """Of the sum over all steps. Wires of 16 bits that are added round each partial sum, which nobody is told."""
+    """Of the sum over all steps. Wires of 16 bits that are added round each partial sum, and no residual keeps that."""
     wire = way.row.make().wire_dtype(torch.zeros(1, dtype=dtype), num_ranks)
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
     if way.path == "all_reduce" and wire in rounding:

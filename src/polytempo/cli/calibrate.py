@@ -45,7 +45,7 @@ def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced |
         if paced is not None:
             options = RunOptions(batch_size=paced.batch_size, data=paced.data)
             spec = RunSpec.of(found_job(paced.job), NO_EXCHANGE, workers, options)
-            rehearse([spec])  # what is wrong with the job is told before a minute of measuring
+            rehearse([spec])  # its errors come before a minute of measuring
         found = calibrated(setup, engine, workers)
         if spec is not None:
             found = found._replace(cluster=with_pace(found.cluster, setup, spec.job, workers, spec.options))

@@ -94,7 +94,7 @@ def layers(
     shards: plans.PlanShards = None,
     by: plans.PlanBy = None,
     activations: plans.LayerActivationCodec = None,
-    gradients: plans.LayerGradientCodec = None,
+    gradients: p.GradientCodec = None,
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
@@ -123,7 +123,7 @@ def split(
     gflops: plans.Gflops = None,
     batch_size: p.BatchSize = None,
     activations: plans.LayerActivationCodec = None,
-    gradients: plans.LayerGradientCodec = None,
+    gradients: p.GradientCodec = None,
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:

@@ -30,10 +30,6 @@ LayerActivationCodec = Annotated[
     str | None,
     typer.Option("--activations", metavar="CODEC", help="Codec by which layers exchange activations, such as int8."),
 ]
-LayerGradientCodec = Annotated[
-    str | None,
-    typer.Option("--gradients", metavar="CODEC", help="Codec by which their gradients come back, such as bf16."),
-]
 PlanReduction = Annotated[
     str | None,
     typer.Option(

@@ -25,6 +25,7 @@ from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
 from polytempo.runs.calibration.measurement import (
     CALIBRATION,
+    CODED,
     SMALL_RUNS,
     WHOLE_RUNS,
     SmallRun,
@@ -42,8 +43,6 @@ from polytempo.strategies import sync_sgd
 
 _SIMULATED = 20
 """Steps of the small job."""
-_CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank ",)}
-"""The run that says by how much these kernels are slower within steps of training."""
 _LEAST_PACE = 0.2
 _NO_LINK = Link(1e-9, 1e15)
 _OPERATORS = ("product", "convolution", "attention", "elementwise", "view")
@@ -186,7 +185,7 @@ def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cl
     """
     one_host = cluster.network == cluster.memory
     clock = "whole" if one_host else "on_processor"
-    for name, kernels in _CODED.items():
+    for name, kernels in CODED.items():
         run, alone = WHOLE_RUNS[name], WHOLE_RUNS["large alone"]
         paced = (_slowed(cluster, kernels, pace) for pace in (1.0, 2.0))
         at_1, at_2 = (_said_s(each if one_host else _without_links(each), run, alone, len(told)) for each in paced)

@@ -85,7 +85,8 @@ WHOLE_RUNS = {
     }.items()
 }
 """Without an exchange, with one by the world's own sum, by messages, and encoded."""
-_CODED = ("large alone", "large one_bit", "large power_sgd")
+CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank ",)}
+"""The runs that say by how much kernels whose names begin so are slower within steps of training."""
 
 
 def calibration() -> dict[str, Any]:
@@ -109,7 +110,7 @@ def calibration() -> dict[str, Any]:
     world.drive(barrier(port))
     whole = _turns(world, WHOLE_RUNS, time.perf_counter)
     apart = len(set(port.hosts)) > 1
-    on_processor_s = _turns(world, _CODED, time.process_time) if apart else []
+    on_processor_s = _turns(world, ("large alone", *CODED), time.process_time) if apart else []
     return {
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
