@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,8 +154,7 @@ def measured_bytes(spec: RunSpec) -> int | None:
 
     def work(rank_info: Any) -> int | None:
         _use_no_heap_for_tensors()
-        with ThreadPoolExecutor(1) as thread:  # whose heap is its own: nothing in it was freed before
-            return thread.submit(_measured, spec).result()
+        return _measured(spec)
 
     [found] = launch(work, 1, threads=1, timeout_s=_PATIENCE_S)
     return None if found is None else int(found)
