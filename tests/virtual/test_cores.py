@@ -79,9 +79,18 @@ def test_servers_share_the_workers_hosts_where_cores_count() -> None:
     assert Cluster(FAST, workers_per_host=2, servers=3, cores=2).hosts(7) == (0, 0, 1, 1, 0, 1, 0)
 
 
-def test_a_host_has_a_core() -> None:
-    with pytest.raises(ValueError, match="a host has cores >= 1, got 0"):
+def test_hosts_of_one_machine_share_its_cores() -> None:
+    """Hosts 0 and 1 are on one machine, host 2 on another."""
+    cluster = Cluster(FAST, FAST, cores=1, hosts_per_machine=2)
+    assert ends(cluster, [1.0, 1.0, 1.0]) == pytest.approx([2.0, 2.0, 1.0])
+    assert ends(replace(cluster, hosts_per_machine=1), [1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_a_machine_has_a_core_and_a_host() -> None:
+    with pytest.raises(ValueError, match="a machine has cores >= 1, got 0"):
         Cluster(FAST, cores=0)
+    with pytest.raises(ValueError, match="a machine has hosts_per_machine >= 1, got 0"):
+        Cluster(FAST, hosts_per_machine=0)
 
 
 @pytest.mark.parametrize("cores", [None, 1])

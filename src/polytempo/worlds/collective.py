@@ -75,6 +75,17 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
             return 0
 
 
+def message_bytes(op: Collective[Any]) -> int:
+    """Of what a rank contributes: its buffer, or the largest piece for another."""
+    match op:
+        case AllToAll(pieces, _):
+            return max(map(num_bytes, pieces))
+        case AllReduce(buffer) | ReduceScatter(buffer) | AllGather(buffer) | Broadcast(buffer, _):
+            return num_bytes(buffer)
+        case _:
+            return 0
+
+
 def members_bytes(ops: Sequence[Collective[Any]]) -> list[int]:
     """`member_bytes` of all members, from their operations in their order."""
     first, members = ops[0], ops[0].members

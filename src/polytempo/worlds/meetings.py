@@ -11,7 +11,14 @@ from polytempo.cluster import Cluster
 from polytempo.core import Mismatch
 from polytempo.core.op import AllReduce, Collective
 from polytempo.worlds.clockwork import Clockwork
-from polytempo.worlds.collective import empty_answers, member_bytes, members_answers, members_bytes, members_seconds
+from polytempo.worlds.collective import (
+    empty_answers,
+    member_bytes,
+    members_answers,
+    members_bytes,
+    members_seconds,
+    message_bytes,
+)
 from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, Meeting, facts, signature
 
@@ -139,7 +146,8 @@ class Collectives:
         except Mismatch as clash:
             meeting.clash = clash
             return self._world.at(self._world.now_s, lambda: self._call_off(meeting))
-        link = self._cluster.slowest_link(tuple(self._hosts[member] for member in members), meeting.first.kind)
+        hosts = tuple(self._hosts[member] for member in members)
+        link = self._cluster.slowest_link(hosts, meeting.first.kind, max(map(message_bytes, ops)))
         waiting_s = members_seconds(ops, link.latency_s, inf, self._acting)
         busy_s = members_seconds(ops, 0.0, link.bytes_per_s, self._acting)
         end_s = self._network.meet(members, waiting_s, busy_s, self._world.now_s)

@@ -24,6 +24,8 @@ from polytempo.core.kernel_use import KernelUse
 from polytempo.runs.probe import pairs_of
 
 _SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 5 << 20)
+_COLLECTIVE_SIZES = (8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 5 << 20)
+"""More, for a collective may cut messages of some sizes into segments."""
 _LARGE = 2 << 20
 _MESSAGES, _TRANSFERS = 60, 15
 _MOST_S = 1.0
@@ -54,16 +56,15 @@ async def links(port: Port) -> list[LinkSample]:
     return found
 
 
-async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[tuple[str, float, float]]:
-    """Of each kind its seconds a call and a byte of a rank's buffer. `empty(numel)` makes memory for sums."""
+async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Of each kind the bytes of a rank's message, and its seconds. `empty(numel)` makes memory for sums."""
     found = []
     for kind in _COLLECTIVES:
-        samples = []
-        for num_bytes in _SIZES:
+        taken = []
+        for num_bytes in _COLLECTIVE_SIZES:
             seconds = await _repeated(port, lambda: _collective(port, kind, num_bytes // 4, empty))  # noqa: B023
-            samples.append(Sample((KernelUse(kind, 1, num_bytes),), seconds))
-        speed = fitted(samples)[kind]
-        found.append((kind, speed.call_s, speed.byte_s))
+            taken.append((num_bytes, seconds))
+        found.append((kind, taken))
     return found
 
 
