@@ -76,7 +76,8 @@ def collectives_of(plain: Mapping[str, Any], where: str, number: Number) -> tupl
     for row in _rows(plain, "collectives", where):
         name = _name(row, "collectives", where)
         what = f"collectives {name!r}"
-        bytes_per_s, lists = number(row, what, "bytes_per_s", where), [row.get("sizes"), row.get("latencies_s")]
+        bytes_per_s = number(row, what, "bytes_per_s", where)
+        lists: list[Any] = [row.get("sizes"), row.get("latencies_s")]
         if "latency_s" in row:
             lists = [[0.0], [number(row, what, "latency_s", where, 0.0)]]
         if not all(isinstance(values, list) and all(map(_is_number, values)) for values in lists):
