@@ -101,6 +101,10 @@ class Cluster:
             return workers + tuple(server % max(first, 1) for server in range(self.servers))
         return workers + tuple(range(first, first + self.servers))
 
+    def shares_cores(self, workers: int) -> bool:
+        """Whether a machine has more of so many workers than cores."""
+        return self.cores is not None and min(workers, self.hosts_per_machine * self.workers_per_host) > self.cores
+
     def slowest_link(self, hosts: tuple[int, ...], kind: str = "", num_bytes: float = 0.0) -> Link:
         """The link that bounds a collective of that kind among ranks on these hosts, of messages with so many bytes."""
         within = len(set(hosts)) <= 1

@@ -89,6 +89,17 @@ class Processors:
         """
         self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over, varies=False)
 
+    def handle_beside(self, rank: int, use: KernelUse, over: Over) -> None:
+        """Take a part of the cores that the rank's machine shares for what other threads of the rank do meanwhile.
+
+        Nothing where ranks have processors of their own, or where the kernel was not measured.
+        """
+        cores, speeds = self._cores.get(self._machines[rank]), self._cluster.speeds
+        if cores is None or speeds is None or not speeds.measured(use.kernel):
+            over()
+        else:
+            cores.run(speeds.seconds((use,)), over)
+
     def _occupy(self, rank: int, full_speed_s: float, begun: Begun, over: Over, *, varies: bool = True) -> None:
         cores = self._cores.get(self._machines[rank])
         if cores is None:

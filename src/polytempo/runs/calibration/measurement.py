@@ -100,7 +100,7 @@ def calibration() -> dict[str, Any]:
     empty = shared_empty if world.reads_arenas else torch.zeros
     talk = world.drive(links(port)) if port.size > 1 else []
     meetings = world.drive(collectives(port, empty)) if port.size > 1 else []
-    samples: list[Sample] = []
+    samples = [sample for each in meetings for sample in each.on_processor]
     for measure in (operators, transforms, around, servers):
         world.drive(barrier(port))
         samples += measure()
@@ -114,7 +114,7 @@ def calibration() -> dict[str, Any]:
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
         "links": [each.figures() for each in talk],
-        "collectives": meetings,
+        "collectives": [(each.kind, each.taken) for each in meetings],
         "samples": [([list(use) for use in sample.uses], sample.seconds) for sample in samples],
         "flops_per_s": speed,
         "steps": [step / median(on_processor) for step in steps],
