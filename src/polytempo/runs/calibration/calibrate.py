@@ -155,7 +155,7 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
     for kernel, run in SMALL_RUNS.items():
         if kernel == "exchange" and workers == 1:
             continue
-        undisturbed = replace(cluster, stragglers=constant())
+        undisturbed = replace(_on_processors(cluster), stragglers=constant())
         besides_s = median(one["small"][kernel] for one in told) - simulated_s(run, undisturbed, workers)
         calls = run.batch_size if kernel == "sample" else 1
         cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
@@ -196,7 +196,7 @@ def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cl
     for name, kernels in CODED.items():
         run, alone = WHOLE_RUNS[name], WHOLE_RUNS["large alone"]
         paced = (_slowed(cluster, kernels, pace) for pace in (1.0, 2.0))
-        at_1, at_2 = (_said_s(each if one_host else _without_links(each), run, alone, len(told)) for each in paced)
+        at_1, at_2 = (_said_s(each if one_host else _on_processors(each), run, alone, len(told)) for each in paced)
         if at_2 > at_1:
             pace = 1.0 + (_taken_s(told, name, clock) - at_1) / (at_2 - at_1)
             cluster = _slowed(cluster, kernels, max(pace, _LEAST_PACE))
@@ -227,9 +227,12 @@ def _said_s(cluster: Cluster, run: SmallRun, alone: SmallRun, workers: int) -> f
     return simulated_s(run, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
 
 
-def _without_links(cluster: Cluster) -> Cluster:
-    """Messages take no time."""
-    return replace(cluster, network=_NO_LINK, memory=_NO_LINK, collectives=())
+def _on_processors(cluster: Cluster) -> Cluster:
+    """What ranks take on processors of their own: between hosts messages take no time."""
+    found = replace(cluster, cores=None, hosts_per_machine=1)
+    if cluster.network == cluster.memory:
+        return found
+    return replace(found, network=_NO_LINK, memory=_NO_LINK, collectives=())
 
 
 def _num_bytes(run: SmallRun) -> int:
