@@ -204,16 +204,19 @@ def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cl
 
 
 def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
-    """By how much the exchanges of two models take longer than their simulations, for each message and each byte."""
-    workers, besides_s, num_bytes = len(told), list[float](), list[float]()
-    rounds = 2 * (workers - 1)
+    """What to charge for each message and byte, so that the exchanges of two models take as long as they do."""
+    workers, message_s, num_bytes = len(told), list[float](), list[float]()
     for size in ("small", "large"):
         alone, by_ring = WHOLE_RUNS[f"{size} alone"], WHOLE_RUNS[f"{size} ring"]
         said_s = _said_s(cluster, by_ring, alone, workers)
-        besides_s.append(max(0.0, _taken_s(told, f"{size} ring") - said_s) / rounds)
+        besides_s = max(0.0, _taken_s(told, f"{size} ring") - said_s)
+        guess_s = max(besides_s / (2 * (workers - 1)), 1e-6)
+        charged = _with_kernel(cluster, MESSAGE, KernelSpeed(call_s=guess_s))
+        charged_s = _said_s(charged, by_ring, alone, workers) - said_s
+        message_s.append(guess_s * besides_s / charged_s if charged_s > 0 else 0.0)
         num_bytes.append(_num_bytes(by_ring) / workers)
-    byte_s = max(0.0, besides_s[1] - besides_s[0]) / (num_bytes[1] - num_bytes[0])
-    return KernelSpeed(call_s=max(0.0, besides_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
+    byte_s = max(0.0, message_s[1] - message_s[0]) / (num_bytes[1] - num_bytes[0])
+    return KernelSpeed(call_s=max(0.0, message_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
 
 
 def _taken_s(told: Sequence[dict[str, Any]], run: str, clock: str = "whole") -> float:
