@@ -29,7 +29,7 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
 from polytempo.runs.folder import began
-from polytempo.runs.in_step import groups_in_step
+from polytempo.runs.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
@@ -60,13 +60,14 @@ from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.training.workers_in_step import WorkersInStep
+from polytempo.training.workers_in_turn import WorkersInTurn
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 from polytempo.worlds.rare_collection import collecting_rarely
 from polytempo.worlds.symmetry import run_priced
 from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
-_Together = BatchedReplicas | WorkersInStep
+_Together = BatchedReplicas | WorkersInStep | WorkersInTurn
 """What computes for many workers at once."""
 
 
@@ -141,9 +142,13 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     model, _ = replica_of(spec)
-    groups = [] if together is None else groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
-    if groups:
-        together = WorkersInStep(job, groups)
+    gathered = None if together is None else Gathered()
+    if together is None:
+        groups = groups_in_turn(spec, cluster, data, model)
+        together = WorkersInTurn(job, groups, spec.seed) if groups else None
+    else:
+        groups = groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
+        together = WorkersInStep(job, groups) if groups else together
     acting = [group.start for group in groups] or list(range(workers))
     check_simulated(model, data, workers, models=len(acting))
     world = VirtualWorld(cluster, workers, seed=spec.seed, groups=groups)
@@ -154,7 +159,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     hosts = cluster.hosts(workers)
     ports = {rank: laid_out_run(world_port(rank, hosts), spec.strategy) for rank in acting}
-    dealing = Dealing(gathered=None if together is None else Gathered(), groups=groups)
+    dealing = Dealing(gathered, groups)
     contexts = {
         rank: _context(spec, data, observer, cost, updates[rank], port, deepcopy(whole), together, dealing)
         for rank, port in ports.items()
