@@ -130,6 +130,10 @@ IMPORTED_LATE = {
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
     ("core/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     (
+        "runs/simulate.py",
+        "polytempo.runs.served.simulate_served",
+    ): "only parameter servers need it, and it takes a tenth of a second to load",
+    (
         "large_batch/sharpness.py",
         "scipy.optimize",
     ): "only `sharpness` needs it, and it takes a third of a second to load",

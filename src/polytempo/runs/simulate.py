@@ -33,7 +33,6 @@ from polytempo.runs.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
-from polytempo.runs.served.simulate_served import simulate_served
 from polytempo.runs.simulation_checks import check_simulation
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
@@ -87,7 +86,7 @@ def simulate(
 
         pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
 
-    Gradients are real: each worker has a model of its own, and loss and accuracy are what they would be.
+    Gradients are real, each worker's computed by itself; loss and accuracy are what they would be.
     Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
     its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
     only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
@@ -127,6 +126,8 @@ def simulate(
     try:
         with collecting_rarely(), began(options.out):
             if strategy.server is not None:
+                from polytempo.runs.served.simulate_served import simulate_served
+
                 return simulate_served(spec, cluster, progress, meta=meta)
             return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
     finally:
@@ -142,7 +143,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     model, _ = replica_of(spec)
-    gathered = None if together is None else Gathered()
+    gathered, test_parts = (None, None) if together is None else (Gathered(), 1)
     if together is None:
         groups = groups_in_turn(spec, cluster, data, model)
         together = WorkersInTurn(job, groups, spec.seed) if groups else None
@@ -154,7 +155,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     world = VirtualWorld(cluster, workers, seed=spec.seed, groups=groups)
     cost = step_cost(spec, model, data, cluster)
     test = evaluation_of(spec, model, data)
-    observer = VirtualObserver(workers, test)
+    observer = VirtualObserver(workers, test, parts=test_parts)
     updates = {rank: _updates(spec, rank) for rank in acting}
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     hosts = cluster.hosts(workers)
