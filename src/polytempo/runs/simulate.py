@@ -126,12 +126,16 @@ def simulate(
     try:
         with collecting_rarely(), began(options.out):
             if strategy.server is not None:
-                from polytempo.runs.served.simulate_served import simulate_served
-
-                return simulate_served(spec, cluster, progress, meta=meta)
+                return _served(spec, cluster, progress, meta=meta)
             return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
     finally:
         torch.set_num_threads(threads)
+
+
+def _served(spec: RunSpec, cluster: Cluster, progress: Progress | None, *, meta: bool) -> Result:
+    from polytempo.runs.served.simulate_served import simulate_served
+
+    return simulate_served(spec, cluster, progress, meta=meta)
 
 
 def default_cluster(strategy: Strategy, workers: int) -> str:
