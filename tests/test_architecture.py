@@ -129,6 +129,14 @@ IMPORTED_LATE = {
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
     ("core/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
+    (
+        "runs/simulate.py",
+        "polytempo.runs.served.simulate_served",
+    ): "only parameter servers need it, and it takes a tenth of a second to load",
+    (
+        "large_batch/sharpness.py",
+        "scipy.optimize",
+    ): "only `sharpness` needs it, and it takes a third of a second to load",
     ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
     ("data/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
     ("data/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import polytempo as pt
 from laws.test_batched import SMALL, WithUnused, adam, falling, groups, made
 from polytempo import strategies as s
+from polytempo.aggregation import mean
 from polytempo.cluster import Cluster
-from polytempo.core import NotFinite, Strategy
+from polytempo.core import NotFinite, Strategy, chain
 from polytempo.data.plan import alike, global_batches, slices
 from polytempo.data.shard import DataShard
 from polytempo.runs.in_step import groups_in_step
@@ -50,7 +51,7 @@ def trained(job: Job, workers: int, *, batched: bool, **options: Any) -> tuple[A
 
     given: dict[str, Any] = {"steps": 9, "batch_size": 3} | options
     result = pt.simulate(replace(job, model=model), s.sync_sgd(), workers, EVEN, batched=batched, **given)
-    first = seen[-workers] if not batched else seen[-len(seen) + 1]
+    first = seen[1]  # the one before is only looked at
     return result, torch.cat([p.detach().double().reshape(-1) for p in first.parameters()]), len(seen)
 
 
@@ -106,6 +107,7 @@ def test_who_is_in_step() -> None:
     ("strategy", "cluster"),
     [
         (s.sync_sgd(route=pt.collectives.ring), EVEN),
+        (Strategy("twice", gradients=chain(mean(), mean())), EVEN),
         (s.local_sgd(), EVEN),
         (s.top_k_sgd(), EVEN),
         (s.sync_sgd(), pt.cluster.ethernet(stragglers=pt.cluster.lognormal())),
@@ -113,7 +115,7 @@ def test_who_is_in_step() -> None:
         (s.sync_sgd(), replace(EVEN, faults=(pt.cluster.Pause(3, 1, 0.5),))),
         (s.sync_sgd(), replace(EVEN, workers_per_host=4, cores=2)),
     ],
-    ids=["ring", "local_sgd", "top_k", "stragglers", "slow_host", "pause", "cores"],
+    ids=["ring", "two means", "local_sgd", "top_k", "stragglers", "slow_host", "pause", "cores"],
 )
 def test_who_is_not(strategy: Strategy, cluster: Cluster) -> None:
     assert in_step(strategy, cluster) == []

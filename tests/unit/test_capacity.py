@@ -103,6 +103,18 @@ def test_more_virtual_workers_than_samples_or_memory_are_refused() -> None:
         check_simulated(model, data, 1_500, LAPTOP)
 
 
+def test_workers_that_share_models_are_refused_by_what_they_share() -> None:
+    model, data = torch.nn.Linear(1000, 1000), pt.Data(TensorDataset(torch.zeros(2_000)))
+    small = LAPTOP._replace(memory_bytes=10_000_000)
+    check_simulated(model, data, 1_500, small, models=1)
+    with pytest.raises(
+        ValueError, match=r"1,500 virtual workers have 2 models between them, 8.03 MB .* use a smaller model, or meta"
+    ):
+        check_simulated(model, data, 1_500, small, models=2)
+    with pytest.raises(ValueError, match=r"1,500 virtual workers have 1 model between them"):
+        check_simulated(model, data, 1_500, small._replace(memory_bytes=1_000_000), models=1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

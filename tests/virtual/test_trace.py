@@ -185,3 +185,23 @@ def test_slices_on_one_track_never_overlap(given_spans: list[tuple[int, int, str
     for track in on_track.values():
         track.sort()
         assert all(end <= begin for (_, end), (begin, _) in pairwise(track))
+
+
+@pytest.mark.parametrize("max_events", [4, 7, 12, 100])
+def test_an_event_of_a_group_is_that_of_each_of_its_ranks(max_events: int) -> None:
+    groups = {0: range(3), 3: range(3, 5)}
+    acting = [
+        Event(r, step, op, 8 * r, step / 3, step + 0.5) for step in range(4) for op in ("a", "send") for r in (0, 3)
+    ]
+    short = Trace(timed=True, max_events=max_events, groups=groups)
+    long = Trace(timed=True, max_events=max_events)
+    for event in acting:
+        short.add(event)
+        for rank in groups[event.rank]:
+            long.add(event._replace(rank=rank))
+    assert short.events == long.events
+    assert short.dropped == long.dropped == max(0, 40 - max_events)
+    assert short.hash == long.hash
+    assert short.bytes_sent == long.bytes_sent
+    assert list(short.messages.items()) == list(long.messages.items())
+    assert list(short.seconds.items()) == list(long.seconds.items())

@@ -93,11 +93,14 @@ def check_simulated(
         check_enough(len(data.train), workers)
     each = _COPIES * sum(parameter.nbytes for parameter in model.parameters()) + _LEAST_MODEL_BYTES
     free = (found or limits()).memory_bytes
-    if free is not None and (models or workers) * each > free:
+    models = models or workers
+    if free is not None and models * each > free:
+        have, fewer = "a model each", f"at most {max(1, free // each):,} workers, "
+        if models < workers:  # each stands for many, so fewer workers have as many
+            have, fewer = f"{models} {'model' if models == 1 else 'models'} between them", ""
         raise ValueError(
-            f"{workers:,} virtual workers have a model each, {each / 1e6:,.3g} MB with its gradient, and "
-            f"{free / 1e9:,.1f} GB are free; use at most {max(1, free // each):,} workers, a smaller model, or meta "
-            "(only the time)"
+            f"{workers:,} virtual workers have {have}, {each / 1e6:,.3g} MB with its gradient, and "
+            f"{free / 1e9:,.1f} GB are free; use {fewer}a smaller model, or meta (only the time)"
         )
 
 

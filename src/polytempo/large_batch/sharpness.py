@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import nn
 
 from polytempo.large_batch.points import Loss, LossSurface
@@ -39,6 +38,8 @@ def sharpness(
     positive, no dimension, and no step.
     Source: N. S. Keskar et al., "On large-batch training for deep learning", 2017, metric 2.1.
     """
+    from scipy.optimize import minimize
+
     if not 0 < epsilon < float("inf"):
         raise ValueError(f"epsilon must be a positive number, got {epsilon!r}")
     if steps < 1 or (subspace is not None and subspace < 1):

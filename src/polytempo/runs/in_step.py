@@ -8,6 +8,8 @@ there are two groups, the first of which gets a sample more there.
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from polytempo.cluster import Cluster, constant
 from polytempo.core import Bundle, Port
@@ -16,6 +18,7 @@ from polytempo.data.plan import alike
 from polytempo.data.shard import DataShard
 from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.trainable_parameters import sparse_tables
 from polytempo.worlds import VirtualWorld
 from polytempo.worlds.operations import Asymmetric
 
@@ -41,8 +44,29 @@ def groups_in_step(spec: RunSpec, cluster: Cluster, data: Data, dtypes: set[torc
     return alike(shard.num_samples, options.global_batch_size or shard.global_batch_size, spec.workers)
 
 
+def groups_in_turn(spec: RunSpec, cluster: Cluster, data: Data, model: nn.Module) -> list[range]:
+    """As `groups_in_step`, where one model computes each worker's gradient by itself, with the same bits.
+
+    So the model has to be of torch's own layers, of which it is known that they remember nothing.
+    """
+    strategy, options = spec.strategy, spec.options
+    cut = (strategy.schedule, strategy.parted, strategy.slices, strategy.distillation, strategy.one_copy)
+    if any(each is not None for each in cut) or sparse_tables(model) or not all(map(_forgets, model.modules())):
+        return []
+    if options.looks_every is not None or options.batch_growth or options.precision is not None:
+        return []
+    return groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
+
+
+def _forgets(module: nn.Module) -> bool:
+    """Whether a pass leaves the layer, and what hangs on it, as they were."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    known = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, LazyModuleMixin)
+    return known and not module._buffers and not any(hooks) and getattr(module, "max_norm", None) is None
+
+
 def _acts_for_all(spec: RunSpec, cluster: Cluster) -> bool:
-    """Whether the strategy's messages are such that some ranks can act for all."""
+    """Whether the strategy's messages are such that some ranks can act for all: one sum, and nothing else."""
     transform = spec.strategy.gradients
 
     async def program(port: Port) -> None:
@@ -51,7 +75,7 @@ def _acts_for_all(spec: RunSpec, cluster: Cluster) -> bool:
         await transform.apply(port, bundle, transform.init(bundle))
 
     try:
-        VirtualWorld(cluster, spec.workers, acting=(0, spec.workers - 1)).run(program)
+        trace = VirtualWorld(cluster, spec.workers, acting=(0, spec.workers - 1)).run(program).trace
     except Asymmetric:
         return False
-    return True
+    return [event.op for event in trace.events if event.rank == 0] == ["compute", "all_reduce"]

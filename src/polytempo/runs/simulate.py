@@ -29,11 +29,10 @@ from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
 from polytempo.runs.arguments import check_batches, check_strategy, check_workers
 from polytempo.runs.folder import began
-from polytempo.runs.in_step import groups_in_step
+from polytempo.runs.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
-from polytempo.runs.served.simulate_served import simulate_served
 from polytempo.runs.simulation_checks import check_simulation
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
@@ -60,13 +59,14 @@ from polytempo.training.trainer import recorder, result_of
 from polytempo.training.virtual_observer import VirtualObserver
 from polytempo.training.virtual_step import meta_step, priced_step
 from polytempo.training.workers_in_step import WorkersInStep
+from polytempo.training.workers_in_turn import WorkersInTurn
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 from polytempo.worlds.rare_collection import collecting_rarely
 from polytempo.worlds.symmetry import run_priced
 from polytempo.worlds.trace import COMMUNICATION
 
 _HOST_WORKERS = 64
-_Together = BatchedReplicas | WorkersInStep
+_Together = BatchedReplicas | WorkersInStep | WorkersInTurn
 """What computes for many workers at once."""
 
 
@@ -86,7 +86,7 @@ def simulate(
 
         pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
 
-    Gradients are real: each worker has a model of its own, and loss and accuracy are what they would be.
+    Gradients are real, each worker's computed by itself; loss and accuracy are what they would be.
     Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
     its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
     only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
@@ -126,10 +126,16 @@ def simulate(
     try:
         with collecting_rarely(), began(options.out):
             if strategy.server is not None:
-                return simulate_served(spec, cluster, progress, meta=meta)
+                return _served(spec, cluster, progress, meta=meta)
             return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
     finally:
         torch.set_num_threads(threads)
+
+
+def _served(spec: RunSpec, cluster: Cluster, progress: Progress | None, *, meta: bool) -> Result:
+    from polytempo.runs.served.simulate_served import simulate_served
+
+    return simulate_served(spec, cluster, progress, meta=meta)
 
 
 def default_cluster(strategy: Strategy, workers: int) -> str:
@@ -141,20 +147,24 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     model, _ = replica_of(spec)
-    groups = [] if together is None else groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
-    if groups:
-        together = WorkersInStep(job, groups)
+    gathered, test_parts = (None, None) if together is None else (Gathered(), 1)
+    if together is None:
+        groups = groups_in_turn(spec, cluster, data, model)
+        together = WorkersInTurn(job, groups, spec.seed) if groups else None
+    else:
+        groups = groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
+        together = WorkersInStep(job, groups) if groups else together
     acting = [group.start for group in groups] or list(range(workers))
     check_simulated(model, data, workers, models=len(acting))
     world = VirtualWorld(cluster, workers, seed=spec.seed, groups=groups)
     cost = step_cost(spec, model, data, cluster)
     test = evaluation_of(spec, model, data)
-    observer = VirtualObserver(workers, test)
+    observer = VirtualObserver(workers, test, parts=test_parts)
     updates = {rank: _updates(spec, rank) for rank in acting}
     whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
     hosts = cluster.hosts(workers)
     ports = {rank: laid_out_run(world_port(rank, hosts), spec.strategy) for rank in acting}
-    dealing = Dealing(gathered=None if together is None else Gathered(), groups=groups)
+    dealing = Dealing(gathered, groups)
     contexts = {
         rank: _context(spec, data, observer, cost, updates[rank], port, deepcopy(whole), together, dealing)
         for rank, port in ports.items()

@@ -65,10 +65,16 @@ class VirtualObserver:
     off_s, off_bytes = 0.0, 0
 
     def __init__(
-        self, size: int, evaluation: Evaluation | None, record: Callable[[dict[str, Any]], None] = lambda row: None
+        self,
+        size: int,
+        evaluation: Evaluation | None,
+        record: Callable[[dict[str, Any]], None] = lambda row: None,
+        parts: int | None = None,
     ) -> None:
         self.record = record
         """Takes the rows of scores."""
+        self._test_parts = parts
+        """In how many parts the test set is scored. None: in those of real ranks, to the same bits."""
         self.size, self._evaluation = size, evaluation
         self._means: dict[int, _Mean] = {}
         self._parts: dict[int, dict[int, _Mean]] = {}
@@ -162,7 +168,7 @@ class VirtualObserver:
     def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:
         assert self._evaluation is not None
         with kept_random_states():
-            score = self._evaluation.score(tensors, parts)
+            score = self._evaluation.score(tensors, self._test_parts or parts)
         self._newest = moment.step, score
         self.record(moment.row("test") | score._asdict())
         if meets(score, context.options) and self._stop is None:

@@ -7,7 +7,7 @@ import json
 import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from polytempo.core import files
 from polytempo.core.url_path import Place
@@ -15,7 +15,10 @@ from polytempo.core.url_path import Place
 MOST_WRITTEN = 50_000
 """Events in a file, of all ranks together."""
 _PACKED = struct.Struct("<iiiqqdd")
+_RANK = struct.Struct("<i")
+"""What a packed line begins with."""
 _COUNTED_AT_ONCE = 512
+_Total = TypeVar("_Total", int, float)
 
 
 class Event(NamedTuple):
@@ -42,10 +45,15 @@ class Trace:
     Totals and hash cover every event. Of the events themselves the last `max_events` are kept, so that a
     long run cannot fill the memory; `dropped` counts those before them. With `timed=False` the hash leaves
     times out: what a run on real processes repeats is the sequence of operations, not their duration.
+
+    `groups`: all ranks, by the first one of each group: an event of that one is added for all of its group, in order.
     """
 
-    def __init__(self, *, timed: bool, max_events: int = 200_000) -> None:
+    def __init__(self, *, timed: bool, max_events: int = 200_000, groups: Mapping[int, range] | None = None) -> None:
         self._events: deque[Event] = deque(maxlen=max_events)
+        self._max_events = max_events
+        self._groups = groups or {}
+        self._heads = {first: [_RANK.pack(rank) for rank in group] for first, group in self._groups.items()}
         self._fresh: list[Event] = []
         """Events that are not in totals and hash yet: many at once are counted faster."""
         self._counted = 0
@@ -63,15 +71,6 @@ class Trace:
         if len(self._fresh) >= _COUNTED_AT_ONCE:
             self._count()
 
-    def add_for(self, ranks: Iterable[int], event: Event) -> None:
-        """Append the same event for each of the `ranks`, in their order."""
-        rest = event[1:]
-        events = [Event(rank, *rest) for rank in ranks]
-        self._events.extend(events)
-        self._fresh.extend(events)
-        if len(self._fresh) >= _COUNTED_AT_ONCE:
-            self._count()
-
     def add_messages(self, event: Event, sent: int, received: int) -> None:
         """Append one event that stands for so many messages of its rank, sent and received."""
         self.add(event)
@@ -81,30 +80,38 @@ class Trace:
     @property
     def events(self) -> list[Event]:
         """The last events, in their order."""
-        return list(self._events)
+        if not self._groups:
+            return list(self._events)
+        kept: list[Event] = []
+        for event in reversed(self._events):
+            kept += [Event(rank, *event[1:]) for rank in reversed(self._groups[event.rank])]
+            if len(kept) >= self._max_events:
+                break
+        return kept[: self._max_events][::-1]
 
     @property
     def dropped(self) -> int:
         """How many events at the beginning are not kept."""
-        return self._counted + len(self._fresh) - len(self._events)
+        self._count()
+        return max(0, self._counted - self._max_events)
 
     @property
     def bytes_sent(self) -> dict[int, int]:
         """By rank."""
         self._count()
-        return self._bytes_sent
+        return self._of_all(self._bytes_sent)
 
     @property
     def messages(self) -> dict[tuple[int, str], int]:
         """How many events there were, by rank and operation."""
         self._count()
-        return self._messages
+        return self._of_all_ops(self._messages)
 
     @property
     def seconds(self) -> dict[tuple[int, str], float]:
         """The sum of their durations, by rank and operation."""
         self._count()
-        return self._seconds
+        return self._of_all_ops(self._seconds)
 
     def excerpt(self, most: int) -> dict[str, Any]:
         """The last events, at most so many, and how many were before them, ready for JSON (see `joined`)."""
@@ -127,8 +134,26 @@ class Trace:
             if not self._timed:
                 start_s = end_s = 0.0
             packed.append(pack(rank, step, numbers[op], num_bytes, peer, start_s, end_s))
-        self._digest.update(b"".join(packed))
-        self._counted += len(fresh)
+        if self._groups:
+            packed = [self._of_group(event.rank, line) for event, line in zip(fresh, packed, strict=True)]
+        lines = b"".join(packed)
+        self._digest.update(lines)
+        self._counted += len(lines) // _PACKED.size
+
+    def _of_group(self, first: int, line: bytes) -> bytes:
+        """The packed line of the first rank of a group, for each rank of it."""
+        rest = line[_RANK.size :]
+        return rest.join(self._heads[first]) + rest
+
+    def _of_all(self, totals: dict[int, int]) -> dict[int, int]:
+        if not self._groups:
+            return totals
+        return defaultdict(int, {rank: n for first, n in totals.items() for rank in self._groups[first]})
+
+    def _of_all_ops(self, totals: dict[tuple[int, str], _Total]) -> dict[tuple[int, str], _Total]:
+        if not self._groups:
+            return totals
+        return {(rank, op): total for (first, op), total in totals.items() for rank in self._groups[first]}
 
     @property
     def hash(self) -> str:

@@ -98,10 +98,7 @@ class VirtualWorld:
         self.hosts = cluster.hosts(num_ranks)
         self.size = num_ranks
         self.now_s = 0.0
-        self.trace = Trace(timed=True, max_events=max_events)
-        self._groups = {group.start: group for group in groups}
-        self._note = self._note_all if groups else self.trace.add
-        """What writes a line of the trace."""
+        self.trace = Trace(timed=True, max_events=max_events, groups={group.start: group for group in groups})
         self._heap: list[tuple[float, int, Flight | None, Callable[[], None]]] = []
         self._pushed = 0
         self._step = [0] * num_ranks
@@ -298,14 +295,11 @@ class VirtualWorld:
         rank = flight.rank
         if flight.done or rank in self.lost:
             return
-        self._note(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
+        self.trace.add(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
         flight.done, flight.value, flight.error = True, value, error
         waiters, flight.waiters = flight.waiters, []
         for answer in waiters:
             answer(value, error)
-
-    def _note_all(self, event: Event) -> None:
-        self.trace.add_for(self._groups[event.rank], event)
 
     # ------------------------------------------------------------------ failures
 
