@@ -24,9 +24,9 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
-# With them are runs that are resumed, replayed or shown in a browser; ranks killed at random moments; figures of papers;
-# searches for planted bugs, trainings until something
-# is learned, every loop on two ranks; and the code and commands of all pages.
+# With them are runs that are resumed, replayed or shown in a browser; ranks killed at random moments; searches for planted
+# bugs, papers' figures, trainings until something is learned, every loop on two ranks; and the code and commands of all
+# pages.
 RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_served backend_users bench \
 	branch_runs codistillation drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
 	engines faults flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs loop_servers \
@@ -43,7 +43,8 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
 
 # Laws with many cases, of which `make test` looks at some, and `make test-runs` at all (tests/some_cases.py).
-LONG := $(patsubst %,tests/laws/test_%.py,loops observation optimizers served_clock tentative)
+LONG := $(patsubst %,tests/laws/test_%.py,loops observation optimizers pipeline_laws placed_laws served_clock \
+	tentative)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
