@@ -24,22 +24,27 @@ COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
 # ranks under all launchers and on meshes; commands that are ended while they start; and all examples, one after the other.
-# With them are runs that are resumed, replayed or shown in a browser; searches for planted bugs, trainings until something
-# is learned, every loop on two ranks; and the code and commands of all pages.
+# With them are runs that are resumed, replayed or shown in a browser; ranks killed at random moments; searches for planted
+# bugs, papers' figures, trainings until something is learned, every loop on two ranks; and the code and commands of all
+# pages.
 RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_served backend_users bench \
 	branch_runs codistillation drift elastic elastic_growth elastic_hosts elastic_loop elastic_round elastic_rounds \
-	engines flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs loop_servers \
-	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_runs \
-	pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe remote_engine replay \
+	engines faults flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs loop_servers \
+	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
+	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe remote_engine replay \
 	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn \
 	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint \
-	split split_stage_runs split_stages url_runs validate) \
+	split split_stage_runs split_stages sudden_death url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples plan_run predictions) \
-	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training downpour parted_jobs pipeline_convergence precision \
-	priced_stages scheduled served_late_stages split_choice) \
+	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training downpour flexrr_training parted_jobs \
+	pipeline_convergence pipeline_figures precision priced_stages scheduled served_late_stages split_choice) \
 	tests/laws/test_loops_of_two.py \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
+
+# Laws with many cases, of which `make test` looks at some, and `make test-runs` at all (tests/some_cases.py).
+LONG := $(patsubst %,tests/laws/test_%.py,loops observation optimizers pipeline_laws placed_laws served_clock \
+	tentative)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
@@ -88,7 +93,7 @@ test-runs: install ## whole runs: examples, agents, elastic, preempted, killed a
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	$(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(RUNS)
+	ALL_CASES=1 $(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(RUNS) $(LONG)
 
 test-native: install ## compile the native core with sanitizers and as a wheel, and test both (a minute or two)
 	$(PYTEST) -q -n 2 --dist loadfile $(COMPILED)

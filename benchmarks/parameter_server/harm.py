@@ -40,6 +40,8 @@ WORKERS, SHARDS, COPIES = 4, 2, 2
 GIVE_UP_S = 20.0
 _MOST_DELAY_S = 0.02
 """A fault comes up to so long after its ticket was dealt: a worker makes several steps in this time."""
+_LAST_TICKETS = 100
+"""So many wait for the last fault: with their help a run recovers from those that are still to come."""
 
 # ----------------------------------------------------------------------------------------------------------- the job
 
@@ -95,7 +97,7 @@ class Recovery:
 
     def __init__(self, fault: Fault, node: int, asks: int, process: int, life: int, dealt: set[int]) -> None:
         """`asks`: the worker that calls for work for this one, which holds a stage; itself, where it holds all."""
-        self.fault, self.node, self.process, self.life, self._asks = fault, node, process, life, asks
+        self.fault, self.node, self.process, self.life, self.asks = fault, node, process, life, asks
         self._dealt_before = frozenset(dealt)
         self._since_s = time.monotonic()
         self.needed_s: float | None = None
@@ -105,7 +107,7 @@ class Recovery:
 
     def hear(self, ask: Ask) -> None:
         """A worker says which tickets were acknowledged."""
-        mine = ask.worker == self._asks and ask.incarnation > self.life
+        mine = ask.worker == self.asks and ask.incarnation > self.life
         new = ask.done if self.fault.what == "worker" else set(ask.done) - self._dealt_before
         if self.needed_s is None and new and (mine or self.fault.what != "worker"):
             self.needed_s = time.monotonic() - self._since_s
@@ -118,7 +120,8 @@ class Recovery:
 class Watching(Launcher):
     """A launcher that does harm: one fault after the other, each when the run has recovered from the one before.
 
-    With one further copy of each shard that is what is promised: the loss of any one process.
+    With one further copy of each shard that is what is promised: the loss of any one process. The last tickets wait for
+    the last fault, so that no run ends before it, however long recoveries take on a busy machine.
     """
 
     def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, faults: Sequence[Fault], seed: int) -> None:
@@ -132,12 +135,14 @@ class Watching(Launcher):
         self._faults = sorted(faults)
         self._random = random.Random(seed)
         self._due_s: float | None = None
+        self._tickets = run.program.batches.num_samples
+        self._waiting: dict[int, Ask] = {}
+        """Calls for work that wait for the next fault, by who called."""
         self._lives = dict.fromkeys(run.topology.workers, 0)
         self._full = {node for chain in run.topology.chains for node in chain}
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """As the launcher, and take notes."""
-        out = super().receive(now_s, source, message)
         if isinstance(message, Beat) and message.incarnation:
             self._full.add(source)
         if isinstance(message, Ask):
@@ -145,11 +150,30 @@ class Watching(Launcher):
             self._lives[message.worker] = message.incarnation
             for recovery in self.recoveries:
                 recovery.hear(message)
-        return self._noted(out)
+            if self._must_wait(message):
+                self._waiting[source] = message
+                return []
+        return self._noted(super().receive(now_s, source, message))
+
+    def _must_wait(self, ask: Ask) -> bool:
+        """Whether a call is for one of the last tickets, a fault is to come, and no recovery needs the call."""
+        if not self._faults or len(self.dealt) < self._tickets - _LAST_TICKETS or not self._is_member(ask):
+            return False
+        last = self.recoveries[-1] if self.recoveries else None
+        if last is None or last.needed_s is not None:
+            return True
+        return last.fault.what == "worker" and ask.worker != last.asks
+
+    def _is_member(self, ask: Ask) -> bool:
+        return bool(self.run.coordinator.members.get(ask.worker) == ask.incarnation)
 
     def tick(self, now_s: float) -> Outbox:
         """As the launcher, and do the next harm when its time has come."""
         out = self._noted(super().tick(now_s))
+        for source, ask in list(self._waiting.items()):
+            if not self._must_wait(ask):
+                del self._waiting[source]
+                out += self.receive(now_s, source, ask) if self._is_member(ask) else []  # a dead worker's
         self.processes.update(process for role in self.supervisor.running if (process := self.process(role.node)))
         if self.is_whole and self.recoveries and self.recoveries[-1].whole_s is None:
             self.recoveries[-1].close()

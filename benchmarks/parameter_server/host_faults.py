@@ -120,13 +120,13 @@ class OnHosts(Watching):
     def strike(self, fault: Fault) -> None:
         """Do the harm; a victim that is just being replaced is struck when it is there."""
         if fault.what == "launcher":
-            self.recoveries.append(Recovery(fault, -1, -1, 0, self.dealt))
+            self.recoveries.append(Recovery(fault, -1, -1, -1, 0, self.dealt))
             self._harm([os.getpid()], self.namespaces[0], fault.signal)
         elif fault.what == "host":
             there, fault = self._on_a_host(fault)
             pids = [pid for each in there if (pid := self.process(each.role.node))]
             node = next((each.role.node for each in there if each.role.kind == "copy"), there[0].role.node)
-            self.recoveries.append(Recovery(fault, node, self.process(node) or 0, 0, self.dealt))
+            self.recoveries.append(Recovery(fault, node, node, self.process(node) or 0, 0, self.dealt))
             agent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(") ")[2].split()[1])
             self._harm([agent, *pids], self.namespaces[fault.which], fault.signal)
         else:
@@ -135,7 +135,7 @@ class OnHosts(Watching):
                 node = self.run.coordinator.chains[fault.which][0 if fault.what == "head" else -1]
             process = self.process(node)
             assert process is not None, f"{fault}: it does not run"
-            self.recoveries.append(Recovery(fault, node, process, self._lives.get(node, 0), self.dealt))
+            self.recoveries.append(Recovery(fault, node, node, process, self._lives.get(node, 0), self.dealt))
             self._harm([process], "", fault.signal)
 
     def tick(self, now_s: float) -> Outbox:

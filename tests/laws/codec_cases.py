@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +21,17 @@ some = settings(max_examples=16, derandomize=True)
 SHAPES = [(), (0,), (1,), (2,), (7,), (5, 3), (4, 0), (3, 5, 2), (257,), (33, 17), (1, 70), (1025,), (64, 40)]
 """None, one, a few, and around what a vector register, a block and a bucket hold."""
 
+KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "zeros": lambda normal, other: torch.zeros_like(normal),
+    "ones": lambda normal, other: torch.full_like(normal, 1.5),
+    "normal": lambda normal, other: normal,
+    "outliers": lambda normal, other: torch.where(other < 0.01, 1e3 * normal, normal),
+    "few": lambda normal, other: torch.where(other < 0.9, 0.0, normal),
+    "wide": lambda normal, other: normal.sign() * 10 ** (6 * other - 3),
+    "denormal": lambda normal, other: 1e-41 * normal,
+    "huge": lambda normal, other: 1e30 * normal,
+}
+"""Values of a kind, made of normal ones and of others from 0 to 1."""
 EXTREME = ["zeros", "denormal", "huge"]
 MODERATE = ["ones", "normal", "outliers", "few", "wide"]
 
@@ -46,16 +57,7 @@ class Case(NamedTuple):
         like = torch.empty(self.shape)
         normal = torch.randn(self.offset + like.numel(), generator=generator, dtype=torch.float64)
         other = torch.rand(len(normal), generator=generator, dtype=torch.float64)
-        values = {
-            "zeros": torch.zeros_like(normal),
-            "ones": torch.full_like(normal, 1.5),
-            "normal": normal,
-            "outliers": torch.where(other < 0.01, 1e3 * normal, normal),
-            "few": torch.where(other < 0.9, 0.0, normal),
-            "wide": normal.sign() * 10 ** (6 * other - 3),
-            "denormal": 1e-41 * normal,
-            "huge": 1e30 * normal,
-        }[self.kind]
+        values = KINDS[self.kind](normal, other)
         return (values + 0.0).to(self.dtype)[self.offset :].view(self.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,8 +41,9 @@ def model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
+@cache
 def joined_batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The global batch of a step: 24 samples."""
+    """The global batch of a step: 24 samples. All ranks of all runs read the same tensors."""
     random = torch.Generator().manual_seed(1000 + step)
     inputs = torch.randn(24, 5, generator=random, dtype=torch.float64)
     targets = torch.stack([inputs.sum(1).sin(), inputs[:, 0] * inputs[:, 1], inputs[:, 2]], dim=1)

@@ -8,7 +8,7 @@ from functools import cache
 from torch import Tensor
 
 from laws.catalogue import ROWS, Row, label
-from laws.loops import Loop, Trial
+from laws.loops import Loop, MakeOptimizer, Trial
 from polytempo.engines.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import together
@@ -81,7 +81,7 @@ def differences(row: Row, loop: Loop, world: ProcessWorld) -> list[str]:
     found = trial.parameters()
     wanted: list[tuple[str, Tensor, float]] = []
     if loop.like is not None:
-        wanted.append(("the plain order", ended(Trial(row.make(), world, loop.make), loop.like), loop.tolerance))
+        wanted.append(("the plain order", in_plain_order(row, loop.like, loop.make, world), loop.tolerance))
     if world.size == 1 and row.alone == "torch":
         wanted.append(("torch alone", by_torch(loop), 0.0))
     if world.size > 1 and row.joined:
@@ -92,6 +92,12 @@ def differences(row: Row, loop: Loop, world: ProcessWorld) -> list[str]:
         if not distance <= max(tolerance, ROUNDING.get(loop.name, 0.0) if world.size > 1 else 0.0):
             wrong.append(f"{distance:.2e} from {name}")
     return wrong
+
+
+@cache
+def in_plain_order(row: Row, like: Callable[[Trial], None], make: MakeOptimizer, world: ProcessWorld) -> Tensor:
+    """The parameters after it, which several loops mean."""
+    return ended(Trial(row.make(), world, make), like)
 
 
 def ended(trial: Trial, run: Callable[[Trial], None]) -> Tensor:
@@ -107,10 +113,17 @@ def by_torch(loop: Loop) -> Tensor:
     return ended(Trial(None, make=loop.make), loop.run)
 
 
-def wrong_on(num_ranks: int, rows: Sequence[Row], loop: Loop) -> list[dict[str, list[str]]]:
-    """What is wrong with strategies under a loop, by name, on each of so many ranks."""
+Wrong = dict[str, list[str]]
+"""What is wrong, by strategy."""
+
+
+def wrong_on(num_ranks: int, rows: Callable[[Loop], Sequence[Row]], loops: Sequence[Loop]) -> list[dict[str, Wrong]]:
+    """What is wrong with the rows of each loop, by the loop's name, on each of so many ranks."""
+
+    def wrong(loop: Loop, world: ProcessWorld) -> Wrong:
+        return {label(row): found for row in rows(loop) if (found := differences(row, loop, world))}
 
     def work(world: ProcessWorld) -> Result:
-        return {label(row): found for row in rows if (found := differences(row, loop, world))}
+        return {loop.name: wrong(loop, world) for loop in loops}
 
-    return together(num_ranks, work)
+    return together(num_ranks, work, timeout_s=100)

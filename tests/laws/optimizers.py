@@ -33,14 +33,15 @@ PLAIN: Gradient = (SLOPE, 0.0)
 
 
 class Optimized(NamedTuple):
-    """An optimizer with weight decay, or with a learning rate that falls in every step."""
+    """An optimizer with weight decay, with a learning rate that falls in every step, or with both."""
 
     name: str
     decays: bool
     falls: bool
 
     def __str__(self) -> str:
-        return f"{self.name}, {'weight decay' if self.decays else 'schedule'}"
+        what = " and ".join(["weight decay"] * self.decays + ["schedule"] * self.falls)
+        return f"{self.name}, {what}"
 
     def make(self, parameters: Iterable[nn.Parameter], lr: float = LR) -> Optimizer:
         """The optimizer of torch."""
@@ -64,6 +65,8 @@ class Optimized(NamedTuple):
 
 NAMES = ("sgd", "momentum", "nesterov", "adamw", "adagrad")
 OPTIMIZED = [Optimized(name, decays, not decays) for name, decays in product(NAMES, (True, False))]
+WITH_BOTH = [Optimized(name, decays=True, falls=True) for name in NAMES]
+"""A run of one of these ends where both mean what they should: half as many runs as of each alone."""
 
 
 class Weights(nn.Module):

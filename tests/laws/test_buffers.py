@@ -17,7 +17,7 @@ from polytempo.training.replica import Replica
 from polytempo.worlds import VirtualWorld
 from polytempo.worlds.trace import COMMUNICATION, WAITING, Event
 
-RANKS, STEPS = 6, 8
+RANKS, STEPS = 4, 6
 CLUSTER = Cluster(Link(1e-5, 1e9), workers_per_host=2)
 PARAMETERS, STATISTICS = 4 * 3 + 4 + 4 + 4, 4 + 4
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +27,21 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any,
         value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value for value in each
     )
     return model, dict(zip(sample, values, strict=True)) if isinstance(sample, Mapping) else values, values
+
+
+class InThree(NamedTuple):
+    """A model, what it is called with, and a cut of it that several laws look at."""
+
+    model: nn.Module
+    sample: Any
+    values: tuple[Any, ...]
+    found: Cut
+
+
+@cache
+def in_three(name: str) -> InThree:
+    model, sample, values = made(name)
+    return InThree(model, sample, values, cut(model, 3, sample=sample, by="traffic"))
 
 
 def called(model: nn.Module, sample: Any) -> Any:
@@ -87,8 +103,7 @@ def test_stages_chained_are_the_model_to_the_bit(name: str, stages: int, dtype: 
 
 @every_model
 def test_names_stay_and_every_value_crosses_once(name: str) -> None:
-    model, sample, _ = made(name)
-    found = cut(model, 3, sample=sample, by="traffic")
+    model, sample, _, found = in_three(name)
     states = [stage.module.state_dict() for stage in found.stages]
     assert {key for state in states for key in state} == set(model.state_dict())
     assert all(each.data_ptr() == model.state_dict()[key].data_ptr() for state in states for key, each in state.items())
@@ -103,8 +118,7 @@ def test_names_stay_and_every_value_crosses_once(name: str) -> None:
 
 @every_model
 def test_layouts_are_those_of_the_values_that_are_sent(name: str) -> None:
-    model, sample, values = made(name)
-    found = cut(model, 3, sample=sample)
+    _, _, values, found = in_three(name)
     known: dict[str, Tensor] = {}
     shorter = tuple(value[:3] if isinstance(value, Tensor) and len(value) > 1 else value for value in values)
     for stage in found.stages:

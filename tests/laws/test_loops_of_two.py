@@ -12,4 +12,4 @@ pytestmark = pytest.mark.process
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
 def test_every_strategy_takes_the_loop_for_what_it_means(loop: Loop) -> None:
-    assert wrong_on(2, ON_TWO, loop) == [{}, {}]
+    assert wrong_on(2, lambda _: ON_TWO, [loop]) == [{loop.name: {}}] * 2

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import polytempo as pt
 from branch_models import WIDTH, Drawn, Towers
 from polytempo.core import Port
+from some_cases import ALL
 from split_models import Pass as FoundPass
 from split_models import assert_equal, made, outcome_of, squares, whole_pass
 
@@ -111,7 +112,7 @@ def test_what_cannot_be_placed() -> None:
     assert "was placed for the inputs x, and got 1 and y" in refused(Towers, lambda net: net(X, y=X))
 
 
-DRAWN = 12
+DRAWN = 12 if ALL else 4
 
 
 def test_drawn_models() -> None:

@@ -9,9 +9,11 @@ from laws.catalogue import ROWS, Row, label
 from laws.harness import HOST, Rank, Setting, flat, joined_batch, loss_of, run
 from polytempo.core import Port
 from polytempo.worlds import VirtualWorld
+from some_cases import some_of
 
 STEPS = 7
-every_row = pytest.mark.parametrize("row", ROWS, ids=label)
+TOGETHER = [(3, torch.float32), (3, torch.bfloat16)]
+CASES = [(row, *case) for number, row in enumerate(ROWS) for case in [(1, torch.float32), *some_of(TOGETHER, number)]]
 
 
 class Undecided(Rank):
@@ -36,8 +38,9 @@ class Undecided(Rank):
             self.history.append(flat(self.model))
 
 
-@every_row
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("row", "num_ranks", "dtype"), CASES, ids=[f"{label(row)}-{ranks}-{dtype}" for row, ranks, dtype in CASES]
+)
 def test_an_exchange_that_no_step_uses_leaves_nothing(row: Row, num_ranks: int, dtype: torch.dtype) -> None:
     setting = Setting("sgd", dtype, bucket_bytes=64)
     expected, _ = run(row.make(), num_ranks, STEPS, setting)

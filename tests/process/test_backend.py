@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -796,7 +799,16 @@ def leave(rank, how):
     if how == "an error":
         raise KeyError("on purpose")
 
-how, folder = sys.argv[1:]
+for how in sys.stdin:  # each way in a process of its own, which ends as any interpreter does
+    how, folder = how.strip(), tempfile.mkdtemp(dir=sys.argv[1])
+    child = os.fork()
+    if child == 0:
+        for descriptor, name in enumerate(("out", "error"), 1):
+            os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), folder, flush=True)
+else:
+    sys.exit()
 rank = 0 if os.fork() else 1
 try:
     sent = joined(rank, folder)
@@ -808,14 +820,26 @@ finally:
 """
 
 
+@pytest.fixture(scope="module")
+def leaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """An interpreter that has loaded torch, and forks for each way to leave that it reads."""
+    command = [sys.executable, "-c", LEAVING, str(tmp_path_factory.mktemp("leaving"))]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("how", ["nothing", "a collective in flight", "a message in flight", "an error"])
-def test_who_ends_without_leaving_leaves_nothing_and_does_not_hang(how: str, tmp_path: Any) -> None:
+def test_who_ends_without_leaving_leaves_nothing_and_does_not_hang(how: str, leaving: subprocess.Popen[str]) -> None:
+    assert leaving.stdin is not None
+    assert leaving.stdout is not None
     before = segments()
-    ended = subprocess.run(
-        [sys.executable, "-c", LEAVING, how, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
-    code = 1 if how == "an error" else 0
-    assert (ended.returncode, ended.stdout) == (code, f"other {code}\n"), ended.stderr
-    assert "Fatal" not in ended.stderr
-    assert ended.stderr.count("KeyError: 'on purpose'") == 2 * code
+    print(how, file=leaving.stdin, flush=True)
+    code, folder = leaving.stdout.readline().split()
+    out, error = (Path(folder, name).read_text() for name in ("out", "error"))
+    expected = 1 if how == "an error" else 0
+    assert (int(code), out) == (expected, f"other {expected}\n"), error
+    assert "Fatal" not in error
+    assert error.count("KeyError: 'on purpose'") == 2 * expected
     assert segments() == before

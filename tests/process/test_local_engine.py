@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -306,29 +307,53 @@ from polytempo.engines.launch import launch
 def work(rank_info):
     child = os.fork()
     if child == 0:
-        os.write(int(sys.argv[1]), b"%d\\n" % os.getpid())
+        os.write(speaking, b"%d\\n" % os.getpid())
         threading.Event().wait()
     held = memoryview(bytearray(1 << 20))
-    os.write(int(sys.argv[1]), b"%d\\n" % os.getpid())
+    os.write(speaking, b"%d\\n" % os.getpid())
     threading.Event().wait()
 
+for line in sys.stdin:  # each launcher is a process of its own, which ends as any interpreter does
+    child = os.fork()
+    if child == 0:
+        break
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.environ["TMPDIR"], pipe = line.split()
+speaking = os.open(pipe, os.O_WRONLY)
 launch(work, 2)
 """
 
 
+@pytest.fixture(scope="module")
+def launchers() -> Iterator[subprocess.Popen[str]]:
+    """An interpreter that has loaded all, and forks a launcher for each folder and pipe that it reads."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(polytempo.__file__).parents[1])}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", LAUNCHER]
+    with subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_the_launcher(number: signal.Signals, private: Path) -> None:
-    listening, speaking = os.pipe()
-    environ = {**os.environ, "TMPDIR": str(private), "PYTHONPATH": str(Path(polytempo.__file__).parents[1])}
-    command = [sys.executable, "-c", LAUNCHER, str(speaking)]
-    with subprocess.Popen(command, env=environ, pass_fds=[speaking]) as launcher:
-        os.close(speaking)
-        processes = {int(line) for line in lines_of(listening, count=4)} | children_of(launcher.pid)
-        assert len(processes) == 5  # two workers, a child of each, and the janitor
-        assert [path.name.split("-")[0] for path in private.iterdir()] == ["polytempo"]
-        watched = [os.pidfd_open(process) for process in processes]
-        launcher.send_signal(number)
-        assert launcher.wait(DEADLINE_S) == -number
+def test_nothing_outlives_the_launcher(
+    number: signal.Signals, private: Path, tmp_path: Path, launchers: subprocess.Popen[str]
+) -> None:
+    assert launchers.stdin is not None
+    assert launchers.stdout is not None
+    os.mkfifo(tmp_path / "pipe")
+    print(private, tmp_path / "pipe", file=launchers.stdin, flush=True)
+    launcher = int(launchers.stdout.readline())
+    processes = {int(line) for line in lines_of(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), count=4)}
+    processes |= children_of(launcher)
+    assert len(processes) == 5  # two workers, a child of each, and the janitor
+    assert [path.name.split("-")[0] for path in private.iterdir()] == ["polytempo"]
+    watched = [os.pidfd_open(process) for process in processes]
+    os.kill(launcher, number)
+    assert int(launchers.stdout.readline()) == -number
     ended = [descriptor for descriptor in watched if wait([descriptor], DEADLINE_S)]
     for descriptor in watched:
         os.close(descriptor)

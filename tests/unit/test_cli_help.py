@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -114,6 +119,36 @@ def test_wrong_values(
     assert list(tmp_path.iterdir()) == []
 
 
+ANSWERING = """
+import json, os, sys, polytempo.cli.main
+for line in sys.stdin:  # each command is a process of its own
+    child = os.fork()
+    if child == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+folder, arguments = json.loads(line)
+os.chdir(os.path.join(folder, "here"))
+for descriptor, name in ((1, "out"), (2, "error")):
+    os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)
+try:
+    polytempo.cli.main.app(arguments)
+except SystemExit as end:
+    assert end.code == 2
+print([name for name in ("torch", "numpy") if name in sys.modules])
+"""
+
+
+@pytest.fixture(scope="module")
+def answering() -> Iterator[subprocess.Popen[str]]:
+    """An interpreter that has loaded the command line, and forks for each folder and command that it reads."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", ANSWERING], text=True, start_new_session=True, **pipes) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -158,21 +193,19 @@ def test_wrong_values(
         "tune batch digits --extra 0",
     ],
 )
-def test_a_rejected_argument_is_answered_without_torch(tmp_path: Path, arguments: str) -> None:
+def test_a_rejected_argument_is_answered_without_torch(
+    tmp_path: Path, arguments: str, answering: subprocess.Popen[str]
+) -> None:
     """Torch takes seconds to load, so the answer comes before."""
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken/result.json").touch()
-    program = (
-        "import sys, polytempo.cli.main\n"
-        "try:\n"
-        f"    polytempo.cli.main.app({arguments.split()!r})\n"
-        "except SystemExit as end:\n"
-        "    assert end.code == 2\n"
-        "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-    assert done.stderr.startswith("error: ")
+    (tmp_path / "here/taken").mkdir(parents=True)
+    (tmp_path / "here/taken/result.json").touch()
+    assert answering.stdin is not None
+    assert answering.stdout is not None
+    print(json.dumps([str(tmp_path), arguments.split()]), file=answering.stdin, flush=True)
+    code = int(answering.stdout.readline())
+    out, error = ((tmp_path / name).read_text() for name in ("out", "error"))
+    assert (code, out) == (0, "[]\n"), error
+    assert error.startswith("error: ")
 
 
 @pytest.mark.parametrize(
