@@ -23,4 +23,7 @@ def collecting_rarely() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():
+            gc.freeze()  # and thaw: all that lives counts as old, or the next object would have all of it looked through
+            gc.unfreeze()
         gc.set_threshold(young, *older)

@@ -44,7 +44,7 @@ from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.rare_collection import collecting_rarely
-from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.trace import Line, Trace
 from polytempo.worlds.whole_sums import WholeSums
 
 T = TypeVar("T")
@@ -298,14 +298,14 @@ class VirtualWorld:
         rank = flight.rank
         if flight.done or rank in self.lost:
             return
-        self._note(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
+        self._note((rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
         flight.done, flight.value, flight.error = True, value, error
         waiters, flight.waiters = flight.waiters, []
         for answer in waiters:
             answer(value, error)
 
-    def _note_all(self, event: Event) -> None:
-        self.trace.add_for(self._groups[event.rank], event)
+    def _note_all(self, event: Line) -> None:
+        self.trace.add_for(self._groups[event[0]], event)
 
     # ------------------------------------------------------------------ failures
 
