@@ -24,6 +24,6 @@ def collecting_rarely() -> Iterator[None]:
         yield
     finally:
         if not gc.get_freeze_count():
-            gc.freeze()  # and thaw: all that lives counts as old, or the next object would have all of it looked through
+            gc.freeze()  # and thaw: so all that lives counts as old, and need not be looked through now
             gc.unfreeze()
         gc.set_threshold(young, *older)

@@ -252,7 +252,7 @@ class Client:
     @property
     def all_answered(self) -> bool:
         """Whether no request is under way."""
-        return not any([asked.unanswered for asked in self.asked])
+        return not any(asked.unanswered for asked in self.asked)
 
     # ------------------------------------------------------------------ the machine
 
