@@ -40,17 +40,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that it costs a link: its tensors and a small header."""
-        num_bytes = self.HEADER_BYTES
-        for name in _sized_fields(type(self)):
-            if (value := getattr(self, name)) is not None:
-                num_bytes += _num_bytes(value)
-        return num_bytes
+        return self.HEADER_BYTES + sum([_num_bytes(getattr(self, name)) for name in _sized_fields(type(self))])
 
 
-@cache
-def _sized_fields(kind: type[Message]) -> tuple[str, ...]:
-    """Those that can hold more than the header has room for."""
-    return fields_of(kind, (Tensor, bytes, Rows, Message))
+_sized_fields = cache(lambda kind: fields_of(kind, (Tensor, bytes, Rows, Message)))
 
 
 def _num_bytes(value: Any) -> int:
