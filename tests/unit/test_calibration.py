@@ -30,7 +30,10 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         "name": "n",
         "host": hosts[rank],
         "links": [pair for pair in pairs if pair[0] == rank],
-        "collectives": [("all_reduce", 4e-5, 1e-9), ("all_gather", 1e-5, 2e-9)],
+        "collectives": [
+            ("all_reduce", [(8, 2e-5), (1000, 4e-5 + 1e-6), (4000, 4e-5 + 4e-6), (8000, 4e-5 + 8e-6)]),
+            ("all_gather", [(8, 1e-5), (4000, 1e-5 + 8e-6), (8000, 1e-5 + 16e-6)]),
+        ],
         "samples": [
             ([["elementwise", 1, 1000.0, 0.0]], 3e-6),
             ([["elementwise", 1, 2000.0, 0.0]], 4e-6),
@@ -42,7 +45,17 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         "whole": [],
         "on_processor": [],
         "cores": 2,
+        "machine": "m",
     }
+
+
+def test_hosts_that_share_a_machine_are_counted() -> None:
+    answers = [told(rank, (0, 1)) for rank in (0, 1)]
+    shared = assembled("here", answers).cluster
+    assert (shared.cores, shared.hosts_per_machine) == (2, 2)
+    apart = assembled("here", [one | {"machine": f"m{rank}"} for rank, one in enumerate(answers)]).cluster
+    assert (apart.cores, apart.hosts_per_machine) == (2, 1)
+    assert assembled("here", [told(rank) for rank in (0, 1)]).cluster.hosts_per_machine == 1
 
 
 @pytest.mark.parametrize(("hosts", "place"), [((0, 0), "memory"), ((0, 1), "network")])

@@ -28,11 +28,12 @@ MEASURED = Measured(
 
 def figures(cluster: Cluster) -> tuple[Any, ...]:
     """All that a file says of a cluster."""
-    return cluster.name, cluster.network, cluster.memory, cluster.workers_per_host, cluster.cores, cluster.flops_per_s
+    shape = cluster.workers_per_host, cluster.cores, cluster.hosts_per_machine
+    return cluster.name, cluster.network, cluster.memory, *shape, cluster.flops_per_s
 
 
 def test_a_cluster_has_the_medians() -> None:
-    expected = ("measured(ssh:n1,n2, 2 hosts)", Link(2e-3, 2e8), Link(2e-6, 4e9), 2, None, 15e9)
+    expected = ("measured(ssh:n1,n2, 2 hosts)", Link(2e-3, 2e8), Link(2e-6, 4e9), 2, None, 1, 15e9)
     assert figures(cluster_of(MEASURED)) == expected
 
 
@@ -50,6 +51,7 @@ def test_a_file_makes_an_equal_cluster() -> None:
             *links,
             workers_per_host=draw.randint(1, 99),
             cores=draw.choice([None, draw.randint(1, 99)]),
+            hosts_per_machine=draw.choice([1, draw.randint(2, 9)]),
             flops_per_s=10 ** draw.uniform(3, 15),
             name=f'"\\é{seed}\n',
         )
@@ -69,9 +71,9 @@ GOOD = to_toml(cluster_of(MEASURED))
     ("text", "match"),
     [
         ("a = ", "is no TOML"),
-        ("a = 1", 'must begin with format = "polytempo-cluster" and version = 3'),
-        (GOOD.replace("version = 3", "version = true"), "must begin with"),
-        (GOOD.replace("version = 3", "version = 4"), "the text has version 4, and this release reads versions up to 3"),
+        ("a = 1", 'must begin with format = "polytempo-cluster" and version = 4'),
+        (GOOD.replace("version = 4", "version = true"), "must begin with"),
+        (GOOD.replace("version = 4", "version = 5"), "the text has version 5, and this release reads versions up to 4"),
         (GOOD.partition("[end]")[0], r"the text was cut off: it does not end with \[end\]; copy it again"),
         (GOOD.replace("[memory]", "[memories]"), r"there is no table \[memory\]"),
         (GOOD.replace("workers = 2", "workers = 0"), "host.workers = 0 must be a whole number above 0"),

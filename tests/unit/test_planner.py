@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.cluster import Cluster, Link
+from polytempo.cluster import Cluster, CollectiveLink, Link
 from polytempo.cluster.prices import read_price, read_spread
 from polytempo.planner.forecast import RunForecast, Uncertainty, forecast
 from polytempo.planner.front import PlanLimits, chance, front, ranked, runner_up
@@ -261,12 +262,12 @@ def test_faster_links_never_make_a_step_slower() -> None:
 
 
 def test_only_links_between_hosts_are_made_faster() -> None:
-    given = Cluster(
-        Link(1e-3, 1e6), collectives=(("network all_reduce", Link(1e-3, 2e6)), ("memory all_reduce", Link(1, 3)))
-    )
+    between, within = CollectiveLink(2e6, (0,), (1e-3,)), CollectiveLink(3, (0,), (1,))
+    given = Cluster(Link(1e-3, 1e6), collectives=(("network all_reduce", between), ("memory all_reduce", within)))
     faster = faster_network(given, 2.0)
     assert (faster.network, faster.memory) == (Link(1e-3, 2e6), given.memory)
-    assert faster.collectives == (("network all_reduce", Link(1e-3, 4e6)), ("memory all_reduce", Link(1, 3)))
+    expected = ("network all_reduce", replace(between, bytes_per_s=4e6)), ("memory all_reduce", within)
+    assert faster.collectives == expected
 
 
 def test_a_server_is_a_host_of_its_own() -> None:

@@ -10,7 +10,18 @@ from statistics import median
 import pytest
 import torch
 
-from polytempo.cluster import Cluster, JobPace, KernelSpeed, Link, Speeds, correlated, ethernet, slow_host, slow_spells
+from polytempo.cluster import (
+    Cluster,
+    CollectiveLink,
+    JobPace,
+    KernelSpeed,
+    Link,
+    Speeds,
+    correlated,
+    ethernet,
+    slow_host,
+    slow_spells,
+)
 from polytempo.cluster.fit import Sample, fitted, nonnegative
 from polytempo.cluster.measured import from_toml, to_toml
 from polytempo.cluster.slow_spells import measured_steps, steps_of
@@ -65,15 +76,17 @@ def test_headers_take_their_share_of_the_rate() -> None:
 
 
 def test_collectives_have_links_of_their_own_by_place() -> None:
-    cluster = replace(
-        Cluster(Link(1, 1), memory=Link(2, 2)),
-        collectives=(("memory all_reduce", Link(3, 3)), ("network x", Link(4, 4))),
+    within, between = CollectiveLink(3, (0,), (3,)), CollectiveLink(4, (8, 40), (4, 8))
+    cluster = Cluster(
+        Link(1, 1), memory=Link(2, 2), collectives=(("memory all_reduce", within), ("network x", between))
     )
     found = [
         cluster.slowest_link(hosts, kind).latency_s
         for hosts, kind in (((0, 0), "all_reduce"), ((0, 1), "all_reduce"), ((0, 1), "x"), ((0, 0), "x"))
     ]
     assert found == [3, 1, 4, 2]
+    by_size = [cluster.slowest_link((0, 1), "x", num_bytes) for num_bytes in (0, 8, 16, 40, 1000)]
+    assert by_size == [Link(latency_s, 4) for latency_s in (4, 4, 5, 8, 8)]
 
 
 def test_a_fit_finds_the_speeds_that_made_the_samples() -> None:
@@ -105,7 +118,7 @@ def test_a_file_holds_all_that_was_measured() -> None:
         speeds=SPEEDS,
         server_speeds=SPEEDS,
         server_flops_per_s=3e9,
-        collectives=(("memory all_reduce", Link(1e-5, 2e9)),),
+        collectives=(("memory all_reduce", CollectiveLink(2e9, (8.0, 4096.0), (1e-5, 3e-5))),),
         stragglers=steps,
         name="mine",
     )
@@ -118,14 +131,24 @@ def test_a_file_holds_all_that_was_measured() -> None:
         ("quantiles = [0.5, 1.0, 3.0]", "quantiles = [0.5, 1.0, inf]", "quantiles above 0, none infinite"),
         ('name = "elementwise"', "name = 3", "kernels: name = 3 must be a text"),
         ("duplex = 0.75", "duplex = 0.1", "duplex is from 0.5"),
+        ("sizes = [8.0, 4096.0]", "sizes = [8.0]", "'memory all_reduce': .* a latency for each of its ascending sizes"),
+        ("sizes = [8.0, 4096.0]", "sizes = 8", "needs sizes and latencies_s, each a list of numbers"),
+        ("latencies_s = [1e-05", "latencies_s = [-1e-05", "needs latencies_s >= 0"),
     ):
         with pytest.raises(ValueError, match=why):
             from_toml(text.replace(old, new, 1), "f.toml")
 
 
+def test_a_collective_with_one_latency_is_read() -> None:
+    """As files of version 3 have it."""
+    row = '[[collectives]]\nname = "network all_reduce"\nlatency_s = 2e-3\nbytes_per_s = 1e8\n\n[end]'
+    text = to_toml(Cluster(Link(1e-4, 1e8), name="old")).replace("version = 4", "version = 3").replace("[end]", row)
+    assert from_toml(text).collectives == (("network all_reduce", CollectiveLink(1e8, (0.0,), (2e-3,))),)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_file_of_an_older_version_is_read(version: int) -> None:
-    text = to_toml(Cluster(Link(1e-4, 1e8), name="old")).replace("version = 3", f"version = {version}")
+    text = to_toml(Cluster(Link(1e-4, 1e8), name="old")).replace("version = 4", f"version = {version}")
     assert from_toml(text.partition("[end]")[0]).speeds is None
 
 

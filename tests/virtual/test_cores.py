@@ -79,9 +79,18 @@ def test_servers_share_the_workers_hosts_where_cores_count() -> None:
     assert Cluster(FAST, workers_per_host=2, servers=3, cores=2).hosts(7) == (0, 0, 1, 1, 0, 1, 0)
 
 
-def test_a_host_has_a_core() -> None:
-    with pytest.raises(ValueError, match="a host has cores >= 1, got 0"):
+def test_hosts_of_one_machine_share_its_cores() -> None:
+    """Hosts 0 and 1 are on one machine, host 2 on another."""
+    cluster = Cluster(FAST, FAST, cores=1, hosts_per_machine=2)
+    assert ends(cluster, [1.0, 1.0, 1.0]) == pytest.approx([2.0, 2.0, 1.0])
+    assert ends(replace(cluster, hosts_per_machine=1), [1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_a_machine_has_a_core_and_a_host() -> None:
+    with pytest.raises(ValueError, match="a machine has cores >= 1, got 0"):
         Cluster(FAST, cores=0)
+    with pytest.raises(ValueError, match="a machine has hosts_per_machine >= 1, got 0"):
+        Cluster(FAST, hosts_per_machine=0)
 
 
 @pytest.mark.parametrize("cores", [None, 1])
@@ -118,3 +127,41 @@ def test_without_its_kernel_a_message_takes_no_processor() -> None:
 
     unmeasured = Speeds(tuple(each for each in SPEEDS.kernels if each[0] != "message"))
     assert VirtualWorld(Cluster(FAST, FAST, speeds=unmeasured), 2).run(program).seconds == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected_s"),
+    [
+        (Cluster(FAST, FAST, cores=1, hosts_per_machine=2), 1.0),
+        (Cluster(FAST, FAST, cores=2, hosts_per_machine=2), 0.0),
+        (Cluster(FAST, FAST, cores=1), 0.0),
+        (Cluster(Link(1.5, 1e15), FAST, cores=1, hosts_per_machine=2), 3.0),
+    ],
+    ids=["shared core", "two cores", "two machines", "slow link"],
+)
+def test_a_collective_takes_cores_that_its_ranks_share(cluster: Cluster, expected_s: float) -> None:
+    """Two ranks, two rounds of 0.25 s each: a second of one core, while messages are under way."""
+    kernels = (("elementwise", KernelSpeed()), ("collective all_reduce", KernelSpeed(call_s=0.25)))
+
+    async def program(port: Port) -> float:
+        await port.all_reduce(torch.zeros(2))
+        return await port.now()
+
+    found = VirtualWorld(replace(cluster, speeds=Speeds(kernels)), 2).run(program).results
+    assert found == [pytest.approx(expected_s)] * 2
+
+
+def test_a_rank_computes_more_slowly_while_its_collective_takes_the_core() -> None:
+    kernels = (("elementwise", KernelSpeed(call_s=1.0)), ("collective barrier", KernelSpeed(call_s=0.5)))
+    cluster = Cluster(FAST, FAST, cores=1, hosts_per_machine=2, speeds=Speeds(kernels))
+
+    async def program(port: Port) -> float:
+        meeting = await port.start(port.barrier())
+        await port.compute(lambda: None, 0.0, uses=(KernelUse("elementwise"),))
+        computed_s = await port.now()
+        await meeting
+        return computed_s
+
+    found = VirtualWorld(cluster, 2).run(program)
+    assert found.results == [pytest.approx(4.0)] * 2, "two computations and two parts of the barrier, a second each"
+    assert found.seconds == pytest.approx(4.0)

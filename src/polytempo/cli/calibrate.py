@@ -8,7 +8,7 @@ from typing import NamedTuple
 from polytempo.cli.measure import check_cluster_file, link_text, speed_text
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
-from polytempo.cluster import JobPace, KernelSpeed
+from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
 from polytempo.cluster.measured import to_toml
 from polytempo.core import files
 from polytempo.report.summary import human_seconds
@@ -62,7 +62,7 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
     rows = [(f"host {host.name}", f"{host.workers} processes") for host in found.measured.hosts]
     rows.append(("network", link_text(cluster.network) + ("" if found.measured.between else " (one host: its memory)")))
     rows.append(("memory", link_text(cluster.memory)))
-    rows += [(name, link_text(link)) for name, link in cluster.collectives]
+    rows += [(name, _collective_text(link)) for name, link in cluster.collectives]
     rows.append(("large products", f"{speed_text(cluster.flops_per_s)} a process"))
     speeds = dict(cluster.speeds.kernels) if cluster.speeds is not None else {}
     rows += [(kernel, _kernel(speeds[kernel])) for kernel in _SHOWN if kernel in speeds]
@@ -70,6 +70,11 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
     rows += [(f"passes of {each.job}", f"{each.pace:.2f} of what the kernels say") for each in _jobs(found)]
     rows += [(f"spread of {name}", f"{_PERCENT * value:.0f} %") for name, value in found.spread.items()]
     return rows
+
+
+def _collective_text(link: CollectiveLink) -> str:
+    least_s, most_s = (human_seconds(choose(link.latencies_s)) for choose in (min, max))
+    return f"{least_s} to {most_s} a round, by size; {8e-6 * link.bytes_per_s:,.0f} Mbit/s"
 
 
 def _jobs(found: Calibration) -> tuple[JobPace, ...]:

@@ -1,6 +1,7 @@
 """What a virtual world is made of: hosts, links, speeds, stragglers, failures."""
 
 from polytempo.cluster.cluster import Cluster, Link
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.faults import Crash, Fault, Pause
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host
 from polytempo.cluster.slow_spells import CorrelatedStragglers, correlated, slow_spells
@@ -9,6 +10,7 @@ from polytempo.cluster.stragglers import Stragglers, constant, exponential, logn
 
 __all__ = [
     "Cluster",
+    "CollectiveLink",
     "CorrelatedStragglers",
     "Crash",
     "Fault",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.faults import Fault
 from polytempo.cluster.speeds import MESSAGE, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
@@ -49,7 +50,9 @@ class Cluster:
     """How many of the last ranks are no workers: each has a host of its own, after the workers' hosts; where `cores`
     are counted they are on the workers' hosts, one after the other."""
     cores: int | None = None
-    """Of a host, for all of its ranks together; None: each rank has a processor of its own."""
+    """Of a machine, for all of its ranks together; None: each rank has a processor of its own."""
+    hosts_per_machine: int = 1
+    """How many hosts, one after the other, share the cores of one machine: containers, or network namespaces."""
     flops_per_s: float = 10e9
     server_flops_per_s: float | None = None
     """That of servers; None: `flops_per_s`."""
@@ -57,7 +60,7 @@ class Cluster:
     """Of kernels that were measured; None: `flops_per_s` is for everything."""
     server_speeds: Speeds | None = None
     """That of servers; None: `speeds`."""
-    collectives: tuple[tuple[str, Link], ...] = ()
+    collectives: tuple[tuple[str, CollectiveLink], ...] = ()
     """What the world's own collectives reach, by place and kind (`memory all_reduce`, `network all_gather`, …), where
     that is not what messages reach. Kinds that are not named go by `network` and `memory`."""
     stragglers: Stragglers = field(default_factory=constant)
@@ -69,7 +72,9 @@ class Cluster:
     def __post_init__(self) -> None:
         """Raise ValueError for a cluster without workers or speed."""
         if self.cores is not None and self.cores < 1:
-            raise ValueError(f"a host has cores >= 1, got {self.cores}")
+            raise ValueError(f"a machine has cores >= 1, got {self.cores}")
+        if self.hosts_per_machine < 1:
+            raise ValueError(f"a machine has hosts_per_machine >= 1, got {self.hosts_per_machine}")
         if self.workers_per_host < 1 or not min(self.flops_per_s, self.server_flops_per_s or 1.0) > 0:
             raise ValueError(
                 f"a cluster needs workers_per_host >= 1 and flops_per_s > 0, got {self.workers_per_host} "
@@ -96,12 +101,16 @@ class Cluster:
             return workers + tuple(server % max(first, 1) for server in range(self.servers))
         return workers + tuple(range(first, first + self.servers))
 
-    def slowest_link(self, hosts: tuple[int, ...], kind: str = "") -> Link:
-        """The link that bounds a collective of that kind among ranks on these hosts."""
+    def shares_cores(self, workers: int) -> bool:
+        """Whether a machine has more of so many workers than cores."""
+        return self.cores is not None and min(workers, self.hosts_per_machine * self.workers_per_host) > self.cores
+
+    def slowest_link(self, hosts: tuple[int, ...], kind: str = "", num_bytes: float = 0.0) -> Link:
+        """The link that bounds a collective of that kind among ranks on these hosts, of messages with so many bytes."""
         within = len(set(hosts)) <= 1
         if self.collectives:
             name = f"memory {kind}" if within else f"network {kind}"
             for each, link in self.collectives:
                 if each == name:
-                    return link
+                    return Link(link.latency_s(num_bytes), link.bytes_per_s)
         return self.memory if within else self.network

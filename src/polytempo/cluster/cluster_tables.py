@@ -2,7 +2,7 @@
 
 [[kernels]]      name, call_s, byte_s, flop_s, error          `Cluster.speeds`; [[server_kernels]] likewise
 [[jobs]]         name, parameters, pace                       `Cluster.speeds.jobs`
-[[collectives]]  name, latency_s, bytes_per_s                 `Cluster.collectives`
+[[collectives]]  name, bytes_per_s, sizes, latencies_s        `Cluster.collectives`; one latency_s before version 4
 [stragglers]     quantiles, correlation                       `slow_spells.measured_steps`
 """
 
@@ -12,7 +12,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polytempo.cluster.cluster import Cluster, Link
+from polytempo.cluster.cluster import Cluster
+from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps, steps_of
 from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
@@ -33,7 +34,8 @@ def written(cluster: Cluster) -> list[str]:
         lines += [f"parameters = {pace.parameters}", f"pace = {pace.pace!r}"]
     for kind, link in cluster.collectives:
         lines += ["", "[[collectives]]", f"name = {json.dumps(kind)}"]
-        lines += [f"latency_s = {link.latency_s!r}", f"bytes_per_s = {link.bytes_per_s!r}"]
+        lines += [f"bytes_per_s = {link.bytes_per_s!r}", f"sizes = {list(link.sizes)!r}"]
+        lines += [f"latencies_s = {list(link.latencies_s)!r}"]
     stragglers = cluster.stragglers
     steps = steps_of(stragglers) if isinstance(stragglers, CorrelatedStragglers) else None
     if steps is not None:
@@ -68,13 +70,23 @@ def _jobs(plain: Mapping[str, Any], where: str, number: Number) -> tuple[JobPace
     return tuple(found)
 
 
-def collectives_of(plain: Mapping[str, Any], where: str, number: Number) -> tuple[tuple[str, Link], ...]:
+def collectives_of(plain: Mapping[str, Any], where: str, number: Number) -> tuple[tuple[str, CollectiveLink], ...]:
     """The links in the table of collectives."""
     found = []
     for row in _rows(plain, "collectives", where):
         name = _name(row, "collectives", where)
-        latency_s = number(row, f"collectives {name!r}", "latency_s", where, 0.0)
-        found.append((name, Link(latency_s, number(row, f"collectives {name!r}", "bytes_per_s", where))))
+        what = f"collectives {name!r}"
+        bytes_per_s = number(row, what, "bytes_per_s", where)
+        lists: list[Any] = [row.get("sizes"), row.get("latencies_s")]
+        if "latency_s" in row:
+            lists = [[0.0], [number(row, what, "latency_s", where, 0.0)]]
+        if not all(isinstance(values, list) and all(map(_is_number, values)) for values in lists):
+            raise ValueError(f"{where}: {what} needs sizes and latencies_s, each a list of numbers")
+        sizes, latencies_s = (tuple(map(float, values)) for values in lists)
+        try:
+            found.append((name, CollectiveLink(bytes_per_s, sizes, latencies_s)))
+        except ValueError as error:
+            raise ValueError(f"{where}: {what}: {error}") from error
     return tuple(found)
 
 

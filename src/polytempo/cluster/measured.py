@@ -22,9 +22,10 @@ from polytempo.cluster import cluster_tables
 from polytempo.cluster.cluster import Cluster, Link
 
 FORMAT = "polytempo-cluster"
-VERSION = 3
-"""Files of versions 1 and 2 are read, too: the first has links and one speed, and neither says where it ends."""
-_END = "[end]"
+VERSION = 4
+"""Files of earlier versions are read, too: the first has links and one speed, the second does not say where it ends,
+and the third has one latency for messages of all sizes."""
+_END, _FIRST_WITH_END = "[end]", 3
 _MOST_BYTES = 16 << 20
 
 
@@ -102,6 +103,8 @@ def to_toml(cluster: Cluster, measured: Measured | None = None, spread: Mapping[
     ]
     if cluster.cores is not None:
         lines.append(f"cores = {cluster.cores}  # which workers and servers share")
+    if cluster.hosts_per_machine != 1:
+        lines.append(f"hosts_per_machine = {cluster.hosts_per_machine}  # which share its cores")
     if cluster.server_flops_per_s is not None:
         lines.append(f"server_flops_per_s = {cluster.server_flops_per_s!r}")
     lines += cluster_tables.written(cluster)
@@ -136,11 +139,13 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         raise ValueError(f"{where}: name = {name!r} must be a text")
     host = _table(plain, "host", where)
     workers, cores = _count(host, "workers", where), _count(host, "cores", where) if "cores" in host else None
+    hosts_per_machine = _count(host, "hosts_per_machine", where) if "hosts_per_machine" in host else 1
     return Cluster(
         network=_read_link(plain, "network", where),
         memory=_read_link(plain, "memory", where),
         workers_per_host=workers,
         cores=cores,
+        hosts_per_machine=hosts_per_machine,
         flops_per_s=_number(host, "host", "flops_per_s", where),
         server_flops_per_s=(
             _number(host, "host", "server_flops_per_s", where) if "server_flops_per_s" in host else None
@@ -156,18 +161,17 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
 def _check_version(plain: Mapping[str, Any], where: str) -> None:
     """Refuse what is no such file, what a later release wrote, and what was cut off."""
     version = plain.get("version")
-    is_number = isinstance(version, int) and not isinstance(version, bool)
-    if plain.get("format") != FORMAT or not is_number or version < 1:  # type: ignore[operator]  # a number
+    if plain.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ValueError(
             f'{where} is no description of a cluster: it must begin with format = "{FORMAT}" and version = {VERSION}; '
             "`polytempo calibrate` writes one"
         )
-    if version > VERSION:  # type: ignore[operator]  # a number
+    if version > VERSION:
         raise ValueError(
             f"{where} has version {version}, and this release reads versions up to {VERSION}: install the release that "
             "wrote it, or measure again with `polytempo calibrate`"
         )
-    if version == VERSION and _END.strip("[]") not in plain:
+    if version >= _FIRST_WITH_END and _END.strip("[]") not in plain:
         raise ValueError(
             f"{where} was cut off: it does not end with {_END}; copy it again, or measure again with "
             "`polytempo calibrate` (in a file of your own write that line)"

@@ -17,6 +17,8 @@ EXCHANGE = "exchange"
 """The kernel of what an exchange of gradients or parameters costs beside its parts."""
 MESSAGE = "message"
 """The kernel of what a rank's processor does for a message that it receives, beside the link."""
+COLLECTIVE = "collective {kind}"
+"""The kernel of what a collective's own threads take of a rank's processor: for each round, and each byte sent."""
 _ARGUMENTS = re.compile(r"\([^()]*\)")
 
 

@@ -230,13 +230,18 @@ def host_identity() -> str:
     """What tells hosts apart: two may have one name, and two containers on one kernel have a network between them,
     or processes that cannot see each other.
     """
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    parts = [socket.gethostname(), machine_identity()]
     for space in ("net", "pid"):
         with suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{space}"))
     return "\n".join(parts)
+
+
+def machine_identity() -> str:
+    """Of the kernel that runs: hosts with one identity share a machine's cores. The host's name where it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()
 
 
 def host_digest() -> str:

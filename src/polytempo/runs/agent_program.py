@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from importlib import import_module
 from pathlib import Path
+
+import torch
 
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.fork import default_signals
@@ -20,9 +21,17 @@ def be_agent(parent: int) -> int:
     signal.signal(signal.SIGINT, end_politely)
     try:
         ticket = AgentTicket.read(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
-        import_module("torch._dynamo")  # optimizers need it: once here instead of in each process
+        _warm_up()
         serve_head(ticket, parent)
     except (PolytempoError, ValueError, OSError) as error:
         print(f"polytempo agent: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _warm_up() -> None:
+    """Load what torch loads when an optimizer is first used: once here, and not in each process's first step, which is
+    training."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    optimizer.zero_grad()
+    optimizer.step()

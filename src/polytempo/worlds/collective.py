@@ -75,6 +75,31 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
             return 0
 
 
+def num_rounds(op: Collective[Any]) -> int:
+    """How many messages follow each other, in the closed form of `members_seconds`."""
+    num_ranks = len(op.members)
+    match op:
+        case AllReduce():
+            return 2 * (num_ranks - 1)
+        case ReduceScatter() | AllGather() | AllToAll():
+            return num_ranks - 1
+        case Broadcast():
+            return (num_ranks - 1).bit_length()
+        case _:
+            return 2 * (num_ranks - 1).bit_length()
+
+
+def message_bytes(op: Collective[Any]) -> int:
+    """Of what a rank contributes: its buffer, or the largest piece for another."""
+    match op:
+        case AllToAll(pieces, _):
+            return max(map(num_bytes, pieces))
+        case AllReduce(buffer) | ReduceScatter(buffer) | AllGather(buffer) | Broadcast(buffer, _):
+            return num_bytes(buffer)
+        case _:
+            return 0
+
+
 def members_bytes(ops: Sequence[Collective[Any]]) -> list[int]:
     """`member_bytes` of all members, from their operations in their order."""
     first, members = ops[0], ops[0].members

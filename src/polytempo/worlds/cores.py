@@ -1,4 +1,4 @@
-"""The cores of one host of a virtual world, for ranks that have no processor of their own.
+"""The cores of one machine of a virtual world, for ranks that have no processor of their own.
 
 2 cores    rank 0  ███████████──────────      while three compute, each has two thirds of a core
            rank 1  ───███████████───────

@@ -8,12 +8,23 @@ from math import inf
 from typing import Any
 
 from polytempo.cluster import Cluster
+from polytempo.cluster.speeds import COLLECTIVE
 from polytempo.core import Mismatch
+from polytempo.core.kernel_use import KernelUse
 from polytempo.core.op import AllReduce, Collective
 from polytempo.worlds.clockwork import Clockwork
-from polytempo.worlds.collective import empty_answers, member_bytes, members_answers, members_bytes, members_seconds
+from polytempo.worlds.collective import (
+    empty_answers,
+    member_bytes,
+    members_answers,
+    members_bytes,
+    members_seconds,
+    message_bytes,
+    num_rounds,
+)
 from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, Meeting, facts, signature
+from polytempo.worlds.processors import Processors
 
 _MOST_TUPLES = 4096
 _Key = tuple[int, int, int]
@@ -83,9 +94,11 @@ class Collectives:
         network: Network,
         cluster: Cluster,
         hosts: Sequence[int],
+        processors: Processors,
         acting: Sequence[int] | None = None,
     ) -> None:
         self._world, self._network, self._cluster, self._hosts, self._acting = world, network, cluster, hosts, acting
+        self._processors = processors
         self._meetings = Meetings(acting)
 
     def join(self, flight: Flight, op: Collective[Any]) -> None:
@@ -139,14 +152,24 @@ class Collectives:
         except Mismatch as clash:
             meeting.clash = clash
             return self._world.at(self._world.now_s, lambda: self._call_off(meeting))
-        link = self._cluster.slowest_link(tuple(self._hosts[member] for member in members), meeting.first.kind)
+        hosts = tuple(self._hosts[member] for member in members)
+        link = self._cluster.slowest_link(hosts, meeting.first.kind, max(map(message_bytes, ops)))
         waiting_s = members_seconds(ops, link.latency_s, inf, self._acting)
         busy_s = members_seconds(ops, 0.0, link.bytes_per_s, self._acting)
         end_s = self._network.meet(members, waiting_s, busy_s, self._world.now_s)
         kind, sent = meeting.first.kind, self._sent_bytes(ops)
+        left = 1  # what has to be over before the collective is: its messages, and what handles them
 
-        def end() -> None:
-            for (flight, _), answer, sent_bytes in zip(ordered, answers, sent, strict=True):
-                self._world.end(flight, kind, sent_bytes, answer)
+        def over() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                for (flight, _), answer, sent_bytes in zip(ordered, answers, sent, strict=True):
+                    self._world.end(flight, kind, sent_bytes, answer)
 
-        self._world.at(end_s, end)
+        if self._processors.crowded:
+            left += len(ordered)
+            for (flight, op), sent_bytes in zip(ordered, sent, strict=True):
+                use = KernelUse(COLLECTIVE.format(kind=kind), num_rounds(op), sent_bytes)
+                self._processors.handle_beside(flight.rank, use, over)
+        self._world.at(end_s, over)

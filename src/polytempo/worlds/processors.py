@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
 class Processors:
     """Computations run when they are asked for, and end `Cluster.computing_s` times the straggler's factor later.
 
-    Where a host has fewer `Cluster.cores` than ranks they take longer, while more ranks compute than it has cores.
+    Where a machine has fewer `Cluster.cores` than ranks they take longer, while more ranks compute than it has cores.
     """
 
     def __init__(self, world: Clockwork, cluster: Cluster, hosts: Sequence[int], seed: int) -> None:
@@ -41,8 +41,9 @@ class Processors:
         self._free_s = [0.0] * len(hosts)
         """When each rank with a processor of its own is done."""
         cores = cluster.cores
-        crowded = [] if cores is None else [host for host, ranks in Counter(hosts).items() if ranks > cores]
-        self._cores = {host: Cores(world, cores or 1) for host in crowded}
+        self._machines = [host // cluster.hosts_per_machine for host in hosts]
+        crowded = [] if cores is None else [each for each, ranks in Counter(self._machines).items() if ranks > cores]
+        self._cores = {machine: Cores(world, cores or 1) for machine in crowded}
         self._waiting: dict[int, deque[_Waiting]] = defaultdict(deque)
         """Of each rank without one; the first is under way."""
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
@@ -50,7 +51,7 @@ class Processors:
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks of some host share its cores: then how long one computes depends on the others."""
+        """Whether ranks of some machine share its cores: then how long one computes depends on the others."""
         return bool(self._cores)
 
     def begin_step(self, rank: int, step: int) -> None:
@@ -88,8 +89,19 @@ class Processors:
         """
         self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over, varies=False)
 
+    def handle_beside(self, rank: int, use: KernelUse, over: Over) -> None:
+        """Take a part of the cores that the rank's machine shares for what other threads of the rank do meanwhile.
+
+        Nothing where ranks have processors of their own, or where the kernel was not measured.
+        """
+        cores, speeds = self._cores.get(self._machines[rank]), self._cluster.speeds
+        if cores is None or speeds is None or not speeds.measured(use.kernel):
+            over()
+        else:
+            cores.run(speeds.seconds((use,)), over)
+
     def _occupy(self, rank: int, full_speed_s: float, begun: Begun, over: Over, *, varies: bool = True) -> None:
-        cores = self._cores.get(self._hosts[rank])
+        cores = self._cores.get(self._machines[rank])
         if cores is None:
             start_s = max(self._world.now_s, self._free_s[rank])
             begun(start_s)

@@ -111,7 +111,7 @@ class VirtualWorld:
         network = Network(cluster, self.hosts)
         self._processors = Processors(self, cluster, self.hosts, seed)
         self._messages = Messages(self, network, self._processors)
-        self._collectives = Collectives(self, network, cluster, self.hosts, acting)
+        self._collectives = Collectives(self, network, cluster, self.hosts, self._processors, acting)
         self._whole_sums = WholeSums(self, network, self.trace, acting) if whole_sums else None
         self._mail = NodeMailbox(self, network, self._processors, num_ranks)
         self._results: list[Any] = [None] * num_ranks

@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds
+from polytempo.cluster import Cluster, CollectiveLink, KernelSpeed, Link, Speeds
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
@@ -83,6 +83,7 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
         quantiles_of([factor for one in factors for factor in one]), median(correlation_of(one) for one in factors)
     )
     base = cluster_of(measured)
+    machines = {host: one["machine"] for host, one in zip(of_rank, told, strict=True)}
     cluster = replace(
         base,
         network=replace(base.network, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] != of_rank[b]])),
@@ -90,9 +91,11 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
         speeds=Speeds(tuple(sorted(kernels.items()))),
         collectives=_collectives(told, "network" if between else "memory"),
         stragglers=steps,
+        cores=min(one["cores"] for one in told),
+        hosts_per_machine=max(Counter(machines.values()).values()),
     )
     if not between:
-        cluster = replace(cluster, network=cluster.memory, cores=min(one["cores"] for one in told))
+        cluster = replace(cluster, network=cluster.memory)
     spread = {"steps": median(spread_of(one["steps"]) for one in told)}
     spread["workers"] = spread_of([one["flops_per_s"] for one in told])
     if each:
@@ -122,17 +125,22 @@ def _speeds(samples: Sequence[Sample]) -> dict[str, KernelSpeed]:
     return found
 
 
-def _collectives(told: Sequence[dict[str, Any]], place: str) -> tuple[tuple[str, Link], ...]:
+def _collectives(told: Sequence[dict[str, Any]], place: str) -> tuple[tuple[str, CollectiveLink], ...]:
     """As links for which the closed forms of `worlds.collective` give what was measured."""
-    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    taken: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in told:
-        for kind, call_s, byte_s in one["collectives"]:
-            taken[kind].append((call_s, byte_s))
+        for kind, figures in one["collectives"]:
+            for num_bytes, seconds in figures:
+                taken[kind][num_bytes].append(seconds)
     others, links = len(told) - 1, []
-    for kind, figures in taken.items():
-        call_s, byte_s = median(call for call, _ in figures), max(median(byte for _, byte in figures), 1e-13)
+    for kind, by_size in taken.items():
+        seconds_of = sorted((num_bytes, median(seconds)) for num_bytes, seconds in by_size.items())
+        (large, large_s), (largest, largest_s) = seconds_of[-2:]
+        byte_s = max((largest_s - large_s) / (largest - large), 1e-13)
         rounds, share = (2 * others, 2 * others / (others + 1)) if kind == "all_reduce" else (others, others)
-        links.append((f"{place} {kind}", Link(call_s / rounds, share / byte_s)))
+        latencies_s = tuple(max(0.0, seconds - byte_s * num_bytes) / rounds for num_bytes, seconds in seconds_of)
+        sizes = tuple(float(num_bytes) for num_bytes, _ in seconds_of)
+        links.append((f"{place} {kind}", CollectiveLink(share / byte_s, sizes, latencies_s)))
     return tuple(links)
 
 
@@ -147,7 +155,7 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
     for kernel, run in SMALL_RUNS.items():
         if kernel == "exchange" and workers == 1:
             continue
-        undisturbed = replace(cluster, stragglers=constant())
+        undisturbed = replace(_on_processors(cluster), stragglers=constant())
         besides_s = median(one["small"][kernel] for one in told) - simulated_s(run, undisturbed, workers)
         calls = run.batch_size if kernel == "sample" else 1
         cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
@@ -188,7 +196,7 @@ def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cl
     for name, kernels in CODED.items():
         run, alone = WHOLE_RUNS[name], WHOLE_RUNS["large alone"]
         paced = (_slowed(cluster, kernels, pace) for pace in (1.0, 2.0))
-        at_1, at_2 = (_said_s(each if one_host else _without_links(each), run, alone, len(told)) for each in paced)
+        at_1, at_2 = (_said_s(each if one_host else _on_processors(each), run, alone, len(told)) for each in paced)
         if at_2 > at_1:
             pace = 1.0 + (_taken_s(told, name, clock) - at_1) / (at_2 - at_1)
             cluster = _slowed(cluster, kernels, max(pace, _LEAST_PACE))
@@ -196,16 +204,19 @@ def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cl
 
 
 def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
-    """By how much the exchanges of two models take longer than their simulations, for each message and each byte."""
-    workers, besides_s, num_bytes = len(told), list[float](), list[float]()
-    rounds = 2 * (workers - 1)
+    """What to charge for each message and byte, so that the exchanges of two models take as long as they do."""
+    workers, message_s, num_bytes = len(told), list[float](), list[float]()
     for size in ("small", "large"):
         alone, by_ring = WHOLE_RUNS[f"{size} alone"], WHOLE_RUNS[f"{size} ring"]
         said_s = _said_s(cluster, by_ring, alone, workers)
-        besides_s.append(max(0.0, _taken_s(told, f"{size} ring") - said_s) / rounds)
+        besides_s = max(0.0, _taken_s(told, f"{size} ring") - said_s)
+        guess_s = max(besides_s / (2 * (workers - 1)), 1e-6)
+        charged = _with_kernel(cluster, MESSAGE, KernelSpeed(call_s=guess_s))
+        charged_s = _said_s(charged, by_ring, alone, workers) - said_s
+        message_s.append(guess_s * besides_s / charged_s if charged_s > 0 else 0.0)
         num_bytes.append(_num_bytes(by_ring) / workers)
-    byte_s = max(0.0, besides_s[1] - besides_s[0]) / (num_bytes[1] - num_bytes[0])
-    return KernelSpeed(call_s=max(0.0, besides_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
+    byte_s = max(0.0, message_s[1] - message_s[0]) / (num_bytes[1] - num_bytes[0])
+    return KernelSpeed(call_s=max(0.0, message_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
 
 
 def _taken_s(told: Sequence[dict[str, Any]], run: str, clock: str = "whole") -> float:
@@ -219,9 +230,12 @@ def _said_s(cluster: Cluster, run: SmallRun, alone: SmallRun, workers: int) -> f
     return simulated_s(run, undisturbed, workers) - simulated_s(alone, undisturbed, workers)
 
 
-def _without_links(cluster: Cluster) -> Cluster:
-    """Messages take no time."""
-    return replace(cluster, network=_NO_LINK, memory=_NO_LINK, collectives=())
+def _on_processors(cluster: Cluster) -> Cluster:
+    """What ranks take on processors of their own: between hosts messages take no time."""
+    found = replace(cluster, cores=None, hosts_per_machine=1)
+    if cluster.network == cluster.memory:
+        return found
+    return replace(found, network=_NO_LINK, memory=_NO_LINK, collectives=())
 
 
 def _num_bytes(run: SmallRun) -> int:

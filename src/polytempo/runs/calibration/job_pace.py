@@ -4,7 +4,8 @@
 
 Kernels are fitted to many models, and one model's operators may be slower or faster than that. So the job itself is
 trained for some steps, by all workers at once and without an exchange. How its steps vary is what stragglers are then:
-a disturbance of a millisecond is half of a short step, and nothing beside a long one.
+a disturbance of a millisecond is half of a short step, and nothing beside a long one. Where workers share cores their
+steps vary by whose turn it is, and stragglers stay what they were.
 
 On one host it is trained with an exchange as well. What that costs beside its parts depends on how much of the job's
 weights, moments and activations the caches would hold without it.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from polytempo.cluster import Cluster, JobPace
 from polytempo.cluster.slow_spells import measured_steps
@@ -35,6 +36,9 @@ from polytempo.strategies import sync_sgd
 _STEPS, _WARM_UP, _SIMULATED = 90, 10, 4
 _LEAST_BYTES = 1 << 20
 """Of gradients, for what a byte of an exchange costs to be seen."""
+_NOT_SLOWEST = 0.95
+"""Of steps of ranks that share cores so many count, by their mean: how long one takes depends on whose turn it is, and
+what the cores do in a second on the mean."""
 _LEAST = 0.01
 """A pace is at least this: a step that takes no longer than its rest was measured while the machine was faster."""
 
@@ -51,9 +55,13 @@ def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, opti
     asked = replace(options, epochs=1_000_000, threads=1)
     parameters = sum(p.numel() for p in job.model().parameters())
     ranks = _measured_s(setup, job, NO_EXCHANGE, workers, asked)
-    step_s = median(taken for rank in ranks for taken in rank)
-    factors = [taken / step_s for rank in ranks for taken in rank]
-    varied = measured_steps(quantiles_of(factors), median(correlation_of(rank) for rank in ranks))
+    taken_s = sorted(taken for rank in ranks for taken in rank)
+    if cluster.shares_cores(workers):
+        step_s, varied = fmean(taken_s[: round(_NOT_SLOWEST * len(taken_s))]), cluster.stragglers
+    else:
+        step_s = median(taken_s)
+        factors = [taken / step_s for taken in taken_s]
+        varied = measured_steps(quantiles_of(factors), median(correlation_of(rank) for rank in ranks))
 
     def paced(pace: float) -> Cluster:
         return _paced(cluster, JobPace(job.name, parameters, pace))

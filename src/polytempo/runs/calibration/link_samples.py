@@ -10,7 +10,7 @@ The median of many times counts, as of steps: in training, too, ends of links wa
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,11 +19,16 @@ from torch import Tensor
 
 from polytempo.cluster import Link
 from polytempo.cluster.fit import Sample, fitted
+from polytempo.cluster.speeds import COLLECTIVE
 from polytempo.core import Port
 from polytempo.core.kernel_use import KernelUse
+from polytempo.core.op import Collective, Op
 from polytempo.runs.probe import pairs_of
+from polytempo.worlds.collective import member_bytes, num_rounds
 
 _SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 5 << 20)
+_COLLECTIVE_SIZES = (8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 5 << 20)
+"""More, for a collective may cut messages of some sizes into segments."""
 _LARGE = 2 << 20
 _MESSAGES, _TRANSFERS = 60, 15
 _MOST_S = 1.0
@@ -54,20 +59,34 @@ async def links(port: Port) -> list[LinkSample]:
     return found
 
 
-async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[tuple[str, float, float]]:
-    """Of each kind its seconds a call and a byte of a rank's buffer. `empty(numel)` makes memory for sums."""
+class CollectiveSamples(NamedTuple):
+    """Of one kind."""
+
+    kind: str
+    taken: list[tuple[int, float]]
+    """Bytes of a rank's message, and seconds."""
+    on_processor: list[Sample]
+    """What the process takes on its processors, in whatever thread."""
+
+
+async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[CollectiveSamples]:
+    """Of each kind that a strategy may use. `empty(numel)` makes memory for sums."""
     found = []
     for kind in _COLLECTIVES:
-        samples = []
-        for num_bytes in _SIZES:
-            seconds = await _repeated(port, lambda: _collective(port, kind, num_bytes // 4, empty))  # noqa: B023
-            samples.append(Sample((KernelUse(kind, 1, num_bytes),), seconds))
-        speed = fitted(samples)[kind]
-        found.append((kind, speed.call_s, speed.byte_s))
+        one = CollectiveSamples(kind, [], [])
+        for num_bytes in _COLLECTIVE_SIZES:
+            call = _collective(port, kind, num_bytes // 4, empty)
+            op = call()
+            assert isinstance(op, Collective)
+            use = KernelUse(COLLECTIVE.format(kind=kind), num_rounds(op), member_bytes(op, port.rank))
+            seconds, processor_s = await _repeated(port, call)
+            one.taken.append((num_bytes, seconds))
+            one.on_processor.append(Sample((use,), processor_s))
+        found.append(one)
     return found
 
 
-def _collective(port: Port, kind: str, numel: int, empty: Callable[[int], Tensor]) -> Callable[[], Awaitable[Any]]:
+def _collective(port: Port, kind: str, numel: int, empty: Callable[[int], Tensor]) -> Callable[[], Op[Any]]:
     if kind == "all_reduce":
         buffer = empty(numel)
         return lambda: port.all_reduce(buffer)
@@ -78,19 +97,18 @@ def _collective(port: Port, kind: str, numel: int, empty: Callable[[int], Tensor
     return lambda: port.all_to_all(pieces, pieces)
 
 
-async def _repeated(port: Port, make: Callable[[], Callable[[], Awaitable[Any]]]) -> float:
-    """Of as many calls as all ranks agree on."""
-    call = make()
+async def _repeated(port: Port, call: Callable[[], Op[Any]]) -> tuple[float, float]:
+    """Of as many calls as all ranks agree on: the median's seconds, and the mean's on processors."""
     await call()
     begin_s = time.perf_counter()
     await call()
     once_s = float((await port.all_reduce(torch.tensor([time.perf_counter() - begin_s])))[0]) / port.size
-    taken = []
+    taken, processor_s = [], time.process_time()
     for _ in range(max(3, min(_MESSAGES, int(_MOST_S / max(once_s, 1e-6) / 4)))):
         begin_s = time.perf_counter()
         await call()
         taken.append(time.perf_counter() - begin_s)
-    return median(taken)
+    return median(taken), (time.process_time() - processor_s) / len(taken)
 
 
 async def _pair(port: Port, source: int, target: int) -> LinkSample:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import NormalDist, fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -20,7 +21,7 @@ from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.core.kernel_use import KernelUse
 from polytempo.core.port import barrier
-from polytempo.engines.init import init
+from polytempo.engines.init import init, machine_identity
 from polytempo.native.arena import shared_empty
 from polytempo.runs.calibration.kernel_samples import around, operators, transforms
 from polytempo.runs.calibration.link_samples import collectives, links
@@ -32,6 +33,7 @@ from polytempo.strategies import local_sgd, one_bit_sgd, power_sgd, sync_sgd
 from polytempo.training.trainer import Trainer
 from polytempo.worlds import ProcessWorld
 
+T = TypeVar("T")
 CALIBRATION = "calibration"
 """The kind of such a process's role."""
 _TIMEOUT_S = 300.0
@@ -94,18 +96,15 @@ def calibration() -> dict[str, Any]:
     world = init(timeout_s=_TIMEOUT_S, quiet=True)
     port = world.port
     torch.manual_seed(port.rank)
+    cores = len(os.sched_getaffinity(0))
     empty = shared_empty if world.reads_arenas else torch.zeros
     talk = world.drive(links(port)) if port.size > 1 else []
     meetings = world.drive(collectives(port, empty)) if port.size > 1 else []
-    samples: list[Sample] = []
+    samples = [sample for each in meetings for sample in each.on_processor]
     for measure in (operators, transforms, around, servers):
         world.drive(barrier(port))
         samples += measure()
-    world.drive(barrier(port))
-    speed = flops_per_s()
-    world.drive(barrier(port))
-    steps, on_processor = step_seconds()
-    world.drive(barrier(port))
+    speed, (steps, on_processor) = _in_turns(world, cores, lambda: (flops_per_s(), step_seconds()))
     small = {kernel: median(step_times(run, time.thread_time)) for kernel, run in SMALL_RUNS.items()}
     world.drive(barrier(port))
     whole = _turns(world, WHOLE_RUNS, time.perf_counter)
@@ -115,15 +114,38 @@ def calibration() -> dict[str, Any]:
         "name": socket.gethostname(),
         "host": list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank]),
         "links": [each.figures() for each in talk],
-        "collectives": meetings,
+        "collectives": [(each.kind, each.taken) for each in meetings],
         "samples": [([list(use) for use in sample.uses], sample.seconds) for sample in samples],
         "flops_per_s": speed,
         "steps": [step / median(on_processor) for step in steps],
         "small": small,
         "whole": whole,
         "on_processor": on_processor_s,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores,
+        "machine": machine_identity(),
     }
+
+
+def _in_turns(world: ProcessWorld, cores: int, measure: Callable[[], T]) -> T:
+    """What `measure` answers, while as many ranks of this machine measure as it has cores, or fewer.
+
+    A rank that waits for a core is no straggler: that cores are shared is known by itself.
+    """
+    port, found = world.port, list[T]()
+    machine = int.from_bytes(hashlib.sha256(machine_identity().encode()).digest()[:7], "big")
+    machines = [int(each) for each in world.drive(_gathered(port, torch.tensor([machine])))]
+    mine = machines[: port.rank].count(machine) // cores
+    turns = 1 + int(max(world.drive(_gathered(port, torch.tensor([mine])))))
+    for turn in range(turns):
+        world.drive(barrier(port))
+        if turn == mine:
+            found.append(measure())
+    world.drive(barrier(port))
+    return found[0]
+
+
+async def _gathered(port: Port, value: Tensor) -> list[Tensor]:
+    return await port.all_gather(value)
 
 
 def _turns(world: ProcessWorld, runs: Iterable[str], clock: Callable[[], float]) -> list[dict[str, float]]:
