@@ -11,7 +11,7 @@ A world says how an operation is begun, and calls `resume` when one is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic
 
 from polytempo.core.op import Op, Program, T
@@ -64,7 +64,7 @@ class Task(Generic[T]):
 
 
 async def interpreted(
-    program: Program[T], perform: Callable[[Op[Any]], Program[Any]], kinds: tuple[type[Op[Any]], ...] = (Op,)
+    program: Program[T], perform: Callable[[Op[Any]], Awaitable[Any]], kinds: tuple[type[Op[Any]], ...] = (Op,)
 ) -> T:
     """Run `program` inside another one: `await perform(op)` answers each operation of these `kinds` that it awaits.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from torch import Tensor
@@ -71,6 +71,8 @@ class Port:
     """How the ranks of `whole` are laid out."""
     whole: Port | None = None
     """The group that `meshed` was called on; None: this one."""
+    clock: Now = field(default=_NOW, compare=False, repr=False)
+    """What `now` asks."""
 
     @property
     def size(self) -> int:
@@ -180,7 +182,7 @@ class Port:
 
     def now(self) -> Op[float]:
         """The world's clock in seconds, virtual or real."""
-        return _NOW
+        return self.clock
 
     def mark(self, step: int) -> Op[None]:
         """Say that this rank begins `step`."""
@@ -262,6 +264,7 @@ class Port:
             hosts=tuple(self.hosts[p] for p in positions),
             channel=self.channel,
             timeout_s=self.timeout_s,
+            clock=self.clock,
         )
 
     def on_channel(self, number: int) -> Port:
@@ -272,7 +275,7 @@ class Port:
         if path >= CHANNELS_OF_A_GROUP:
             raise ValueError(f"channels nest two deep, and this port is two deep already; got number {number}")
         channel = self._group * CHANNELS_OF_A_GROUP + path
-        return Port(self.rank, self.members, self.hosts, channel, self.timeout_s, self.mesh, self.whole)
+        return replace(self, channel=channel)
 
     def within(self, timeout_s: float) -> Port:
         """The same group with a deadline on every operation."""
@@ -281,9 +284,9 @@ class Port:
         return replace(self, timeout_s=timeout_s)
 
 
-def world_port(rank: int, hosts: Sequence[int]) -> Port:
+def world_port(rank: int, hosts: Sequence[int], clock: Now = _NOW) -> Port:
     """The port of world rank `rank` in a world whose rank `r` runs on host `hosts[r]`."""
-    return Port(rank=rank, members=_all_ranks(len(hosts)), hosts=tuple(hosts))
+    return Port(rank=rank, members=_all_ranks(len(hosts)), hosts=tuple(hosts), clock=clock)
 
 
 @lru_cache(maxsize=4)

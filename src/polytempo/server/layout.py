@@ -208,6 +208,8 @@ def segments(parameters: Sequence[Parameter], spans: Spans) -> tuple[Segment, ..
 
 def part(flat: Tensor, spans: Spans) -> Tensor:
     """A shard's part of the flat vector: a view of it where the shard has one range, else a new tensor."""
+    if spans == ((0, flat.numel()),):
+        return flat
     if len(spans) == 1:
         return flat[spans[0].begin : spans[0].end]
     return torch.cat([flat[begin:end] for begin, end in spans]) if spans else flat[:0]

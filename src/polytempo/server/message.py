@@ -12,6 +12,7 @@ Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -39,14 +40,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that it costs a link: its tensors and a small header."""
-        return self.HEADER_BYTES + sum(
-            [_num_bytes(getattr(self, name)) for name in fields_of(type(self), (Tensor, bytes, Rows, Message))]
-        )
+        return self.HEADER_BYTES + sum([_num_bytes(getattr(self, name)) for name in _sized_fields(type(self))])
+
+
+_sized_fields = cache(lambda kind: fields_of(kind, (Tensor, bytes, Rows, Message)))
 
 
 def _num_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     if isinstance(value, Message | Rows):
         return value.num_bytes - (Message.HEADER_BYTES if isinstance(value, Message) else 0)
     if isinstance(value, tuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Program, Strategy
 from polytempo.data.batches import Batches
+from polytempo.server.layout import Parameter
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.guard import Guard
@@ -49,6 +50,8 @@ class ServedContext:
     """Of the model, where it computes in 16 bits."""
     stage: ServedStage | None = None
     """This process's stage, where the model is cut; `model` is then that of the stage."""
+    parameters: Sequence[Parameter] | None = None
+    """Of `model`, as shards know them; None: the worker looks them up."""
 
     @property
     def whole(self) -> nn.Module:

@@ -9,7 +9,7 @@ It performs nothing itself: its methods are coroutines for `server.worker.server
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Bundle, Port, State, Strategy, is_idle
 from polytempo.core.state import settled
+from polytempo.server.layout import Parameter
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.pull import fetched
 from polytempo.training.precision.masters import Masters
@@ -39,7 +40,7 @@ class ServedReplica:
     """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed.
 
     `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients that are
-    not empty are exchanged inside of their `whole_step`, as float32.
+    not empty are exchanged inside of their `whole_step`, as float32. `parameters`: see `ServedContext`.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class ServedReplica:
         strategy: Strategy,
         client: Client,
         masters: Masters | None = None,
+        parameters: Sequence[Parameter] | None = None,
     ) -> None:
         self._port, self._strategy, self._client, self._masters = port, strategy, client, masters
         with self._in_float32():
-            found = parameters_of(model, optimizer, strategy)
+            found = parameters_of(model, optimizer, strategy) if parameters is None else parameters
         trained = trainable(model, optimizer)
         self.has_tables = any(p.row_width for p in found)
         """Whether some parameters travel by rows."""

@@ -162,7 +162,8 @@ class _Worker:
         if server is not None and server.reassigns is not None:
             assert isinstance(work_client, WorkClient), "stages do not help each other"
             self._reassigned = Reassigned(port, context, client, work_client)
-        self._replica = ServedReplica(port, context.model, context.optimizer, context.strategy, client, context.masters)
+        facts = context.model, context.optimizer, context.strategy, client, context.masters, context.parameters
+        self._replica = ServedReplica(port, *facts)
         self._steps = 0
         self._samples = 0
         self._idle_s = self._idle_at_end_s = 0.0

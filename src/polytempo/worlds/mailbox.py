@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 from polytempo.cluster.speeds import MESSAGE
 from polytempo.core.kernel_use import KernelUse
 from polytempo.core.op import Parcel, Post, Take
 from polytempo.worlds.clockwork import Clockwork
-from polytempo.worlds.network import Network
+from polytempo.worlds.network import Network, Passage
 from polytempo.worlds.operations import Flight
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.queues import MessageQueues
@@ -35,27 +36,27 @@ class NodeMailbox:
             return world.at(world.now_s, lambda: world.end(flight, "post", 0, None, op.to, wrong))
         sent_bytes = op.message.num_bytes
         passage = self._network.send(sender, op.to, sent_bytes, world.now_s)
-
-        def first_byte_arrives() -> None:
-            there_s = self._network.receive(passage, world.now_s)
-            world.at(there_s, lambda: self._deliver(op.to, (sender, op.message)))
-
-        world.at(passage.reaches_s, first_byte_arrives)
-        world.at(passage.left_s, lambda: world.end(flight, "post", sent_bytes, None, op.to))
+        world.at(passage.reaches_s, partial(self._begin_arrival, passage, op.to, (sender, op.message)))
+        world.at(passage.left_s, partial(world.end, flight, "post", sent_bytes, None, op.to))
 
     def take(self, flight: Flight, op: Take) -> None:
         """Hand over the oldest message, or wait for one, as long as it is wanted."""
         world = self._world
         letter = self._boxes.ask(flight.rank, flight)
         if letter is not None:
-            world.at(world.now_s, lambda: self._hand_over(flight, letter))
+            world.at(world.now_s, partial(self._hand_over, flight, letter))
         elif op.wait_s is not None and op.wait_s < inf:
-            world.at(world.now_s + op.wait_s, lambda: world.end(flight, "take", 0, None), deadline_of=flight)
+            world.at(world.now_s + op.wait_s, partial(world.end, flight, "take", 0, None), deadline_of=flight)
 
     def close(self, node: int) -> None:
         """The node is gone, or has finished."""
         self._open.discard(node)
         self._boxes.clear(node)
+
+    def _begin_arrival(self, passage: Passage, node: int, letter: tuple[int, Parcel]) -> None:
+        """The first byte is there."""
+        there_s = self._network.receive(passage, self._world.now_s)
+        self._world.at(there_s, partial(self._deliver, node, letter))
 
     def _deliver(self, node: int, letter: tuple[int, Parcel]) -> None:
         if node in self._open:

@@ -26,7 +26,7 @@ class Flight:
     done: bool = False
     value: Any = None
     error: Exception | None = None
-    waiters: list[Callable[[Any, Exception | None], None]] = field(default_factory=list)
+    waiters: tuple[Callable[[Any, Exception | None], None], ...] = ()
     """What to call with the answer."""
 
     def __str__(self) -> str:

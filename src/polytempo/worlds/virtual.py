@@ -37,6 +37,7 @@ from polytempo.core.op import (
     WholeSum,
     Work,
 )
+from polytempo.worlds.agenda import Agenda
 from polytempo.worlds.mailbox import NodeMailbox
 from polytempo.worlds.meetings import Collectives
 from polytempo.worlds.messages import Messages
@@ -44,7 +45,7 @@ from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.rare_collection import collecting_rarely
-from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.trace import Trace
 from polytempo.worlds.whole_sums import WholeSums
 
 T = TypeVar("T")
@@ -98,9 +99,9 @@ class VirtualWorld:
         self.hosts = cluster.hosts(num_ranks)
         self.size = num_ranks
         self.now_s = 0.0
+        self._clock = Now(lambda: self.now_s)
         self.trace = Trace(timed=True, max_events=max_events, groups={group.start: group for group in groups})
-        self._heap: list[tuple[float, int, Flight | None, Callable[[], None]]] = []
-        self._pushed = 0
+        self._agenda = Agenda()
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[VirtualStrand]] = [[] for _ in range(num_ranks)]
@@ -133,7 +134,7 @@ class VirtualWorld:
 
     def port(self, rank: int) -> Port:
         """The door of world rank `rank`."""
-        return world_port(rank, self.hosts)
+        return world_port(rank, self.hosts, self._clock)
 
     def run(self, program: Callable[[Port], Coroutine[Any, Any, T]], *, raises: bool = True) -> Outcome[T]:
         """Run `program(port)` on every rank until all have finished.
@@ -160,11 +161,13 @@ class VirtualWorld:
             self._schedule_crashes(rank)
             flight = Flight("program", rank, 0, 0.0)
             self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
-        heap, pop = self._heap, heapq.heappop
+        heap, pop = self._agenda.heap, heapq.heappop
         while heap and self._running:
             time_s, _, flight_or_none, action = pop(heap)
-            if flight_or_none is not None and flight_or_none.done:
-                continue  # a deadline that was kept
+            if flight_or_none is not None:
+                self._agenda.passed(flight_or_none.rank)
+                if flight_or_none.done:
+                    continue  # a deadline that was kept
             self.now_s = time_s
             action()
         if self._running:
@@ -174,8 +177,7 @@ class VirtualWorld:
 
     def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
         """Do `action` at `time_s`; not if it is the deadline of an operation that is over by then."""
-        heapq.heappush(self._heap, (time_s, self._pushed, deadline_of, action))
-        self._pushed += 1
+        self._agenda.add(time_s, action, deadline_of)
 
     # ------------------------------------------------------------------ coroutines
 
@@ -216,7 +218,7 @@ class VirtualWorld:
 
     def _wait(self, strand: VirtualStrand, flight: Flight) -> Any:
         strand.waits_for = flight
-        flight.waiters.append(strand.go_on)
+        flight.waiters += (strand.go_on,)
         return WAITING
 
     def _start(self, rank: int, what: Op[Any] | Program[Any]) -> Flight:
@@ -244,7 +246,7 @@ class VirtualWorld:
         if flight.done or flight.rank in self.lost:
             return
         flight.done, flight.value, flight.error = True, value, error
-        waiters, flight.waiters = flight.waiters, []
+        waiters, flight.waiters = flight.waiters, ()
         for answer in waiters:
             answer(value, error)
 
@@ -278,9 +280,9 @@ class VirtualWorld:
         def arrived(received: Any, error: Exception | None) -> None:
             if error is not None or going.done:
                 return self.land(flight, received, error or going.error)
-            going.waiters.append(lambda _, error: self.land(flight, received, error))
+            going.waiters += (lambda _, error: self.land(flight, received, error),)
 
-        coming.waiters.append(arrived)
+        coming.waiters += (arrived,)
 
     def end(
         self,
@@ -295,9 +297,9 @@ class VirtualWorld:
         rank = flight.rank
         if flight.done or rank in self.lost:
             return
-        self.trace.add(Event(rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
+        self.trace.add((rank, flight.step, kind, sent_bytes, flight.started_s, self.now_s, peer))
         flight.done, flight.value, flight.error = True, value, error
-        waiters, flight.waiters = flight.waiters, []
+        waiters, flight.waiters = flight.waiters, ()
         for answer in waiters:
             answer(value, error)
 

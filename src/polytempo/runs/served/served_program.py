@@ -254,6 +254,7 @@ class ServedProgram:
             noise=None if every is None else PartNoise(spec.job, model, trainable(model, optimizer), every=every),
             masters=None if meta else masters_of(model, optimizer, spec.options.precision),
             stage=stage,
+            parameters=self.parameters if stage is None else None,
         )
 
     def shard(

@@ -62,11 +62,6 @@ class _Worker:
         self.epoch = epoch  # where epochs are apart: the one that it asks for
         self.retires = False
 
-    @property
-    def waits(self) -> bool:
-        """Whether its newest ask has no answer."""
-        return self.sequence > 0 and self.answer is None
-
 
 class BatchScheduler:
     """Deals the tickets `0 … num_tickets-1` to workers that come and go. Call `due` after every event.
@@ -107,6 +102,7 @@ class BatchScheduler:
         self._warm_start, self._most_held = warm_start, most_held
         self._supply: Supply = Freely() if deals == "freely" else Evenly(workers)
         self._workers: dict[int, _Worker] = {}
+        self._waiting: set[int] = set()  # those whose newest ask has no answer
         self._lives: dict[int, int] = {}
         self._again: list[int] = []
         self._done = Ranges()
@@ -141,6 +137,7 @@ class BatchScheduler:
     def lose(self, worker: int) -> None:
         """`worker` is lost, or never came: what it holds is dealt again, before everything else."""
         life = self._workers.pop(worker, None)
+        self._waiting.discard(worker)
         for number in () if life is None else life.held:
             heappush(self._again, number)
         self._supply.lose(worker)
@@ -164,6 +161,7 @@ class BatchScheduler:
         self._note_done(life, done)
         if sequence > life.sequence:
             life.sequence, life.answer = sequence, None
+            self._waiting.add(worker)
         if life.retires:
             self._release(worker, life)
         return life.answer if life.answer is not None else self._answer(worker, life)
@@ -179,7 +177,7 @@ class BatchScheduler:
         if not self._changed:
             return []
         self._changed = False
-        answers = [self._answer(worker, self._workers[worker]) for worker in self._waiting()]
+        answers = [self._answer(worker, self._workers[worker]) for worker in sorted(self._waiting)]
         return [deal for deal in answers if deal is not None]
 
     def stop(self) -> None:
@@ -262,6 +260,7 @@ class BatchScheduler:
         order, tickets = chosen
         life.held.update((ticket.number, ticket) for ticket in tickets)
         life.answer = Deal(worker, life.incarnation, life.sequence, order, tickets)
+        self._waiting.discard(worker)
         life.epoch += order == "pause"
         return life.answer
 
@@ -304,9 +303,6 @@ class BatchScheduler:
     def _first(self) -> int:
         """The lowest worker that has asked in this life: a worker that is still starting delays no other."""
         return min(worker for worker, life in self._workers.items() if life.sequence)
-
-    def _waiting(self) -> list[int]:
-        return sorted(worker for worker, life in self._workers.items() if life.waits)
 
     # ----------------------------------------------------------------------------------------------------- questions
 
@@ -356,7 +352,7 @@ class BatchScheduler:
         can_rest = self._uneven if self.deals == "evenly" else self.rests
         if not can_rest or self._done.covers(0, self._limit - 1):
             return ()
-        return tuple(self._waiting())
+        return tuple(sorted(self._waiting))
 
     def holders(self) -> dict[int, int]:
         """Ticket -> the worker that holds it."""

@@ -313,7 +313,8 @@ class Coordinator:
                 pass  # no shard need know a worker that gets no ticket
             elif not self._membership.knows(worker) or (self._membership.closing and deal.order == "train"):
                 continue
-            out.append((worker, replace(calls.say(worker), layout=self.reshaper.layout)))
+            deal, layout = calls.say(worker), self.reshaper.layout
+            out.append((worker, deal if deal.layout == layout else replace(deal, layout=layout)))
         return out
 
     def _end(self, now_s: float) -> Outbox:

@@ -32,18 +32,24 @@ class Membership:
         """Lost workers -> the change that says so."""
         self._waits = waits
         self._announced: dict[int, int] = {}
-        self._resting: frozenset[int] = frozenset()
+        self._listed: tuple[tuple[int, int], ...] = ()  # the same, as it was said
+        self._resting: set[int] = set()
+        self._uncounted: set[int] = set()  # the members that no shard counts, so that not all need be searched
         self._admitted: dict[int, int] = {}
         self._touched = False
 
     def join(self, worker: int, incarnation: int) -> None:
         """`worker` takes part, in this life."""
         self.members[worker] = incarnation
+        if self._announced.get(worker) != incarnation or worker in self._resting:
+            self._uncounted.add(worker)
         self._touched = True
 
     def leave(self, worker: int) -> None:
         """`worker` takes part no more."""
-        self.members.pop(worker, None)
+        for known in (self.members, self._admitted):
+            known.pop(worker, None)
+        self._uncounted.discard(worker)
         self._touched = True
 
     @property
@@ -67,26 +73,26 @@ class Membership:
 
         `resting`: the workers that have nothing to do. `in_hand()`: the workers that have a batch in hand.
         """
-        rest = {worker for worker in resting if worker in self.members}
+        rest = self.members.keys() & resting
         if self._waits:
-            new = [worker for worker in self.members if worker not in rest and not self._counts(worker)]
+            new = self._uncounted - rest
             busy = in_hand() if new else ()
             self.closing = bool(busy)
             if busy:
-                rest.update(worker for worker in self.members if worker not in busy or worker in new)
+                rest |= (self.members.keys() - busy) | new
         awaited = any(since > self.changes for since in self.leaving.values())
         same = not self._touched or self.members == self._announced  # all are compared only where one has changed
         self._touched = False
         if same and rest == self._resting and not awaited:
             return None
         self.changes += 1
-        self._admitted = {
-            worker: self._admitted[worker] if self._counts(worker) else self.changes
-            for worker in self.members
-            if worker not in rest
-        }
-        self._announced, self._resting = dict(self.members), frozenset(rest)
-        return tuple(sorted(self.members.items())), tuple(sorted(rest))
+        self._admitted.update(dict.fromkeys(self._uncounted - rest, self.changes))
+        for worker in rest - self._resting:
+            self._admitted.pop(worker, None)
+        if not same:
+            self._announced, self._listed = dict(self.members), tuple(sorted(self.members.items()))
+        self._resting, self._uncounted = rest, set(rest)
+        return self._listed, tuple(sorted(rest))
 
     def note(self, shard: int, change: int) -> list[int]:
         """`shard` has noted `change`. Returns the workers that every shard now knows to be lost."""
@@ -96,7 +102,3 @@ class Membership:
         for worker in gone:
             del self.leaving[worker]
         return gone
-
-    def _counts(self, worker: int) -> bool:
-        """Whether it is announced that `worker`, in its present life, takes part and does not rest."""
-        return self._announced.get(worker) == self.members[worker] and worker not in self._resting

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from polytempo.core.call_name import call_name
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
 from polytempo.server.rules.first_gradients import first
@@ -12,7 +14,9 @@ def all_but(backups: int) -> Rule:
     if backups < 0:
         raise ValueError(f"all_but needs backups >= 0 workers, got {backups}")
 
+    first_of = lru_cache(maxsize=8)(first)  # the members seldom change
+
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        return first(max(1, len(situation.members) - backups)).receive(state, arrival, situation)
+        return first_of(max(1, len(situation.members) - backups)).receive(state, arrival, situation)
 
     return first(1)._replace(name=call_name(all_but, locals()), receive=receive)

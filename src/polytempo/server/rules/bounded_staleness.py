@@ -26,38 +26,55 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
         raise ValueError(f"within needs bound >= 0 steps, got {bound}")
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
-        state, worker, actions = _advanced(state, arrival, situation), arrival.worker, list[Action]()
+        before, worker, actions = min(state["counts"], default=0), arrival.worker, list[Action]()
+        state = _advanced(state, arrival)
+        pulls, slowest = state["pulls"], min(state["counts"], default=0)
         if arrival.kind == "push":
             actions += applied(arrival, situation, scale)
-            if worker not in state["pulls"]:  # answers keep the order of requests, so none overtakes a pull that waits
+            if worker not in pulls:  # answers keep the order of requests, so none overtakes a pull that waits
                 actions.append(Answer(worker))
-        slowest = min(state["clocks"].values(), default=0)
-        released = sorted(m for m, clock in state["pulls"].items() if clock - bound <= slowest)
-        pulls = {m: clock for m, clock in state["pulls"].items() if m not in released}
-        return {**state, "pulls": pulls}, [*actions, *map(Answer, released)]
+        looked_at = {worker} & pulls.keys() if slowest == before else pulls  # the others wait as long as they did
+        released = sorted(m for m in looked_at if pulls[m] - bound <= slowest)
+        if released:
+            state = {**state, "pulls": {m: clock for m, clock in pulls.items() if m not in released}}
+        return state, [*actions, *map(Answer, released)]
 
     def init() -> RuleState:
-        return {"clocks": {}, "offsets": {}, "pulls": {}}
+        return {"clocks": {}, "counts": {}, "offsets": {}, "pulls": {}}
 
     return Rule(call_name(within, locals()), init, receive)
 
 
-def _advanced(state: RuleState, arrival: Arrival, situation: Situation) -> RuleState:
-    """The members' clocks, the offsets of their own numbers from these, and the pulls that wait, after `arrival`."""
-    worker = arrival.worker
-    clocks, offsets, pulls = dict(state["clocks"]), state["offsets"], dict(state["pulls"])
+def _advanced(state: RuleState, arrival: Arrival) -> RuleState:
+    """The members' clocks, how many have each, the offsets of their own numbers from these, and the pulls that wait,
+    after `arrival`. What does not change is not copied."""
+    worker, clocks, offsets, pulls = arrival.worker, state["clocks"], state["offsets"], state["pulls"]
     if arrival.kind == "left":
-        offsets = {m: offset for m, offset in offsets.items() if m != worker}
-        clocks.pop(worker, None)
-        pulls.pop(worker, None)
-    if arrival.kind in ("joined", "left"):
-        slowest = min((clocks[m] for m in situation.members if m in clocks), default=0)
-        clocks = {m: clocks.get(m, slowest) for m in situation.members}
-    if arrival.kind in ("pull", "push", "had") and worker not in offsets:
+        offsets, pulls = _without(offsets, worker), _without(pulls, worker)
+        return {**_with_clock(state, worker, None), "offsets": offsets, "pulls": pulls}
+    if arrival.kind == "joined":
+        return _with_clock(state, worker, clocks.get(worker, min(state["counts"], default=0)))
+    if worker not in offsets:
         finished = arrival.clock - (arrival.kind != "pull")  # a push is of a step that is only now finished
-        offsets = {**offsets, worker: clocks[worker] - finished}
+        state = {**state, "offsets": {**offsets, worker: clocks[worker] - finished}}
+    clock = arrival.clock + state["offsets"][worker]
     if arrival.kind == "pull":
-        pulls[worker] = max(arrival.clock + offsets[worker], pulls.get(worker, 0))
-    if arrival.kind in ("push", "had"):
-        clocks[worker] = max(arrival.clock + offsets[worker], clocks[worker])
-    return {"clocks": clocks, "offsets": offsets, "pulls": pulls}
+        return {**state, "pulls": {**pulls, worker: max(clock, pulls.get(worker, 0))}}
+    return _with_clock(state, worker, max(clock, clocks[worker]))
+
+
+def _with_clock(state: RuleState, worker: int, clock: int | None) -> RuleState:
+    """The state with this clock of the worker; None: it has none."""
+    clocks, counts = state["clocks"], dict(state["counts"])
+    if (before := clocks.get(worker)) == clock:
+        return state
+    if before is not None:
+        counts[before] -= 1
+    if clock is not None:
+        counts[clock] = counts.get(clock, 0) + 1
+    clocks = _without(clocks, worker) if clock is None else {**clocks, worker: clock}
+    return {**state, "clocks": clocks, "counts": {at: count for at, count in counts.items() if count}}
+
+
+def _without(known: dict[int, int], worker: int) -> dict[int, int]:
+    return {m: value for m, value in known.items() if m != worker} if worker in known else known

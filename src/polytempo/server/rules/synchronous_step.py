@@ -72,8 +72,9 @@ def stepwise(
         if arrival.kind == "joined" and waiting and worker not in waiting:
             newcomers = (*newcomers, worker)
         if arrival.kind == "left":
-            waiting = {m: pushes for m, pushes in waiting.items() if m in members and m != worker}
-            newcomers = tuple(m for m in newcomers if m in members and m != worker)
+            others = frozenset(members) - {worker} if waiting or newcomers else frozenset[int]()
+            waiting = {m: pushes for m, pushes in waiting.items() if m in others}
+            newcomers = tuple(m for m in newcomers if m in others)
         actions: list[Action] = []
         while True:
             there = {m: pushes for m, pushes in waiting.items() if m not in newcomers} if newcomers else waiting

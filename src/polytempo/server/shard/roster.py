@@ -21,32 +21,37 @@ class Roster:
         self.members = dict(members or {})
         self.counted = counted
         self.resting = frozenset(self.members) - frozenset(counted)
+        self._listed: tuple[tuple[int, int], ...] | None = None  # the last message's members
 
-    def change(self, members: Mapping[int, int], resting: Collection[int]) -> Iterator[tuple[Change, int]]:
+    def change(self, members: tuple[tuple[int, int], ...], resting: Collection[int]) -> Iterator[tuple[Change, int]]:
         """Make the roster that of `members`, of which `resting` rest; one (change, worker) after each single change.
 
         First the workers go that are members no more, or rest, then the others come.
         """
-        before, resting = self.members, frozenset(resting)
-        for worker in [worker for worker in sorted(before) if members.get(worker) != before[worker]]:
+        resting, present = frozenset(resting), self.members
+        gone, new = list[int](), list[int]()
+        if members != self._listed:  # nearly always they are the same, and one more rests
+            present = dict(members)
+            gone = sorted(worker for worker, life in self.members.items() if present.get(worker) != life)
+            new = sorted(worker for worker, life in present.items() if self.members.get(worker) != life)
+        for worker in gone:
             del self.members[worker]
             yield "removed", worker
             yield from self._uncount(worker)
-        for worker in self.counted:
-            if worker in resting:
-                yield from self._uncount(worker)
-        for worker in [worker for worker in sorted(members) if worker not in self.members]:
+        for worker in sorted(resting - self.resting):
+            yield from self._uncount(worker)
+        for worker in new:
             is_last = worker > next(reversed(self.members), -1)
-            self.members[worker] = members[worker]
+            self.members[worker] = present[worker]
             if not is_last:
                 self.members = dict(sorted(self.members.items()))
             yield "added", worker
-        counted = set(self.counted)
-        for worker in [worker for worker in self.members if worker not in resting and worker not in counted]:
-            place = bisect(self.counted, worker)
-            self.counted = (*self.counted[:place], worker, *self.counted[place:])
-            yield "counted", worker
-        self.resting = resting
+        for worker in sorted({*new, *(self.resting - resting)}):
+            if worker in self.members and worker not in resting:
+                place = bisect(self.counted, worker)
+                self.counted = (*self.counted[:place], worker, *self.counted[place:])
+                yield "counted", worker
+        self.resting, self._listed = resting, members
 
     def _uncount(self, worker: int) -> Iterator[tuple[Change, int]]:
         place = bisect_left(self.counted, worker)

@@ -209,7 +209,7 @@ class Shard:
         replies.append(reply)
 
     def _change_roster(self, entry: Members, replies: list[Reply]) -> None:
-        for change, worker in self._roster.change(dict(entry.members), entry.resting):
+        for change, worker in self._roster.change(entry.members, entry.resting):
             match change:
                 case "removed":
                     self._leave(worker)
@@ -289,7 +289,7 @@ class Shard:
         multiples = self._weights.weigh(action, waiting.lrs)
         if self._tables is not None:
             gradient = self._tables.add(waiting.rows, multiples, gradient, self.weights)
-        else:
+        elif not gradient.is_meta:  # there are values
             for modifier in self.service.modifiers:
                 own = (self._weights.moments.second,) if modifier.remembers else ()
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None, *own)

@@ -299,7 +299,7 @@ class Client:
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
         gathering_s = float("inf") if self._host is None else self._host.wait_s(now_s)
-        return min(gathering_s, *(asked.wait_s(now_s) for asked in self.asked))
+        return min([gathering_s, *[asked.wait_s(now_s) for asked in self.asked]])
 
     def add(self, shard: int, build: Callable[[int, int, int], R], pending: PendingExchange) -> R:
         """Queue a request whose answer is of `pending`."""

@@ -9,7 +9,7 @@ The program's own `Take` gets the messages that are not for the client: what the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from polytempo.core import Op, Port, Program, interpreted
@@ -21,6 +21,7 @@ from polytempo.server.worker.pending_exchange import PendingExchange
 
 T = TypeVar("T")
 
+_FOR_CLIENT = (Reply, View, Offer, Presence)
 _MOST_MAIL = 4096
 """So many messages are kept for the program; what is older is lost, as on a network, and asked for again."""
 _INSTANT_S = 1e-6
@@ -39,19 +40,24 @@ class ServerCalls:
         self._client, self._port = client, port
         self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
-    async def perform(self, op: Op[Any]) -> Any:
-        """The answer to an operation of the program."""
+    def perform(self, op: Op[Any]) -> Awaitable[Any]:
+        """What answers an operation of the program."""
         match op:
             case Push() | Pull():
-                return await self.finished(await self.begun(op))
+                return self._exchanged(op)
             case Start(Push() | Pull() as what):
-                return Work(await self.begun(what))
+                return self._started(what)
             case Work(PendingExchange() as pending):
-                return await self.finished(pending)
+                return self.finished(pending)
             case Take(wait_s):
-                return await self.taken(wait_s)
-            case _:
-                return await op
+                return self.taken(wait_s)
+        return op
+
+    async def _exchanged(self, op: Push | Pull) -> Any:
+        return await self.finished(await self.begun(op))
+
+    async def _started(self, op: Push | Pull) -> Work[Any]:
+        return Work(await self.begun(op))
 
     async def begun(self, op: Push | Pull) -> PendingExchange:
         """Send a push or pull on its way."""
@@ -63,7 +69,8 @@ class ServerCalls:
             await self._sort(await self._port.now(), *taken)
         pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))
-        await self._until(lambda: not client.gathers, None)
+        if client.gathers:
+            await self._until(lambda: not client.gathers, None)
         return pending
 
     async def finished(self, pending: PendingExchange) -> Any:
@@ -91,12 +98,13 @@ class ServerCalls:
             now_s = await port.now()
             if taken is not None:
                 await self._sort(now_s, *taken)
-            await self._post(client.tick(now_s, all_read=taken is None))
+            if late := client.tick(now_s, all_read=taken is None):
+                await self._post(late)
             if taken is None and until_s is not None and now_s >= until_s:
                 return
 
     async def _sort(self, now_s: float, source: int, message: Parcel) -> None:
-        if isinstance(message, Reply | View | Offer | Presence):
+        if isinstance(message, _FOR_CLIENT):
             await self._post(self._client.receive(now_s, source, message))
         else:
             self._rest.append((source, message))
