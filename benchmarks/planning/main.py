@@ -29,7 +29,9 @@ from polytempo.planner.plan import RunPlan
 from polytempo.planner.search import plan_run
 from polytempo.planner.search_space import PlannedRun, SearchSpace
 from polytempo.runs.calibration.calibrate import calibrate
+from polytempo.runs.calibration.job_pace import with_pace
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
+from polytempo.spec.options import RunOptions
 
 STRATEGIES = (
     "sync_sgd()",
@@ -75,8 +77,9 @@ def main() -> None:
             address=asked.address,
         )
         found = calibrate(engine, "hosts", len(asked.namespaces))
-        print(f"calibrated: {found.cluster.network}, {found.cluster.flops_per_s:.3g} flop/s, spread {found.spread}")
-        compare(job, until, found.cluster, found.spread, WORKERS["hosts"], real(job, until, engine), asked)
+        cluster = with_pace(found.cluster, engine, job, len(asked.namespaces), RunOptions())
+        print(f"calibrated: {cluster.network}, spread {found.spread}, {cluster.speeds and cluster.speeds.jobs}")
+        compare(job, until, cluster, found.spread, WORKERS["hosts"], real(job, until, engine), asked)
         return
     for text in CLUSTERS:
         cluster = parse_cluster(text)
