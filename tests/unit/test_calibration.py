@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, constant
+from polytempo.cluster.measured import to_toml
 from polytempo.core import Port
+from polytempo.planner.forecast import uncertainty_of
 from polytempo.runs.calibration.calibrate import (
     assembled,
     exchange_speed,
@@ -17,6 +21,7 @@ from polytempo.runs.calibration.calibrate import (
     simulated_s,
     with_transforms_pace,
 )
+from polytempo.runs.calibration.earlier import Change, compared
 from polytempo.runs.calibration.measurement import WHOLE_RUNS
 from polytempo.worlds import VirtualWorld
 
@@ -78,6 +83,32 @@ def test_answers_add_up_to_a_cluster(hosts: tuple[int, int], place: str) -> None
 
     world = VirtualWorld(replace(cluster, stragglers=constant()), 2)
     assert world.run(program).results[0] == pytest.approx((4e-5 + 4e-6, 1e-5 + 8e-6)), "as they were measured"
+
+
+def test_what_has_changed_since_an_earlier_file_widens_the_intervals(tmp_path: Path) -> None:
+    """Kernels take twice as long, the sum half as long: as a part of what was measured, ln 2."""
+    path = tmp_path / "cluster.toml"
+    answers = [told(rank) for rank in (0, 1)]
+    first = assembled("here", answers)
+    assert compared(first, path) == (first, None), "there is no earlier file"
+    path.write_text(to_toml(first.cluster, first.measured, first.spread))
+    again, change = compared(first, path)
+    assert change == Change(1.0, 1.0)
+    assert (again.spread["kernels again"], again.spread["messages again"]) == (0.0, 0.0)
+    assert first.cluster.speeds is not None
+    slower = Speeds(tuple((name, KernelSpeed(*(2 * s for s in speed))) for name, speed in first.cluster.speeds.kernels))
+    later = first._replace(cluster=replace(first.cluster, speeds=slower))
+    later, change = compared(later, path)
+    assert change == (pytest.approx(2.0), 1.0)
+    assert later.spread["kernels again"] == pytest.approx(math.log(2))
+    narrow, wide = (uncertainty_of(each.cluster, each.spread).computing for each in (first, later))
+    assert wide == pytest.approx(math.hypot(narrow, math.log(2)))
+    path.write_text(to_toml(later.cluster, later.measured, later.spread))
+    assert compared(later, path)[0].spread["kernels again"] == pytest.approx(math.log(2)), "it may change back"
+    others = assembled("elsewhere", answers)
+    assert compared(others, path) == (others, None)
+    path.write_text("no cluster")
+    assert compared(first, path) == (first, None)
 
 
 def test_what_messages_take_besides_their_link() -> None:

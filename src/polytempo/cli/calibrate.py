@@ -15,6 +15,7 @@ from polytempo.report.summary import human_seconds
 from polytempo.runs.arguments import parse_engine
 from polytempo.runs.calibration.calibrate import Calibration
 from polytempo.runs.calibration.calibrate import calibrate as calibrated
+from polytempo.runs.calibration.earlier import compared
 from polytempo.runs.calibration.job_pace import with_pace
 from polytempo.runs.calibration.measurement import NO_EXCHANGE
 from polytempo.runs.rehearsal import rehearse
@@ -49,11 +50,14 @@ def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced |
         found = calibrated(setup, engine, workers)
         if spec is not None:
             found = found._replace(cluster=with_pace(found.cluster, setup, spec.job, workers, spec.options))
+    found, change = compared(found, path)
     files.replace(path, to_toml(found.cluster, found.measured, found.spread))
     if as_json:
-        show_json(_plain(path, found))
+        show_json(_plain(path, found) | {"since": None if change is None else change._asdict()})
         return
-    show_table(("", ""), _rows(found), header=False)
+    changes = {} if change is None else change._asdict()
+    since = [(f"{name} since {path}", _since(ratio)) for name, ratio in changes.items()]
+    show_table(("", ""), _rows(found) + since, header=False)
     print(f"written to {path}; simulate it with: polytempo simulate digits --workers {workers} --cluster {path}")
 
 
@@ -75,6 +79,10 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
 def _collective_text(link: CollectiveLink) -> str:
     least_s, most_s = (human_seconds(choose(link.latencies_s)) for choose in (min, max))
     return f"{least_s} to {most_s} a round, by size; {8e-6 * link.bytes_per_s:,.0f} Mbit/s"
+
+
+def _since(ratio: float) -> str:
+    return f"take {ratio:.2f} times as long, in the median"
 
 
 def _jobs(found: Calibration) -> tuple[JobPace, ...]:

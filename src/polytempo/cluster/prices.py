@@ -12,6 +12,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+KERNELS_AGAIN, MESSAGES_AGAIN = "kernels again", "messages again"
+"""In the table of spread: by how much two measurements of the same hosts differ, |ln(median of later / earlier)|."""
+
 
 def read_price(path: Path) -> float | None:
     """The price of a host for an hour; None where the file has none. ValueError for one that is no price."""

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from polytempo.cluster import Cluster
+from polytempo.cluster.prices import KERNELS_AGAIN, MESSAGES_AGAIN
 from polytempo.planner.run_price import RunPrice
 from polytempo.planner.samples_law import SamplesLaw
 from polytempo.planner.search_space import PlannedRun
@@ -61,14 +62,16 @@ class Uncertainty(NamedTuple):
 
 
 def uncertainty_of(cluster: Cluster, spread: Mapping[str, float]) -> Uncertainty:
-    """How far a cluster's speeds may be wrong: the spread of its measurements, and how well its kernels were fitted.
+    """How far a cluster's speeds may be wrong: the spread of its measurements, how well its kernels were fitted, and by
+    how much they had changed when it was measured again.
 
     Nothing for a cluster that is declared: then its numbers are taken as they are.
     """
     errors = [] if cluster.speeds is None else [speed.error for _, speed in cluster.speeds.kernels]
     fit = sorted(errors)[len(errors) // 2] if errors else 0.0
     computing, messages = (spread.get(name, 0.0) / _DEVIATIONS for name in ("workers", "messages"))
-    return Uncertainty(math.hypot(computing, fit), messages)
+    kernels_again, messages_again = (spread.get(name, 0.0) for name in (KERNELS_AGAIN, MESSAGES_AGAIN))
+    return Uncertainty(math.hypot(computing, fit, kernels_again), math.hypot(messages, messages_again))
 
 
 def forecast(

@@ -50,7 +50,12 @@ def measure(setup: EngineSetup, spec: RunSpec, name: str) -> Measured:
 
 
 def answers(
-    setup: EngineSetup, spec: RunSpec, name: str, kind: str, work: Callable[[], dict[str, Any]]
+    setup: EngineSetup,
+    spec: RunSpec,
+    name: str,
+    kind: str,
+    work: Callable[[], dict[str, Any]],
+    timeout_s: float = _TIMEOUT_S,
 ) -> list[dict[str, Any]]:
     """What so many processes have to say, by rank. They do `work`, which remote ones find by `kind`.
 
@@ -72,7 +77,7 @@ def answers(
                     f"them; use --workers {engine.address.num_hosts}, or twice as many to measure within hosts, too"
                 )
             topology = on_hosts(spec.topology(), engine.address.num_hosts)
-            return collected(_Probes(engine, kind), topology, timeout_s=_TIMEOUT_S + spec.workers**2)
+            return collected(_Probes(engine, kind), topology, timeout_s=timeout_s + spec.workers**2)
     finally:
         for meeting in meetings:
             meeting.close()

@@ -44,6 +44,7 @@ from polytempo.strategies import sync_sgd
 _SIMULATED = 20
 """Steps of the small job."""
 _LEAST_PACE = 0.2
+_TIMEOUT_S, _HOST_S = 180.0, 60.0
 _NO_LINK = Link(1e-9, 1e15)
 _OPERATORS = ("product", "convolution", "attention", "elementwise", "view")
 
@@ -60,10 +61,10 @@ class Calibration(NamedTuple):
 def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
     """Measure with so many processes, placed as a run's are. `name`: the engine's, for the file.
 
-    Cost: some 20 s, and 1 s for each ordered pair of hosts. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
+    Cost: some 30 s, and 1 to 6 s for each ordered pair of hosts; minutes on slow links. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
     """
     spec = RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions(threads=1))
-    told = answers(setup, spec, name, CALIBRATION, calibration)
+    told = answers(setup, spec, name, CALIBRATION, calibration, _TIMEOUT_S + _HOST_S * workers)
     return _with_steps(assembled(name, told), told)
 
 

@@ -30,7 +30,7 @@ _SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 5 << 20)
 _COLLECTIVE_SIZES = (8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 5 << 20)
 """More, for a collective may cut messages of some sizes into segments."""
 _LARGE = 2 << 20
-_MESSAGES, _TRANSFERS = 60, 15
+_MESSAGES, _TRANSFERS, _FEWEST = 60, 15, 3
 _MOST_S = 1.0
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
@@ -115,7 +115,7 @@ async def _pair(port: Port, source: int, target: int) -> LinkSample:
     """The side that measures."""
     samples, large = [], list[float]()
     for num_bytes in _SIZES:
-        large = await _exchanged(port, target, num_bytes, _count(num_bytes))
+        large = await _exchanged(port, target, num_bytes)
         samples.append(Sample((KernelUse("message", 2, num_bytes + _SIZES[0]),), median(large)))
     speed = fitted(samples)["message"]
     both_s = median(await _both_ways(port, target))
@@ -129,18 +129,18 @@ async def _pair(port: Port, source: int, target: int) -> LinkSample:
 async def _other(port: Port, source: int, target: int) -> list[LinkSample]:
     """The side that answers."""
     for num_bytes in _SIZES:
-        await _answered(port, source, num_bytes, _count(num_bytes))
+        await _answered(port, source, num_bytes)
     await _both_ways(port, source)
     return []
 
 
-def _count(num_bytes: int) -> int:
-    return _MESSAGES if num_bytes < _LARGE // 4 else _TRANSFERS
-
-
-async def _exchanged(port: Port, to: int, num_bytes: int, count: int) -> list[float]:
-    message, answer, taken = torch.zeros(num_bytes // 4), torch.zeros(2), []
-    for _ in range(count):
+async def _exchanged(port: Port, to: int, num_bytes: int) -> list[float]:
+    """As many times as there is time for; each message says in its first number whether it is the last one."""
+    message, answer, taken, begun_s = torch.zeros(num_bytes // 4), torch.zeros(2), list[float](), time.perf_counter()
+    most = _MESSAGES if num_bytes < _LARGE // 4 else _TRANSFERS
+    while not message[0]:
+        late = time.perf_counter() - begun_s > _MOST_S and len(taken) + 1 >= _FEWEST
+        message[0] = float(late or len(taken) + 1 == most)
         begin_s = time.perf_counter()
         await port.send(message, to)
         answer.copy_(await port.recv(answer, to))
@@ -148,16 +148,21 @@ async def _exchanged(port: Port, to: int, num_bytes: int, count: int) -> list[fl
     return taken
 
 
-async def _answered(port: Port, source: int, num_bytes: int, count: int) -> None:
+async def _answered(port: Port, source: int, num_bytes: int) -> None:
     message, answer = torch.zeros(num_bytes // 4), torch.zeros(2)
-    for _ in range(count):
+    while not message[0]:
         message.copy_(await port.recv(message, source))
         await port.send(answer, source)
 
 
 async def _both_ways(port: Port, other: int) -> list[float]:
-    mine, theirs, taken = torch.zeros(_LARGE // 4), torch.zeros(_LARGE // 4), []
-    for _ in range(_TRANSFERS):
+    """The side with the lower rank says when it is enough, by the first number of its messages."""
+    mine, theirs, taken = torch.zeros(_LARGE // 4), torch.zeros(_LARGE // 4), list[float]()
+    leads, begun_s = port.rank < other, time.perf_counter()
+    while not (mine if leads else theirs)[0]:
+        if leads:
+            late = time.perf_counter() - begun_s > _MOST_S and len(taken) + 1 >= _FEWEST
+            mine[0] = float(late or len(taken) + 1 == _TRANSFERS)
         begin_s = time.perf_counter()
         theirs.copy_(await port.send_receive(mine, other, like=theirs, source=other))
         taken.append(time.perf_counter() - begin_s)

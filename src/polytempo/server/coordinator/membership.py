@@ -47,8 +47,7 @@ class Membership:
 
     def leave(self, worker: int) -> None:
         """`worker` takes part no more."""
-        for known in (self.members, self._admitted):
-            known.pop(worker, None)
+        self.members.pop(worker, None)
         self._uncounted.discard(worker)
         self._touched = True
 
@@ -90,6 +89,7 @@ class Membership:
         for worker in rest - self._resting:
             self._admitted.pop(worker, None)
         if not same:
+            self._admitted = {worker: at for worker, at in self._admitted.items() if worker in self.members}
             self._announced, self._listed = dict(self.members), tuple(sorted(self.members.items()))
         self._resting, self._uncounted = rest, set(rest)
         return self._listed, tuple(sorted(rest))

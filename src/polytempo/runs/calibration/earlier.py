@@ -1,0 +1,64 @@
+"""What has changed since hosts were measured before: that much may change again until a run.
+
+earlier file, new measurements ──▶ medians of later / earlier, of kernels and of messages ──▶ `spread` of the new file
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from polytempo.cluster import Cluster
+from polytempo.cluster.measured import read_cluster
+from polytempo.cluster.prices import KERNELS_AGAIN, MESSAGES_AGAIN, read_spread
+from polytempo.core.kernel_use import KernelUse
+from polytempo.runs.calibration.calibrate import Calibration
+
+_BYTES, _FLOPS = 1 << 20, 1e7
+"""Of a kernel's call that is compared."""
+_MESSAGE_BYTES = 64 << 10
+
+
+class Change(NamedTuple):
+    """Medians of later / earlier: above 1 the hosts have become slower."""
+
+    kernels: float
+    messages: float
+
+
+def changed(earlier: Cluster, later: Cluster) -> Change | None:
+    """None where these are other hosts, or where nothing was measured in both."""
+    if earlier.name != later.name or earlier.speeds is None or later.speeds is None:
+        return None
+    before = {name: speed.seconds(KernelUse(name, 1, _BYTES, _FLOPS)) for name, speed in earlier.speeds.kernels}
+    after = {name: speed.seconds(KernelUse(name, 1, _BYTES, _FLOPS)) for name, speed in later.speeds.kernels}
+    kernels = [after[name] / before[name] for name in after if before.get(name) and after[name]]
+    links = _message_s(earlier), _message_s(later)
+    messages = [links[1][name] / links[0][name] for name in links[1] if name in links[0]]
+    return Change(median(kernels), median(messages)) if kernels else None
+
+
+def _message_s(cluster: Cluster) -> dict[str, float]:
+    found = {"network": cluster.network.latency_s + _MESSAGE_BYTES / cluster.network.bytes_per_s}
+    for name, link in cluster.collectives:
+        found[name] = link.latency_s(_MESSAGE_BYTES) + _MESSAGE_BYTES / link.bytes_per_s
+    return found
+
+
+def compared(found: Calibration, path: Path) -> tuple[Calibration, Change | None]:
+    """With the change since the file at `path` was written in its spread, or what that file knew where it is more.
+
+    As it is where there is no such file, or one of other hosts.
+    """
+    try:
+        earlier, known = read_cluster(path), read_spread(path)
+    except ValueError:
+        return found, None
+    change = changed(earlier, found.cluster)
+    if change is None:
+        return found, None
+    again = {KERNELS_AGAIN: abs(math.log(change.kernels)), MESSAGES_AGAIN: abs(math.log(change.messages))}
+    kept = {name: max(value, known.get(name, 0.0)) for name, value in again.items()}
+    return found._replace(spread=found.spread | kept), change
