@@ -21,7 +21,7 @@ from polytempo.runs.calibration.calibrate import (
     simulated_s,
     with_transforms_pace,
 )
-from polytempo.runs.calibration.earlier import Change, compared
+from polytempo.runs.calibration.earlier import SpeedChange, compared
 from polytempo.runs.calibration.measurement import WHOLE_RUNS
 from polytempo.worlds import VirtualWorld
 
@@ -93,7 +93,7 @@ def test_what_has_changed_since_an_earlier_file_widens_the_intervals(tmp_path: P
     assert compared(first, path) == (first, None), "there is no earlier file"
     path.write_text(to_toml(first.cluster, first.measured, first.spread))
     again, change = compared(first, path)
-    assert change == Change(1.0, 1.0)
+    assert change == SpeedChange(1.0, 1.0)
     assert (again.spread["kernels again"], again.spread["messages again"]) == (0.0, 0.0)
     assert first.cluster.speeds is not None
     slower = Speeds(tuple((name, KernelSpeed(*(2 * s for s in speed))) for name, speed in first.cluster.speeds.kernels))

@@ -61,7 +61,8 @@ class Calibration(NamedTuple):
 def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
     """Measure with so many processes, placed as a run's are. `name`: the engine's, for the file.
 
-    Cost: some 30 s, and 1 to 6 s for each ordered pair of hosts; minutes on slow links. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
+    Cost: some 30 s, and 1 to 6 s for each ordered pair of hosts; minutes on slow links.
+    Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
     """
     spec = RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions(threads=1))
     told = answers(setup, spec, name, CALIBRATION, calibration, _TIMEOUT_S + _HOST_S * workers)

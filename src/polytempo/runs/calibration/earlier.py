@@ -21,14 +21,14 @@ _BYTES, _FLOPS = 1 << 20, 1e7
 _MESSAGE_BYTES = 64 << 10
 
 
-class Change(NamedTuple):
+class SpeedChange(NamedTuple):
     """Medians of later / earlier: above 1 the hosts have become slower."""
 
     kernels: float
     messages: float
 
 
-def changed(earlier: Cluster, later: Cluster) -> Change | None:
+def changed(earlier: Cluster, later: Cluster) -> SpeedChange | None:
     """None where these are other hosts, or where nothing was measured in both."""
     if earlier.name != later.name or earlier.speeds is None or later.speeds is None:
         return None
@@ -37,7 +37,7 @@ def changed(earlier: Cluster, later: Cluster) -> Change | None:
     kernels = [after[name] / before[name] for name in after if before.get(name) and after[name]]
     links = _message_s(earlier), _message_s(later)
     messages = [links[1][name] / links[0][name] for name in links[1] if name in links[0]]
-    return Change(median(kernels), median(messages)) if kernels else None
+    return SpeedChange(median(kernels), median(messages)) if kernels else None
 
 
 def _message_s(cluster: Cluster) -> dict[str, float]:
@@ -47,7 +47,7 @@ def _message_s(cluster: Cluster) -> dict[str, float]:
     return found
 
 
-def compared(found: Calibration, path: Path) -> tuple[Calibration, Change | None]:
+def compared(found: Calibration, path: Path) -> tuple[Calibration, SpeedChange | None]:
     """With the change since the file at `path` was written in its spread, or what that file knew where it is more.
 
     As it is where there is no such file, or one of other hosts.
