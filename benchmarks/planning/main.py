@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from polytempo.planner.plan import RunPlan
 from polytempo.planner.search import plan_run
 from polytempo.planner.search_space import PlannedRun, SearchSpace
 from polytempo.runs.calibration.calibrate import calibrate
+from polytempo.runs.calibration.earlier import compared
 from polytempo.runs.calibration.job_pace import with_pace
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 from polytempo.spec.options import RunOptions
@@ -77,6 +79,9 @@ def main() -> None:
             address=asked.address,
         )
         found = calibrate(engine, "hosts", len(asked.namespaces))
+        if asked.earlier is not None:
+            found, change = compared(found, asked.earlier)
+            print(f"since {asked.earlier.name}: {change}")
         cluster = with_pace(found.cluster, engine, job, len(asked.namespaces), RunOptions())
         print(f"calibrated: {cluster.network}, spread {found.spread}, {cluster.speeds and cluster.speeds.jobs}")
         compare(job, until, cluster, found.spread, WORKERS["hosts"], real(job, until, engine), asked)
@@ -179,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--accuracy", type=float, default=0.97)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--namespaces", nargs="+", help="network namespaces, of which this process is in the first")
+    parser.add_argument("--earlier", type=Path, help="a file of these hosts that was calibrated before")
     parser.add_argument("--address", help="of the first, as the others reach it")
     return parser.parse_args()
 
