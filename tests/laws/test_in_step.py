@@ -127,16 +127,20 @@ def test_not_in_16_bits_nor_where_all_workers_are_saved(tmp_path: Path) -> None:
     assert in_step(s.sync_sgd(), EVEN, out=tmp_path, checkpoint_every=2) == []
 
 
+def bad_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Infinite for a large output."""
+    return nn.functional.cross_entropy(output, target) / (output.abs().max() < 1e4)
+
+
+def bad_gradient(output: Tensor, target: Tensor) -> Tensor:
+    """Finite, with a gradient that is not, for a large output."""
+    large = (output.abs().max() > 1e4).double()
+    return nn.functional.cross_entropy(output, target) + torch.sqrt((output.sum() * 0) * large + 1 - large)
+
+
 def test_what_is_not_finite_is_named_as_without() -> None:
     data = made(1, 90)
     data.tensors[0][37, 0] = 1e6  # of one worker in some step
-
-    def bad_loss(output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target) / (output.abs().max() < 1e4)
-
-    def bad_gradient(output: Tensor, target: Tensor) -> Tensor:
-        large = (output.abs().max() > 1e4).double()
-        return nn.functional.cross_entropy(output, target) + torch.sqrt((output.sum() * 0) * large + 1 - large)
 
     linear = replace(SMALL, model=lambda: nn.Linear(9, 5).double(), data=lambda folder: pt.Data(data))
     for loss in (bad_loss, bad_gradient):

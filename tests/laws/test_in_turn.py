@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from laws.test_batched import SMALL, WithUnused, adam, falling, groups, made
-from laws.test_in_step import EVEN, trained
+from laws.test_in_step import EVEN, bad_gradient, bad_loss, trained
 from polytempo import strategies as s
 from polytempo.core import NotFinite
 from polytempo.runs import simulate
@@ -109,13 +109,6 @@ def test_what_is_not_finite_is_named_as_with_a_model_each(each: Each) -> None:
     data = made(1, 90)
     for row in (37, 39):
         data.tensors[0][row, 0] = 1e6
-
-    def bad_loss(output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target) / (output.abs().max() < 1e4)
-
-    def bad_gradient(output: Tensor, target: Tensor) -> Tensor:
-        large = (output.abs().max() > 1e4).double()
-        return nn.functional.cross_entropy(output, target) + torch.sqrt((output.sum() * 0) * large + 1 - large)
 
     linear = replace(SMALL, model=lambda: nn.Linear(9, 5).double(), data=lambda folder: pt.Data(data))
     for loss in (bad_loss, bad_gradient):

@@ -26,7 +26,7 @@ def test_the_roster_is_that_of_the_last_message_after_any_changes(seed: int) -> 
                 counted.add(worker)
             if change == "uncounted":
                 counted.remove(worker)
-            assert sorted(counted) == list(roster.counted)  # each change is told when it has been made
+            assert sorted(counted) == list(roster.counted)
         assert roster.members == lives
         assert list(roster.members) == sorted(lives)
         assert list(roster.counted) == sorted(lives.keys() - set(resting))

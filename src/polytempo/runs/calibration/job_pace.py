@@ -4,8 +4,8 @@
 
 Kernels are fitted to many models, and one model's operators may be slower or faster than that. So the job itself is
 trained for some steps, by all workers at once and without an exchange. How its steps vary is what stragglers are then:
-a disturbance of a millisecond is half of a short step, and nothing beside a long one. Where workers share cores their
-steps vary by whose turn it is, and stragglers stay what they were.
+a disturbance of a millisecond is half of a short step, and nothing beside a long one. Where workers share cores a
+step's time depends on which of them had a core, so stragglers are left as `calibrate` measured them.
 
 On one host it is trained with an exchange as well. What that costs beside its parts depends on how much of the job's
 weights, moments and activations the caches would hold without it.
@@ -37,8 +37,7 @@ _STEPS, _WARM_UP, _SIMULATED = 90, 10, 4
 _LEAST_BYTES = 1 << 20
 """Of gradients, for what a byte of an exchange costs to be seen."""
 _NOT_SLOWEST = 0.95
-"""Of steps of ranks that share cores so many count, by their mean: how long one takes depends on whose turn it is, and
-what the cores do in a second on the mean."""
+"""Where ranks share cores the pace follows from the mean of this part of their steps, the shortest ones."""
 _LEAST = 0.01
 """A pace is at least this: a step that takes no longer than its rest was measured while the machine was faster."""
 
