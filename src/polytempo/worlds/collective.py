@@ -90,7 +90,7 @@ def num_rounds(op: Collective[Any]) -> int:
 
 
 def message_bytes(op: Collective[Any]) -> int:
-    """Of what a rank contributes: its buffer, or the largest piece for another."""
+    """Of what a rank contributes: its buffer, or its largest piece."""
     match op:
         case AllToAll(pieces, _):
             return max(map(num_bytes, pieces))
