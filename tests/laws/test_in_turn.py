@@ -152,5 +152,19 @@ def test_nor_where_each_workers_gradients_are_looked_at(options: dict[str, Any])
     assert in_turn(**options) == []
 
 
+def test_nor_where_checkpoints_are_asked_for_which_then_are_written_and_change_nothing(tmp_path: Path) -> None:
+    """A checkpoint has a model and an optimizer of each worker, so each gets them: as without one model, to the bit."""
+    assert in_turn(checkpoint_every=2, out=tmp_path) == []
+    told = []
+    for options in ({}, {"checkpoint_every": 2}):
+        out = tmp_path / str(len(options))
+        result, parameters, models = trained(SMALL, 6, batched=False, out=out, **options)
+        assert models == (1 + 6 if options else 2)
+        assert (result.checkpoint is not None) == bool(options)
+        assert (out / "checkpoint").is_dir() == bool(options)
+        told.append((result.trace_hash, result.seconds, result.loss, parameters.tolist()))
+    assert told[0] == told[1]
+
+
 def test_nor_where_a_batch_is_cut() -> None:
     assert in_turn(strategy=s.sync_sgd(route=pt.collectives.invariant(6))) == []

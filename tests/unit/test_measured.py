@@ -85,6 +85,15 @@ GOOD = to_toml(cluster_of(MEASURED))
         ),
         (GOOD.replace("latency_s = 0.002", "latency_s = nan"), "network.latency_s = nan must be"),
         (GOOD.replace("200000000.0", "inf"), "network.bytes_per_s = inf must be a number above 0"),
+        (GOOD.replace("200000000.0", "9" * 400), "network.bytes_per_s = 9+ must be a number above 0"),
+        (
+            GOOD + "[[collectives]]\nname = 'x'\nbytes_per_s = 1\nsizes = [0]\nlatencies_s = [nan]\n",
+            r"collectives 'x': a collective's link needs latencies_s >= 0",
+        ),
+        (
+            GOOD + f"[[collectives]]\nname = 'x'\nbytes_per_s = 1\nsizes = [{'9' * 400}]\nlatencies_s = [0]\n",
+            r"collectives 'x' needs sizes and latencies_s, each a list of numbers",
+        ),
         (GOOD.replace("200000000.0", "'fast'"), "network.bytes_per_s = 'fast' must be"),
         (GOOD.replace("flops_per_s", "flop_per_s"), "host.flops_per_s = None must be"),
     ],

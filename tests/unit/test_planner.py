@@ -14,12 +14,15 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.cluster import Cluster, CollectiveLink, Link
-from polytempo.cluster.prices import read_price, read_spread
+from polytempo.cluster.measured import read_cluster
+from polytempo.cluster.prices import read_measured, read_price, read_spread
 from polytempo.planner.forecast import RunForecast, Uncertainty, forecast
 from polytempo.planner.front import PlanLimits, chance, front, ranked, runner_up
+from polytempo.planner.reversal import reversal
 from polytempo.planner.run_price import Pricer, RunPrice, faster_network
 from polytempo.planner.samples_law import SamplesLaw, SamplesTrial, deviation, drawn_laws, fitted
 from polytempo.planner.search_space import SYNCHRONOUS, PlannedRun, SearchSpace, family_of, usual_strategies
+from polytempo.planner.trials import Trials
 
 SEEDS = range(20)
 
@@ -214,7 +217,26 @@ def test_the_runner_up_is_of_another_family() -> None:
 
 
 def test_the_chance_is_the_share_of_the_draws() -> None:
-    assert chance(found(1.0, 1, drawn=(1.0, 2.0, 9.0, 4.0)), found(2.0, 1, drawn=(2.0, 3.0, 4.0, 5.0))) == 0.75
+    first, second = found(1.0, 4, drawn=(1.0, 2.0, 9.0, 4.0)), found(2.0, 2, drawn=(2.0, 3.0, 4.0, 5.0))
+    assert chance(first, second, PlanLimits()) == 0.75
+    assert chance(first, second, PlanLimits(deadline_s=9.0)) == 0.25, "4, 8, 36, 16 against 4, 6, 8, 10 host seconds"
+
+
+def test_what_would_change_the_choice_is_told_of_what_was_chosen_by() -> None:
+    """With a deadline alone the cheapest run is chosen, though a dearer one is faster."""
+    pricer, one_bit = Pricer(job(), None, CLUSTER), pt.parse_strategy("one_bit_sgd()").name
+    cheap, fast = found(10.0, 1)._replace(run=PlannedRun(SYNCHRONOUS, 1, 8)), found(4.0, 4)
+    fast = fast._replace(run=PlannedRun(one_bit, 4, 8, 4, one_bit))
+    for limits, order, more in (
+        (PlanLimits(), (fast, cheap), 10 / 4),
+        (PlanLimits(deadline_s=20.0), (cheap, fast), 16 / 10),
+        (PlanLimits(deadline_s=20.0, budget=1.0), (fast, cheap), 10 / 4),
+    ):
+        assert tuple(ranked([cheap, fast], limits)) == order
+        turned = reversal(*order, pricer, limits)
+        assert turned.more_samples == pytest.approx(more)
+    by_price = reversal(cheap, fast, pricer, PlanLimits(deadline_s=20.0))
+    assert by_price.slower_bytes_per_s is None, "on slower links the dearer run is dearer still"
 
 
 # ---- prices ----
@@ -276,6 +298,12 @@ def test_a_server_is_a_host_of_its_own() -> None:
     assert pricer.hosts(PlannedRun(pt.parse_strategy("async_sgd(shards=2)").name, 4, 8, 4)) == 6
 
 
+def test_where_cores_are_counted_a_server_is_on_a_workers_host() -> None:
+    """As it is simulated there, so it is not paid for."""
+    pricer = Pricer(job(), None, replace(CLUSTER, cores=2))
+    assert pricer.hosts(PlannedRun(pt.parse_strategy("async_sgd(shards=2)").name, 4, 8, 4)) == 4
+
+
 def test_larger_batches_need_more_memory() -> None:
     pricer = Pricer(job(), None, CLUSTER)
     small, large = (pricer.memory_bytes(PlannedRun(SYNCHRONOUS, 2, batch, 2)) for batch in (8, 4096))
@@ -298,5 +326,54 @@ def test_price_and_spread_of_a_file(tmp_path: Path) -> None:
     path.write_text("", encoding="utf-8")
     assert (read_price(path), read_spread(path)) == (None, {})
     path.write_text("[price]\nhost_hour = 'much'\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"price.host_hour = 'much' must be a number from 0"):
+    with pytest.raises(ValueError, match=r"price.host_hour = 'much' must be a number above 0"):
         read_price(path)
+    path.write_text("[price]\nhost_hour = 0\n[spread]\nworkers = 'wide'\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"price.host_hour = 0 must be a number above 0"):
+        read_price(path)
+    with pytest.raises(ValueError, match=r"cluster.toml: spread.workers = 'wide' must be a number from 0"):
+        read_spread(path)
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    for text, said in (("a = ", "is no TOML"), ("a = " + 5000 * "[", "is nested too deeply")):
+        path.write_text(text, encoding="utf-8")
+        for read in (read_price, read_spread, read_measured, read_cluster):
+            with pytest.raises(ValueError, match=rf"^{path} {said}"):
+                read(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=rf"^{path} is no text in UTF-8"):
+        read_price(path)
+
+
+def test_how_many_workers_measured(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[[measured.hosts]]\nworkers = 2\n[[measured.hosts]]\nworkers = 3\n", encoding="utf-8")
+    assert read_measured(path) == (2, 5)
+    path.write_text("", encoding="utf-8")
+    assert read_measured(path) is None
+    path.write_text("[[measured.hosts]]\nworkers = 'two'\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"each of \[\[measured.hosts\]\] needs workers, .* got \['two'\]"):
+        read_measured(path)
+
+
+# ---- trials ----
+
+
+def test_a_run_that_diverges_has_not_reached_the_target() -> None:
+    digits = pt.jobs.find("digits")
+    tried = Trials(replace(digits, lr=1e30), None, CLUSTER, {"accuracy": 0.99}, 0)
+    trial = tried.run(SYNCHRONOUS, 1, 64, 0, most_samples=1.0)
+    assert (trial.reached, trial.samples, trial.before) == (False, tried.num_samples, tried.num_samples)
+
+
+def test_what_a_job_does_wrong_in_a_trial_is_said() -> None:
+    """It is no strategy's fault, so no strategy may be given up for it."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a loss that is broken")
+
+    tried = Trials(replace(pt.jobs.find("digits"), loss=loss), None, CLUSTER, {"accuracy": 0.99}, 0)
+    with pytest.raises(pt.JobFailed, match="a loss that is broken"):
+        tried.run(SYNCHRONOUS, 1, 64, 0, most_samples=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from polytempo.cli.measure import check_cluster_file, link_text, speed_text
+from polytempo.cli.measure import check_cluster_file, link_text, price_in, speed_text
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
@@ -51,7 +51,7 @@ def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced |
         if spec is not None:
             found = found._replace(cluster=with_pace(found.cluster, setup, spec.job, workers, spec.options))
     found, change = compared(found, path)
-    files.replace(path, to_toml(found.cluster, found.measured, found.spread))
+    files.replace(path, to_toml(found.cluster, found.measured, found.spread, price_in(path)))
     if as_json:
         show_json(_plain(path, found) | {"since": None if change is None else change._asdict()})
         return

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polytempo.cli.measured_hosts import say_beyond_measured
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, size
 from polytempo.core import Strategy
@@ -18,10 +19,12 @@ from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 from polytempo.runs.simulate import simulate
+from polytempo.runs.simulation_checks import needs_values
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
 from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job_calls import model_of
+from polytempo.spec.options import RunOptions
 from polytempo.training.pipeline.pipeline_stage import schedule_of
 
 MOST_WORKERS = 4096
@@ -94,8 +97,9 @@ def explain(
 def _step_times(strategy: Strategy, workers: int, job: str, cluster: str) -> dict[str, Any]:
     """Of a simulation of some steps that computes nothing; where it has to compute, of one that does."""
     described, made = parse_cluster(cluster), found_job(job)
-    meta = strategy.server is None and strategy.schedule is None and strategy.distillation is None
+    say_beyond_measured(cluster, workers)
     with notes_on_stderr():
+        meta = not needs_values(strategy, RunOptions(steps=_STEPS))
         found = simulate(made, strategy, workers, described, steps=_STEPS, meta=meta)
     return {
         "cluster": described.name,
@@ -251,7 +255,7 @@ def _size(hidden: int) -> int:
 
 def count(text: str) -> int:
     """`6e6`, `250k`, `25M` or `1_000_000` as a number of parameters."""
-    match = re.fullmatch(r"([\d_]+(?:\.\d+)?(?:e\d{1,2})?)([kmg]?)", text.strip().lower(), re.ASCII)
+    match = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?(?:e\d{1,2})?)([kmg]?)", text.strip().lower(), re.ASCII)
     number = float(match[1]) * _SCALES.get(match[2], 1) if match else 0.0
     if not 1 <= number <= 1e12:
         raise ValueError(f"--parameters {text}: a number of parameters such as 6e6, 250k or 25M, up to 1e12")

@@ -8,6 +8,7 @@ from pathlib import Path
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.cluster import Cluster, Link
 from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, read_cluster, to_toml
+from polytempo.cluster.prices import read_price, read_spread
 from polytempo.core import files
 from polytempo.jobs import find
 from polytempo.report.summary import human_seconds
@@ -31,7 +32,7 @@ def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool
     with notes_on_stderr():
         found = measured_by(setup, RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions()), engine)
     cluster = cluster_of(found)
-    files.replace(path, to_toml(cluster, found))
+    files.replace(path, to_toml(cluster, found, host_hour=price_in(path)))
     if as_json:
         show_json(
             {
@@ -46,16 +47,21 @@ def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool
 
 
 def check_cluster_file(path: Path) -> None:
-    """Refuse to write over what is no description of a cluster."""
+    """Refuse to write over what is no description of a cluster, or one of which something cannot be read."""
     if path.suffix != ".toml":
         raise ValueError(f"--out {path}: the name must end in .toml, by which simulate --cluster knows it")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--out {path}: there is no folder {path.parent}; make it, or name another file")
     if path.exists():
         try:
-            read_cluster(path)
+            read_cluster(path), read_price(path), read_spread(path)
         except ValueError as error:
             raise ValueError(f"--out {path}: this is another file ({error}); name another one") from error
+
+
+def price_in(path: Path) -> float | None:
+    """The price of a host in a file that is measured again, which stays in it."""
+    return read_price(path) if path.exists() else None
 
 
 def _rows(cluster: Cluster, found: Measured) -> list[tuple[str, str]]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from polytempo.cli.failure import INTERRUPTED
+from polytempo.cli.measured_hosts import beyond_measured
 from polytempo.cli.plan import found_job
 from polytempo.cli.plan_run_request import RunPlanRequest
 from polytempo.cli.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import files
+from polytempo.planner.forecast import RunForecast
 from polytempo.planner.front import PlanLimits
 from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
+from polytempo.planner.reversal import Reversal
 from polytempo.planner.search import plan_run as planned
 from polytempo.planner.search_space import SearchSpace, usual_strategies
 from polytempo.report.plan_page import money_unit, plan_page, short_names
@@ -49,11 +52,12 @@ def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: 
         finally:
             clear()
     plain = found.as_json()
-    commands, sentences = _commands(asked, found), _sentences(found, plain)
+    beyond = beyond_measured(options.cluster, max(asked.workers))
+    commands, sentences = _commands(asked, found), [*_sentences(found, plain), *([] if beyond is None else [beyond])]
     if page is not None:
         files.replace(page, plan_page(plain, sentences, commands))
     if as_json:
-        show_json({**plain, "commands": commands, "page": None if page is None else str(page)})
+        show_json({**plain, "sentences": sentences, "commands": commands, "page": None if page is None else str(page)})
     elif quote and found.winner is None:
         print("\n".join(sentences), file=sys.stderr)
     elif quote:
@@ -121,13 +125,15 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
             f"({times[1]} to {times[2]}), {forecast['money']:.3g} {unit}"
         )
 
+    better = "cheaper" if found.limits.by_price else "faster"
     said = [f"{told(plain['winner'])}."]
     if second is None:
-        return [*said, "No other strategy reached the target within the limits."]
-    said.append(f"Runner-up: {told(plain['runner_up'])}. The first is faster in {found.chance:.0%} of the draws.")
-    if turned is not None:
-        said += _turns(found, names[second.run.strategy])
-    return said
+        said.append("No other strategy reached the target within the limits.")
+    else:
+        said.append(f"Runner-up: {told(plain['runner_up'])}. The first is {better} in {found.chance:.0%} of the draws.")
+    if turned is not None and second is not None:
+        said += _turns(turned, found.limits, names[second.run.strategy])
+    return [*said, *_other_limits(found, winner, names, unit), *_too_large(found)]
 
 
 def _none(found: RunPlan, unit: str) -> str:
@@ -143,30 +149,52 @@ def _none(found: RunPlan, unit: str) -> str:
     )
 
 
-def _turns(found: RunPlan, other: str) -> list[str]:
+def _turns(turned: Reversal, limits: PlanLimits, other: str) -> list[str]:
     """What would make `other` the winner."""
-    turned, winner = found.reversal, found.winner
-    assert turned is not None
-    assert winner is not None
+    equal = "as cheap" if limits.by_price else "as fast"
     rates = [
         f"{8e-9 * rate:.3g} Gbit/s {which}"
         for rate, which in ((turned.slower_bytes_per_s, "and below"), (turned.faster_bytes_per_s, "and above"))
         if rate is not None
     ]
-    said = [f"On no link, from a 64th to 64 times this rate, {other} is as fast."]
+    said = [f"On no link, from a 64th to 64 times this rate, {other} is {equal}."]
     if rates:
-        said = [f"On links of {' or '.join(rates)} {other} is as fast."]
+        said = [f"On links of {' or '.join(rates)} {other} is {equal}."]
     if turned.more_samples > 1:
         said.append(
-            f"It is as fast if the first needs {turned.more_samples:.3g} times the samples that are expected of it."
+            f"It is {equal} if the first needs {turned.more_samples:.3g} times the samples that are expected of it."
         )
+    return said
+
+
+def _other_limits(found: RunPlan, winner: RunForecast, names: Mapping[str, str], unit: str) -> list[str]:
+    """The next cheaper run of the front, and where a budget is given the next faster one."""
+
+    def told(forecast: RunForecast) -> str:
+        run = forecast.run
+        return f"{names[run.strategy]} on {run.workers} workers x {run.batch_size}"
+
+    said = []
+    faster = [each for each in found.front if each.seconds < winner.seconds]
+    if found.limits.budget is not None and faster:
+        price = faster[-1].money(found.limits.price_per_host_hour)
+        said.append(f"With a budget of {price:.3g} {unit}: {told(faster[-1])}, {human_seconds(faster[-1].seconds)}.")
     cheaper = [each for each in found.front if each.host_s < winner.host_s]
     if cheaper:
         less = 1 - cheaper[0].host_s / winner.host_s
         said.append(
-            f"{less:.0%} of the price is saved by taking {human_seconds(cheaper[0].seconds)}: {cheaper[0].run}."
+            f"{less:.0%} of the price is saved by taking {human_seconds(cheaper[0].seconds)}: {told(cheaper[0])}."
         )
     return said
+
+
+def _too_large(found: RunPlan) -> list[str]:
+    """How many runs the limit of memory leaves out."""
+    most = found.limits.memory_bytes
+    count = 0 if most is None else sum(each.memory_bytes > most for each in found.forecasts)
+    if most is None or not count:
+        return []
+    return [f"{count} of {len(found.forecasts)} runs need more than {size(most)} of memory a worker."]
 
 
 def _show(plain: dict[str, Any], sentences: list[str]) -> None:

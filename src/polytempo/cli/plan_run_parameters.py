@@ -14,7 +14,12 @@ PlanUntil = Annotated[
     typer.Option("--until", metavar="M=X", help="The target, on the test set: accuracy=0.97 or loss=0.1. Needed."),
 ]
 WorkerCounts = Annotated[
-    str | None, typer.Option("--workers", metavar="N,N", help="Numbers of workers. Default: 1,2,4,8,16.")
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="N,N",
+        help="Numbers of workers. Default: 1,2,4,8,16; with a file of `polytempo calibrate` as many as measured.",
+    ),
 ]
 BatchSizes = Annotated[
     str | None,

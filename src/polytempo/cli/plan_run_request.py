@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from polytempo.cli.measured_hosts import measured_workers
 from polytempo.cli.options import TrainOptions, train_options
 from polytempo.cli.request import check_cluster, check_job, check_strategies
 from polytempo.cluster.prices import read_price, read_spread
@@ -65,7 +66,7 @@ def run_plan_request(
         job=job,
         options=options,
         strategies=strategies,
-        workers=_numbers("workers", lists["workers"], _MOST_WORKERS) or _WORKERS,
+        workers=_numbers("workers", lists["workers"], _MOST_WORKERS) or _usual_workers(options.cluster),
         batch_sizes=_numbers("batch-sizes", lists["batch_sizes"]),
         axes={name: found for name in _AXES if (found := _axis(name, lists[name])) is not None},
         memory_bytes=None if memory_gb is None else 1e9 * memory_gb,
@@ -74,6 +75,12 @@ def run_plan_request(
         price=price,
         spread=spread,
     )
+
+
+def _usual_workers(cluster: str | None) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16; of hosts that were measured as many of them as took part, and all that did."""
+    most = measured_workers(cluster)
+    return _WORKERS if most is None else (*(each for each in _WORKERS if each < most), most)
 
 
 _AXES = ("codecs", "periods", "shards", "stages", "parts")

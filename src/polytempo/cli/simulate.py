@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from polytempo.cli.measured_hosts import say_beyond_measured
 from polytempo.cli.plan import found_job, run_options, show_plan
 from polytempo.cli.request import RunRequest
 from polytempo.cli.show import notes_on_stderr, say_unreached, show_json, show_result
@@ -25,6 +26,7 @@ def simulate(request: RunRequest) -> None:
         world = f"virtual: {cluster.name}"
         show_plan(job, [strategy.name], world, options.workers, taken, as_json=options.as_json)
         return
+    say_beyond_measured(options.cluster, options.workers)
     with notes_on_stderr():
         result = simulated(
             *(job, strategy, options.workers, cluster, taken),

@@ -6,12 +6,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from polytempo import jobs
+from polytempo.cli.measured_hosts import say_beyond_measured
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
+from polytempo.core import Strategy
 from polytempo.report.runs import load_run
 from polytempo.report.validation import PredictedTime, Validation, validation
 from polytempo.runs.simulate import simulate
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
+from polytempo.spec.job import Job
+from polytempo.spec.precision import parse_precision
 
 _SHOWN = 10
 
@@ -24,13 +29,17 @@ def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_
         raise ValueError(f"{run} is a simulation; name the folder of a run on real processes")
     if not measured.events:
         raise ValueError(f"{run} has no trace.json; name the folder of a run that has finished")
-    described = parse_cluster(cluster)
+    described, strategy = parse_cluster(cluster), parse_strategy(result["strategy"])
+    _check_even(run, result, strategy)
+    say_beyond_measured(cluster, result["workers"])
     with notes_on_stderr(), tempfile.TemporaryDirectory(prefix="polytempo-validate-") as folder:
         out = Path(folder) / "simulated"
         options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": data}
+        if (precision := result.get("precision")) is not None:
+            options["precision"] = parse_precision(precision["dtype"])
         simulate(
-            found_job(job or result["job"]),
-            parse_strategy(result["strategy"]),
+            _job_of(run, result["job"], job),
+            strategy,
             result["workers"],
             described,
             **(options | {"steps": result["steps"], "epochs": 1_000_000, "threads": 1, "out": out}),
@@ -46,6 +55,28 @@ def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_
     print(f"the median step: predicted {_ms(found.whole.predicted_s)} ms, measured {_ms(found.whole.measured_s)} ms,")
     print(f"error {found.whole.error:+.0%}; of single steps {found.median_error:.0%} in the median")
     print(_verdict(found))
+
+
+def _job_of(run: Path, name: str, given: str | None) -> Job:
+    """The job of the run. ValueError where it has to be named, or another one is."""
+    if given is None and name not in jobs.names():
+        raise ValueError(f"{run} is a run of {name}, a job of your own; give --job, such as --job path/to/file.py:job")
+    found = found_job(given or name)
+    if found.name != name:
+        raise ValueError(f"--job {given}: its name is {found.name}, and {run} is a run of {name}; give that run's job")
+    return found
+
+
+def _check_even(run: Path, result: dict[str, Any], strategy: Strategy) -> None:
+    """ValueError for a run whose workers or batches changed: its result does not say when."""
+    if len(result.get("membership") or ()) > 1:
+        raise ValueError(f"{run}: its workers came and went, and a simulation has all of them; name another run")
+    most = result["steps"] * result["workers"] // strategy.holders * result["batch_size"]
+    if strategy.server is None and strategy.one_copy is None and result["samples"] > most:
+        raise ValueError(
+            f"{run}: the batch grew in this run, from {result['batch_size']} samples of a worker; name a run without "
+            "--batch-growth"
+        )
 
 
 def _verdict(found: Validation) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from polytempo.cluster.collective_link import CollectiveLink
@@ -28,7 +29,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a negative latency, no bandwidth, or directions that cannot be."""
-        if self.latency_s < 0 or not self.bytes_per_s > 0:
+        if not 0 <= self.latency_s < inf or not self.bytes_per_s > 0:
             raise ValueError(f"a link needs latency_s >= 0 and bytes_per_s > 0, got {self}")
         if not 0.5 <= self.duplex <= 1:
             raise ValueError(f"a link's duplex is from 0.5 (one medium) to 1 (full duplex), got {self}")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -123,4 +124,6 @@ def _name(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is one that a float can hold, or nan."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not (isinstance(value, int) and abs(value) > sys.float_info.max)

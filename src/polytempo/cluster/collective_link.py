@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class CollectiveLink:
         ascending = all(a < b for a, b in pairwise(self.sizes))
         if not self.sizes or not ascending or self.sizes[0] < 0 or len(self.sizes) != len(self.latencies_s):
             raise ValueError(f"a collective's link needs a latency for each of its ascending sizes, got {self}")
-        if min(self.latencies_s) < 0 or not self.bytes_per_s > 0:
+        if not all(0 <= each < inf for each in self.latencies_s) or not self.bytes_per_s > 0:
             raise ValueError(f"a collective's link needs latencies_s >= 0 and bytes_per_s > 0, got {self}")
 
     def latency_s(self, num_bytes: float) -> float:

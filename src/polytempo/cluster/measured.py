@@ -12,6 +12,7 @@ beside them, for people, and how much measurements vary. The tables `network`, `
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,8 +79,14 @@ def _median(links: tuple[MeasuredLink, ...]) -> Link | None:
     return Link(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
 
 
-def to_toml(cluster: Cluster, measured: Measured | None = None, spread: Mapping[str, float] | None = None) -> str:
-    """The file's text, from which `from_toml` makes an equal cluster; `measured` and `spread` are listed behind it.
+def to_toml(
+    cluster: Cluster,
+    measured: Measured | None = None,
+    spread: Mapping[str, float] | None = None,
+    host_hour: float | None = None,
+) -> str:
+    """The file's text, from which `from_toml` makes an equal cluster. What was measured is listed behind it, and before
+    that the spread, and the price of a host for an hour.
 
     Of stragglers it holds those that were measured; others are left out (`--stragglers` says them). Errors: ValueError
     for servers or faults.
@@ -108,6 +115,8 @@ def to_toml(cluster: Cluster, measured: Measured | None = None, spread: Mapping[
     if cluster.server_flops_per_s is not None:
         lines.append(f"server_flops_per_s = {cluster.server_flops_per_s!r}")
     lines += cluster_tables.written(cluster)
+    if host_hour is not None:
+        lines += ["", "[price]", f"host_hour = {host_hour!r}"]
     if spread:
         lines += ["", "[spread]  # (90th percentile - 10th percentile) / median of what was measured"]
         lines += [f"{json.dumps(name)} = {value!r}" for name, value in spread.items()]
@@ -129,10 +138,7 @@ def _link(link: Link) -> list[str]:
 
 def from_toml(text: str, where: str = "the text") -> Cluster:
     """The cluster that `to_toml` wrote. ValueError names `where`, the key, its value and what it must be."""
-    try:
-        plain = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{where} is no TOML: {error}") from error
+    plain = _parsed(text, where)
     _check_version(plain, where)
     name = plain.get("name", "measured")
     if not isinstance(name, str):
@@ -156,6 +162,15 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         stragglers=cluster_tables.stragglers_of(plain, where),
         name=name,
     )
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where} is no TOML: {error}; mend that line, or measure again") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply for a description of a cluster; measure again") from error
 
 
 def _check_version(plain: Mapping[str, Any], where: str) -> None:
@@ -185,12 +200,23 @@ def read_cluster(path: Path) -> Cluster:
             f"cluster {path}: there is no such file; `polytempo doctor --engine … --out {path}` or "
             f"`polytempo calibrate --out {path}` writes it"
         )
+    return from_toml(_text(path), str(path))
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """What the TOML file of a cluster says, unchecked. ValueError for one that is none, or too large."""
+    return _parsed(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
     if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"cluster {path}: the file has more than {_MOST_BYTES:,} bytes")
+        raise ValueError(
+            f"cluster {path}: the file has more than {_MOST_BYTES:,} bytes; name a description of a cluster"
+        )
     try:
-        return from_toml(path.read_text(encoding="utf-8"), str(path))
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8") from error
+        raise ValueError(f"{path} is no text in UTF-8; name a description of a cluster") from error
 
 
 def _table(plain: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
@@ -221,7 +247,7 @@ def _read_link(plain: Mapping[str, Any], key: str, where: str) -> Link:
 def _number(table: Mapping[str, Any], name: str, key: str, where: str, least: float | None = None) -> float:
     value = table.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and 0 <= value < float("inf") and (value > 0 or value == least):  # type: ignore[operator]  # a number
+    if is_number and 0 <= value <= sys.float_info.max and (value > 0 or value == least):  # type: ignore[operator]  # a number
         return float(value)  # type: ignore[arg-type]
     needed = "above 0" if least is None else f"from {least:g}"
     raise ValueError(f"{where}: {name}.{key} = {value!r} must be a number {needed}")

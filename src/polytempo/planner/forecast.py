@@ -36,6 +36,7 @@ class RunForecast(NamedTuple):
     memory_bytes: int
     """Of a worker."""
     samples: float
+    """Until the score that reaches the target: the mean of the draws."""
     seconds: float
     """The mean of the draws."""
     low_s: float
@@ -89,12 +90,13 @@ def forecast(
     """By `laws` drawn for the run's family; runs of equal arguments differ by `noise`, as a part of their samples."""
     of_seeds, of_cluster = Random(f"{seed}/{run}"), Random(f"{seed}/cluster")
     share = price.communication_share
-    drawn = []
+    samples, drawn = [], []
     for law in laws:
         needed = law.samples(run.global_batch) * math.exp(of_seeds.gauss(0.0, noise))
         needed = between_scores * max(1, math.ceil(needed / between_scores))
         slower = share * math.exp(of_cluster.gauss(0.0, uncertain.messages))
         slower += (1 - share) * math.exp(of_cluster.gauss(0.0, uncertain.computing))
+        samples.append(needed)
         drawn.append(needed / price.samples_per_s * slower)
     ordered, outer = sorted(drawn), int(_OUTER * len(drawn))
     return RunForecast(
@@ -102,7 +104,7 @@ def forecast(
         price,
         hosts,
         memory_bytes,
-        samples=fmean(drawn) * price.samples_per_s,
+        samples=fmean(samples),
         seconds=fmean(drawn),
         low_s=ordered[outer],
         high_s=ordered[-1 - outer],

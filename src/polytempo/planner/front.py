@@ -18,6 +18,15 @@ class PlanLimits(NamedTuple):
     """Money, in the currency of the price; without a price host hours."""
     price_per_host_hour: float | None = None
 
+    @property
+    def by_price(self) -> bool:
+        """Whether the cheapest run is chosen, as where only a deadline is given; else the fastest."""
+        return self.deadline_s is not None and self.budget is None
+
+    def weight(self, found: RunForecast) -> int:
+        """What a second of the run counts in the choice: 1, or its hosts where the cheapest run is chosen."""
+        return found.hosts if self.by_price else 1
+
     def hold(self, found: RunForecast) -> bool:
         """Whether the run is expected to keep to all of them."""
         return (
@@ -39,9 +48,7 @@ def front(forecasts: Sequence[RunForecast]) -> list[RunForecast]:
 def ranked(forecasts: Sequence[RunForecast], limits: PlanLimits) -> list[RunForecast]:
     """Those within the limits, the best first: the cheapest where only a deadline is given, else the fastest."""
     within = [each for each in forecasts if limits.hold(each)]
-    if limits.deadline_s is not None and limits.budget is None:
-        return sorted(within, key=lambda one: (one.host_s, one.seconds, one.run))
-    return sorted(within, key=lambda one: (one.seconds, one.host_s, one.run))
+    return sorted(within, key=lambda one: (limits.weight(one) * one.seconds, one.seconds, one.host_s, one.run))
 
 
 def runner_up(order: Sequence[RunForecast]) -> RunForecast | None:
@@ -49,6 +56,8 @@ def runner_up(order: Sequence[RunForecast]) -> RunForecast | None:
     return next((each for each in order[1:] if each.run.family != order[0].run.family), None)
 
 
-def chance(first: RunForecast, second: RunForecast) -> float:
-    """In how many of the draws the first is faster."""
-    return sum(a <= b for a, b in zip(first.drawn_s, second.drawn_s, strict=True)) / len(first.drawn_s)
+def chance(first: RunForecast, second: RunForecast, limits: PlanLimits) -> float:
+    """In how many of the draws the first is faster, or cheaper where the cheapest run is chosen: from 0 to 1."""
+    one, other = limits.weight(first), limits.weight(second)
+    better = sum(one * a <= other * b for a, b in zip(first.drawn_s, second.drawn_s, strict=True))
+    return better / len(first.drawn_s)

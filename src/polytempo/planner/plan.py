@@ -36,7 +36,7 @@ class RunPlan(NamedTuple):
     runner_up: RunForecast | None
     """The best of another family."""
     chance: float | None
-    """That the winner is faster than the runner-up, in the draws."""
+    """That the winner is faster than the runner-up in a draw, or cheaper where the cheapest run is chosen."""
     reversal: Reversal | None
     laws: Mapping[str, SamplesLaw]
     """By family."""
@@ -46,7 +46,7 @@ class RunPlan(NamedTuple):
     given_up: list[LeftOut]
     """Families that cannot win, or that did not reach the target."""
     left_out: list[LeftOut]
-    """Runs that cannot be made, priced, or held in memory."""
+    """Runs that cannot be made or priced."""
     interrupted: bool
     took_s: float
 

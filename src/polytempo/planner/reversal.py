@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polytempo.planner.forecast import RunForecast
+from polytempo.planner.front import PlanLimits
 from polytempo.planner.run_price import Pricer
 
 _FURTHEST = 64.0
@@ -14,7 +15,7 @@ _HALVINGS = 5
 
 
 class Reversal(NamedTuple):
-    """When the runner-up is as fast as the winner."""
+    """When the runner-up is as fast as the winner, or as cheap where the cheapest run is chosen."""
 
     slower_bytes_per_s: float | None
     """Links between hosts of this rate or below; None: not down to a 64th of the cluster's."""
@@ -24,20 +25,24 @@ class Reversal(NamedTuple):
     """The winner needs so many times the samples that are expected of it."""
 
 
-def reversal(winner: RunForecast, other: RunForecast, pricer: Pricer) -> Reversal:
+def reversal(winner: RunForecast, other: RunForecast, pricer: Pricer, limits: PlanLimits) -> Reversal:
     """By prices on other links, with the samples that are expected. Cost: about twenty prices."""
 
+    def on_links(found: RunForecast, factor: float) -> float:
+        """The seconds of the forecast, or host seconds, on links that carry `factor` times as many bytes."""
+        rates = [pricer.price(found.run, network_factor=each).samples_per_s for each in (1.0, factor)]
+        return limits.weight(found) * found.seconds * rates[0] / rates[1]
+
     def ahead(factor: float) -> float:
-        """How far the winner is ahead, as the logarithm of the ratio of times."""
-        rates = [pricer.price(each.run, network_factor=factor).samples_per_s for each in (winner, other)]
-        return math.log(other.samples / rates[1]) - math.log(winner.samples / rates[0])
+        """How far the winner is ahead, as the logarithm of the ratio of times, or of prices."""
+        return math.log(on_links(other, factor) / on_links(winner, factor))
 
     rate = pricer.cluster.network.bytes_per_s
     found: list[float | None] = []
     for direction in (-1.0, 1.0):
         crossed = _crossing(ahead, direction)
         found.append(None if crossed is None else rate * crossed)
-    return Reversal(found[0], found[1], other.seconds / winner.seconds)
+    return Reversal(found[0], found[1], math.exp(ahead(1.0)))
 
 
 def _crossing(ahead: Callable[[float], float], direction: float) -> float | None:

@@ -15,7 +15,7 @@ from polytempo.partition.cut import Cut
 from polytempo.planner.search_space import PlannedRun
 from polytempo.runs.job_memory import WorkerMemory, estimated, estimated_stage
 from polytempo.runs.simulate import simulate
-from polytempo.runs.simulation_checks import check_simulation
+from polytempo.runs.simulation_checks import needs_values
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of
@@ -62,9 +62,8 @@ class Pricer:
             cluster = self.cluster if network_factor == 1.0 else faster_network(self.cluster, network_factor)
             strategy = parse_strategy(run.strategy)
             options = RunOptions(batch_size=run.batch_size, steps=self._steps(strategy, run.workers, rounds), threads=1)
-            result = simulate(
-                self.job, strategy, run.workers, cluster, options, meta=_is_without_values(strategy, options)
-            )
+            meta = not needs_values(strategy, options)
+            result = simulate(self.job, strategy, run.workers, cluster, options, meta=meta)
             per_step = result.seconds / result.steps
             self._found[key] = RunPrice(result.samples_per_s, per_step, result.communication_share)
         return self._found[key]
@@ -79,10 +78,10 @@ class Pricer:
         return self._memory[key]
 
     def hosts(self, run: PlannedRun) -> int:
-        """That are paid for: the workers', and one for each copy of a shard."""
+        """That are paid for: the workers', and those of copies of shards where the cluster has these on other hosts."""
         spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, RunOptions())
         servers = max(0, spec.topology().num_servers - 1)  # the last is the coordinator, in the launcher
-        return len(set(self.cluster.hosts(run.workers))) + servers
+        return len(set(replace(self.cluster, servers=servers).hosts(run.workers + servers)))
 
     def _worker_memory(self, spec: RunSpec) -> WorkerMemory:
         if spec.strategy.schedule is None:
@@ -122,12 +121,3 @@ def faster_network(cluster: Cluster, factor: float) -> Cluster:
     )
     network = replace(cluster.network, bytes_per_s=factor * cluster.network.bytes_per_s)
     return replace(cluster, network=network, collectives=collectives)
-
-
-def _is_without_values(strategy: Strategy, options: RunOptions) -> bool:
-    """Whether the strategy can be simulated without computing anything."""
-    try:
-        check_simulation(strategy, options, meta=True, batched=False)
-    except ValueError:
-        return False
-    return True

@@ -81,7 +81,7 @@ def plan_run(
     if winner is not None and second is not None and not interrupted:
         say("looking for what would change the choice")
         try:
-            turned = reversal(winner, second, search.pricer)
+            turned = reversal(winner, second, search.pricer, limits)
         except KeyboardInterrupt:
             interrupted = True
     return RunPlan(
@@ -94,7 +94,7 @@ def plan_run(
         front=front([each for each in forecasts if limits._replace(deadline_s=None, budget=None).hold(each)]),
         winner=winner,
         runner_up=second,
-        chance=None if winner is None or second is None else chance(winner, second),
+        chance=None if winner is None or second is None else chance(winner, second, limits),
         reversal=turned,
         laws=search.laws(),
         noise=search.noise(),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polytempo.cluster import Cluster
-from polytempo.core import PolytempoError
+from polytempo.core import NotFinite
 from polytempo.data.shard import DataShard
 from polytempo.planner.samples_law import SamplesTrial
 from polytempo.planner.search_space import PlannedRun
@@ -15,10 +15,7 @@ from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.options import RunOptions
-from polytempo.training.program import check_length
-
-STEPS_BETWEEN_SCORES = 4
-"""A run scores after each epoch, and of short epochs after as many as have so many steps."""
+from polytempo.training.program import STEPS_BETWEEN_SCORES, check_length
 
 
 class Trials:
@@ -31,7 +28,10 @@ class Trials:
         self.num_samples = check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
 
     def run(self, family: str, workers: int, batch_size: int, number: int, most_samples: float) -> SamplesTrial:
-        """Train until the target, or for `most_samples` at most; `number` is that of the seed."""
+        """Train until the target, or for `most_samples` at most; `number` is that of the seed.
+
+        A run that diverges has not reached it. Errors: those of the job's own functions.
+        """
         strategy, seed = parse_strategy(family), self._seed + number
         global_batch = workers // strategy.holders * batch_size
         epochs = max(1.0, most_samples / self.num_samples)
@@ -39,15 +39,12 @@ class Trials:
         between = self.between_scores(PlannedRun(family, workers, batch_size, workers // strategy.holders))
         try:
             result = simulate(self.job, strategy, workers, self._cluster, options)
-        except PolytempoError:  # it diverged
+        except NotFinite:
             most = round(epochs * self.num_samples)
             return SamplesTrial(family, workers, batch_size, global_batch, seed, most, most, reached=False)
-        crossed = -(-result.samples // between) * between if result.reached else result.samples
-        crossed = min(crossed, result.samples)
-        before = max(0, crossed - between) if result.reached else crossed
-        return SamplesTrial(
-            family, workers, batch_size, global_batch, seed, crossed, before, reached=bool(result.reached)
-        )
+        samples, reached = result.samples, bool(result.reached)
+        before = max(0, samples - between) if reached else samples
+        return SamplesTrial(family, workers, batch_size, global_batch, seed, samples, before, reached)
 
     def between_scores(self, run: PlannedRun) -> int:
         """Samples from one score of the run to the next."""

@@ -102,7 +102,8 @@ def simulate(
     workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
     seed: each seed is one interleaving of their updates.
 
-    With a parameter server every copy of a shard has a host of its own, and so has the coordinator.
+    With a parameter server every copy of a shard has a host of its own, and so has the coordinator; on a cluster whose
+    cores are counted they are on the workers' hosts.
 
     Memory: one model and one optimizer state for each worker, but for those that have one between them.
     """

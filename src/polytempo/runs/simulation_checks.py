@@ -29,6 +29,15 @@ def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, bat
         _check_without_values(strategy, options)
 
 
+def needs_values(strategy: Strategy, options: RunOptions) -> bool:
+    """Whether a simulation of the strategy has to compute gradients for its times to be known."""
+    try:
+        check_simulation(strategy, options, meta=True, batched=False)
+    except ValueError:
+        return True
+    return False
+
+
 def _check_without_values(strategy: Strategy, options: RunOptions) -> None:
     if strategy.parted is not None and strategy.schedule is not None:
         raise ValueError(

@@ -45,7 +45,8 @@ pipeline that of the batch which has come back (None: none has, or not to this r
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
-_STEPS_BETWEEN_SCORES = 4
+STEPS_BETWEEN_SCORES = 4
+"""An epoch that ends earlier after a score is not scored."""
 
 
 class Moment(NamedTuple):
@@ -188,7 +189,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
         if not await _rest_of_epoch(ports, context, meter, clock):
             continue  # resumed at the end of an epoch: nothing was left of it
         over, step = _over(context), context.replica.step
-        if step - scored_step < _STEPS_BETWEEN_SCORES and not over:
+        if step - scored_step < STEPS_BETWEEN_SCORES and not over:
             continue  # many workers make short epochs
         scored_step = step
         if context.data.test is not None and not over:

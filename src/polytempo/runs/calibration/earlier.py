@@ -29,8 +29,9 @@ class SpeedChange(NamedTuple):
 
 
 def changed(earlier: Cluster, later: Cluster) -> SpeedChange | None:
-    """None where these are other hosts, or where nothing was measured in both."""
-    if earlier.name != later.name or earlier.speeds is None or later.speeds is None:
+    """None where these are other hosts, or have other numbers of workers, or where nothing was measured in both."""
+    hosts = [(each.name, each.workers_per_host) for each in (earlier, later)]
+    if hosts[0] != hosts[1] or earlier.speeds is None or later.speeds is None:
         return None
     before = {name: speed.seconds(KernelUse(name, 1, _BYTES, _FLOPS)) for name, speed in earlier.speeds.kernels}
     after = {name: speed.seconds(KernelUse(name, 1, _BYTES, _FLOPS)) for name, speed in later.speeds.kernels}
