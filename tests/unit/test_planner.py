@@ -366,6 +366,8 @@ def test_a_run_that_diverges_has_not_reached_the_target() -> None:
     tried = Trials(replace(digits, lr=1e30), None, CLUSTER, {"accuracy": 0.99}, 0)
     trial = tried.run(SYNCHRONOUS, 1, 64, 0, most_samples=1.0)
     assert (trial.reached, trial.samples, trial.before) == (False, tried.num_samples, tried.num_samples)
+    assert trial.failed is not None
+    assert "learning rate" in trial.failed
 
 
 def test_what_a_job_does_wrong_in_a_trial_is_said() -> None:

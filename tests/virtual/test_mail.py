@@ -9,7 +9,8 @@ from math import inf
 import pytest
 
 from helpers import CLUSTER, payload
-from polytempo.cluster import Crash, Fault
+from polytempo.cluster import Crash, Fault, KernelSpeed, Speeds
+from polytempo.cluster.speeds import MESSAGE
 from polytempo.core import Deadlock, Port, Program, TimedOut
 from polytempo.core.op import Take
 from polytempo.worlds import VirtualWorld
@@ -64,6 +65,20 @@ def test_a_message_is_there_after_its_latency_and_its_bytes() -> None:
         (1, 0, "take", 0, 0.0, 1.25, 0),
     ]
     assert {"post", "take"} <= COMMUNICATION
+
+
+def test_a_message_that_the_processor_works_on_when_the_wait_ends_is_not_lost() -> None:
+    """It is there after 1.25 s, and its processor takes 2 s for it; a take waits for 0.5 s."""
+    speeds = Speeds((("elementwise", KernelSpeed()), (MESSAGE, KernelSpeed(call_s=2.0))))
+
+    async def program(port: Port) -> object:
+        if port.rank == 0:
+            return await port.post(Letter("hello"), 1)
+        return [await taken(port, 0.5) for _ in range(4)]
+
+    outcome = VirtualWorld(replace(CLUSTER, speeds=speeds), 2).run(program)
+    assert outcome.results[1] == [None, None, (3.25, 0, "hello"), None]
+    assert outcome.seconds == 3.75
 
 
 def test_it_is_handed_over_as_it_is() -> None:

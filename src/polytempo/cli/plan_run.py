@@ -22,6 +22,7 @@ from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
 from polytempo.planner.reversal import Reversal
 from polytempo.planner.search import plan_run as planned
 from polytempo.planner.search_space import SearchSpace, usual_strategies
+from polytempo.report.names import plural
 from polytempo.report.plan_page import money_unit, plan_page, short_names
 from polytempo.report.summary import human_seconds
 from polytempo.spec.call import split_calls
@@ -121,14 +122,14 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
     def told(forecast: dict[str, Any]) -> str:
         times = [human_seconds(forecast[key]) for key in ("seconds", "low_s", "high_s")]
         return (
-            f"{names[forecast['strategy']]} on {forecast['workers']} workers x {forecast['batch_size']}: {times[0]} "
+            f"{names[forecast['strategy']]} on {_size(forecast['workers'], forecast['batch_size'])}: {times[0]} "
             f"({times[1]} to {times[2]}), {forecast['money']:.3g} {unit}"
         )
 
     better = "cheaper" if found.limits.by_price else "faster"
     said = [f"{told(plain['winner'])}."]
     if second is None:
-        said.append("No other strategy reached the target within the limits.")
+        said.append("No other strategy is known to reach the target within the limits.")
     else:
         said.append(f"Runner-up: {told(plain['runner_up'])}. The first is {better} in {found.chance:.0%} of the draws.")
     if turned is not None and second is not None:
@@ -172,7 +173,7 @@ def _other_limits(found: RunPlan, winner: RunForecast, names: Mapping[str, str],
 
     def told(forecast: RunForecast) -> str:
         run = forecast.run
-        return f"{names[run.strategy]} on {run.workers} workers x {run.batch_size}"
+        return f"{names[run.strategy]} on {_size(run.workers, run.batch_size)}"
 
     said = []
     faster = [each for each in found.front if each.seconds < winner.seconds]
@@ -186,6 +187,10 @@ def _other_limits(found: RunPlan, winner: RunForecast, names: Mapping[str, str],
             f"{less:.0%} of the price is saved by taking {human_seconds(cheaper[0].seconds)}: {told(cheaper[0])}."
         )
     return said
+
+
+def _size(workers: int, batch_size: int) -> str:
+    return f"{plural(workers, 'worker')} x {batch_size}"
 
 
 def _too_large(found: RunPlan) -> list[str]:
@@ -211,14 +216,15 @@ def _show(plain: dict[str, Any], sentences: list[str]) -> None:
     if rows:
         print("\nThe front: no other run is both faster and cheaper.")
         show_table((*_COLUMNS, unit), rows)
-    print(f"\n{plain['runs']} runs compared, {len(plain['trials'])} trials, {human_seconds(plain['took_s'])}.")
+    runs, trials = plural(plain["runs"], "run"), plural(len(plain["trials"]), "trial")
+    print(f"\n{runs} compared, {trials}, {human_seconds(plain['took_s'])}.")
     if plain["given_up"]:
-        print("\nGiven up (slower, or not there):")
+        print("\nGiven up (too slow, or the target was not reached):")
         for each in plain["given_up"]:
             print(f"- {each['what']}: {each['why']}")
     if plain["left_out"]:
         first = plain["left_out"][0]
-        print(f"\nLeft out: {len(plain['left_out'])} runs, such as {first['what']}: {first['why']}")
+        print(f"\nLeft out: {plural(len(plain['left_out']), 'run')}, such as {first['what']}: {first['why']}")
     print("\nNot considered:")
     for sentence in NOT_CONSIDERED:
         print(f"- {sentence}")

@@ -38,6 +38,8 @@ class SamplesTrial(NamedTuple):
     before: int
     """Samples of the score before, which had not."""
     reached: bool
+    failed: str | None = None
+    """What ended the run before it reached the target: it diverged, or could not be simulated to its end."""
 
 
 class SamplesLaw(NamedTuple):

@@ -229,10 +229,12 @@ class _Search:
         """Batches of families at which trials ended early."""
         found = []
         for family, trials in self.trials.items():
-            vain = {each.global_batch: each.samples for each in trials if not each.reached}
-            for batch, samples in sorted(vain.items()):
-                what = f"{family}, {batch:,} samples a step"
-                found.append(LeftOut(what, f"a trial had not reached the target after {samples:,} samples"))
+            vain = {each.global_batch: each for each in trials if not each.reached}
+            for batch, trial in sorted(vain.items()):
+                why = f"a trial had not reached the target after {trial.samples:,} samples"
+                if trial.failed is not None:
+                    why = f"a trial failed: {trial.failed}"
+                found.append(LeftOut(f"{family}, {batch:,} samples a step", why))
         return found
 
     def _of(self, family: str) -> list[PlannedRun]:

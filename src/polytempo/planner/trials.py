@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polytempo.cluster import Cluster
-from polytempo.core import NotFinite
+from polytempo.core import PolytempoError
+from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.planner.samples_law import SamplesTrial
 from polytempo.planner.search_space import PlannedRun
@@ -30,7 +31,7 @@ class Trials:
     def run(self, family: str, workers: int, batch_size: int, number: int, most_samples: float) -> SamplesTrial:
         """Train until the target, or for `most_samples` at most; `number` is that of the seed.
 
-        A run that diverges has not reached it. Errors: those of the job's own functions.
+        A run that fails has not reached it, and `failed` says why. Errors: JobFailed of the job's own functions.
         """
         strategy, seed = parse_strategy(family), self._seed + number
         global_batch = workers // strategy.holders * batch_size
@@ -39,9 +40,11 @@ class Trials:
         between = self.between_scores(PlannedRun(family, workers, batch_size, workers // strategy.holders))
         try:
             result = simulate(self.job, strategy, workers, self._cluster, options)
-        except NotFinite:
-            most = round(epochs * self.num_samples)
-            return SamplesTrial(family, workers, batch_size, global_batch, seed, most, most, reached=False)
+        except JobFailed:
+            raise
+        except PolytempoError as error:
+            most, why = round(epochs * self.num_samples), str(error).partition("\n")[0]
+            return SamplesTrial(family, workers, batch_size, global_batch, seed, most, most, reached=False, failed=why)
         samples, reached = result.samples, bool(result.reached)
         before = max(0, samples - between) if reached else samples
         return SamplesTrial(family, workers, batch_size, global_batch, seed, samples, before, reached)

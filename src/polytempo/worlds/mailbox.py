@@ -27,6 +27,8 @@ class NodeMailbox:
         self._open = set(range(num_nodes))
         self._boxes: MessageQueues[int, tuple[int, Parcel]] = MessageQueues()
         self._num_nodes = num_nodes
+        self._handing: set[Flight] = set()
+        """Those whose message has come, and whose processor works on it."""
 
     def post(self, flight: Flight, op: Post) -> None:
         """Send a message on its way; the operation is over when its last byte has left."""
@@ -46,7 +48,7 @@ class NodeMailbox:
         if letter is not None:
             world.at(world.now_s, partial(self._hand_over, flight, letter))
         elif op.wait_s is not None and op.wait_s < inf:
-            world.at(world.now_s + op.wait_s, partial(world.end, flight, "take", 0, None), deadline_of=flight)
+            world.at(world.now_s + op.wait_s, partial(self._give_up, flight), deadline_of=flight)
 
     def close(self, node: int) -> None:
         """The node is gone, or has finished."""
@@ -64,8 +66,18 @@ class NodeMailbox:
             if flight is not None:
                 self._hand_over(flight, letter)
 
+    def _give_up(self, flight: Flight) -> None:
+        """Nothing has come in time. A message that the processor works on has, and would be lost."""
+        if flight not in self._handing:
+            self._world.end(flight, "take", 0, None)
+
     def _hand_over(self, flight: Flight, letter: tuple[int, Parcel]) -> None:
         if not self._network.cluster.handles_messages:
             return self._world.end(flight, "take", 0, letter, letter[0])
-        use = KernelUse(MESSAGE, 1, letter[1].num_bytes)
-        self._processors.handle(flight.rank, use, lambda: self._world.end(flight, "take", 0, letter, letter[0]))
+
+        def over() -> None:
+            self._handing.discard(flight)
+            self._world.end(flight, "take", 0, letter, letter[0])
+
+        self._handing.add(flight)
+        self._processors.handle(flight.rank, KernelUse(MESSAGE, 1, letter[1].num_bytes), over)
