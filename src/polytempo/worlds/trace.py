@@ -42,7 +42,7 @@ WAITING = frozenset({"recv", "take"})
 COMMUNICATION = WAITING | {"send", "post", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"}
 
 OFF_THE_CLOCK = frozenset({"score", "save"})
-"""What training stands still for: seconds of a run leave it out. Operations that are a part of it have their own lines."""
+"""What training stands still for, so that seconds of a run leave it out. Its operations have lines, too."""
 
 
 class Trace:
