@@ -66,10 +66,10 @@ def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, opti
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
     asked = replace(options, epochs=1_000_000, threads=1)
     num_bytes = 4 * sum(p.numel() for p in job.model().parameters())
-    errors = [0.0]
+    shared, errors = cluster.shares_cores(workers), [0.0]
     for count in sorted({workers, _with_a_core_each(cluster, workers)}):
         ranks = _measured_s(setup, job, NO_EXCHANGE, count, asked)
-        cluster = _with_steps(cluster, job, asked, ranks)
+        cluster = _with_steps(cluster, job, asked, ranks, shared=shared)
         if count > 1 and cluster.network == cluster.memory and num_bytes >= _LEAST_BYTES:
             cluster = _with_exchange_of(cluster, setup, job, asked, ranks)
         elif count > 1:
@@ -84,10 +84,10 @@ def _with_a_core_each(cluster: Cluster, workers: int) -> int:
     return next((count for count in range(workers, 1, -1) if not cluster.shares_cores(count)), 1)
 
 
-def _with_steps(cluster: Cluster, job: Job, asked: RunOptions, ranks: list[list[float]]) -> Cluster:
-    """With the pace and the stragglers of steps without an exchange, those of each rank."""
+def _with_steps(cluster: Cluster, job: Job, asked: RunOptions, ranks: list[list[float]], *, shared: bool) -> Cluster:
+    """With the pace of steps without an exchange, those of each rank; and with their stragglers, unless workers may
+    share cores."""
     workers, parameters = len(ranks), sum(p.numel() for p in job.model().parameters())
-    shared = cluster.shares_cores(workers)
     step_s = _mean_s(ranks) if shared else median(taken for rank in ranks for taken in rank)
     disturbed = cluster.stragglers if shared else constant()
     steps = _STEPS - _WARM_UP if shared else _SIMULATED
