@@ -28,7 +28,7 @@ _PERCENT = 100
 _SHOWN = ("product", "elementwise", "update SGD momentum", "encode feedback(one_bit())", "low_rank answer", "step")
 
 
-class Paced(NamedTuple):
+class PacedJob(NamedTuple):
     """A job whose own passes are measured, too."""
 
     job: str
@@ -36,7 +36,7 @@ class Paced(NamedTuple):
     data: Path | None
 
 
-def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced | None, *, as_json: bool) -> None:
+def calibrate(engine: str, workers: int | None, out: Path | None, paced: PacedJob | None, *, as_json: bool) -> None:
     """Measure with so many processes, write the file, and show the main figures."""
     setup, path = parse_engine(engine), out or _FILE
     check_cluster_file(path)

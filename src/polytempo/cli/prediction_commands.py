@@ -21,12 +21,12 @@ def calibrate(
     With --job also 90 steps of that job, so that its own passes are predicted as they are here.
     """
     with exit_code():
-        from polytempo.cli.calibrate import Paced  # imports torch, which takes seconds
+        from polytempo.cli.calibrate import PacedJob  # imports torch, which takes seconds
         from polytempo.cli.calibrate import calibrate as command
 
         if job is None and (batch_size is not None or data is not None):
             raise ValueError("--batch-size and --data say how a job is measured: give --job, too, or leave them out")
-        paced = Paced(job, batch_size, data) if job is not None else None
+        paced = PacedJob(job, batch_size, data) if job is not None else None
         command(engine or "local", workers, out, paced, as_json=bool(json))
 
 
