@@ -27,7 +27,7 @@ def test_what_a_program_froze_stays_frozen() -> None:
     gc.freeze()
     with collecting_rarely():
         held = many()
-        assert gc.get_count()[0] >= len(held)
+        assert gc.get_count()[0] > len(held) // 2
     assert gc.get_freeze_count() > 0
 
 
