@@ -122,8 +122,8 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 # Tests of another torch or another Python, in a venv of their own: what they share with torch, and what starts processes.
 VERSION ?= 2.15.0
 OTHER = .venv-torch-$(VERSION)-$(notdir $(PYTHON))
-OTHER_TESTS := $(patsubst %,tests/process/test_%.py,backend backend_users process_world init local_engine comm_hook comm_hook_ends) \
-	$(wildcard tests/process/test_attach*.py) tests/native/test_group.py
+OTHER_TESTS := $(patsubst %,tests/process/test_%.py,process_world init) tests/native/test_group.py \
+	$(wildcard $(patsubst %,tests/process/test_%*.py,backend local_engine comm_hook attach))
 
 test-torch: $(LIBRARY) ## process, backend and attach tests with another torch: VERSION=2.9.1, PYTHON=python3.12
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)

@@ -19,7 +19,7 @@ from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from polytempo.interop.backend import across_hosts
 from polytempo.native import library
-from process.test_backend import TABLE, WITHOUT_GLOO, attempted
+from process.collective_calls import TABLE, WITHOUT_GLOO, attempted
 
 pytestmark = pytest.mark.process
 

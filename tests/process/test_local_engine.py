@@ -1,56 +1,33 @@
-"""The local engine starts workers, says which one failed and why, and leaves nothing behind."""
+"""The local engine starts workers, and says which one failed and why."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
-import select
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, but does not tell mypy
-from torch.utils.data import DataLoader, TensorDataset
 
-import polytempo
 from polytempo.core.errors import PeerLost
 from polytempo.engines import threads as worker_threads
 from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.engine import Result
 from polytempo.engines.environment import recognise
 from polytempo.engines.failures import WorkerDied
-from polytempo.engines.fork import fork
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
+from process.launches import private, rest
+
+__all__ = ["private"]
 
 pytestmark = pytest.mark.process
-
-DEADLINE_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where private folders come into being in this test: afterwards, none may be there."""
-    folder = tmp_path_factory.mktemp("p")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def rest(rank_info: RankInfo) -> Result:
-    """Wait for a signal that never comes."""
-    threading.Event().wait()
-    return None
 
 
 # --- what workers are told, and what they give back
@@ -266,134 +243,6 @@ def test_a_run_that_hangs_is_ended_and_says_where(private: Path) -> None:
     assert list(private.iterdir()) == []
 
 
-# --- nothing is left behind
-
-
-def test_what_workers_started_ends_with_them(private: Path) -> None:
-    def work(rank_info: RankInfo) -> Result:
-        child = os.fork()
-        if child == 0:
-            threading.Event().wait()
-        return child
-
-    started = launch(work, 2)
-    assert len(set(started)) == 2
-    assert [child for child in started if is_running(child)] == []
-
-
-def test_a_killed_worker_takes_its_data_loaders_along(private: Path) -> None:
-    listening, speaking = os.pipe()
-
-    def work(rank_info: RankInfo) -> Result:
-        batches = iter(DataLoader(TensorDataset(torch.ones(64, 3)), num_workers=2))
-        next(batches)
-        os.write(speaking, b"".join(b"%d\n" % process for process in children_of(os.getpid())))
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
-
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        launch(work, 1)
-    loaders = {int(line) for line in lines_of(listening, count=2)}
-    os.close(speaking)
-    assert [process for process in loaders if is_running(process)] == []
-    assert shared_memory_of(loaders) == []
-    assert list(private.iterdir()) == []
-
-
-LAUNCHER = """
-import os, sys, threading
-from polytempo.engines.launch import launch
-
-def work(rank_info):
-    child = os.fork()
-    if child == 0:
-        os.write(speaking, b"%d\\n" % os.getpid())
-        threading.Event().wait()
-    held = memoryview(bytearray(1 << 20))
-    os.write(speaking, b"%d\\n" % os.getpid())
-    threading.Event().wait()
-
-for line in sys.stdin:  # each launcher is a process of its own, which ends as any interpreter does
-    child = os.fork()
-    if child == 0:
-        break
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
-os.environ["TMPDIR"], pipe = line.split()
-speaking = os.open(pipe, os.O_WRONLY)
-launch(work, 2)
-"""
-
-
-@pytest.fixture(scope="module")
-def launchers() -> Iterator[subprocess.Popen[str]]:
-    """An interpreter that has loaded all, and forks a launcher for each folder and pipe that it reads."""
-    environ = {**os.environ, "PYTHONPATH": str(Path(polytempo.__file__).parents[1])}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, "-c", LAUNCHER]
-    with subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes) as process:
-        yield process
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_the_launcher(
-    number: signal.Signals, private: Path, tmp_path: Path, launchers: subprocess.Popen[str]
-) -> None:
-    assert launchers.stdin is not None
-    assert launchers.stdout is not None
-    os.mkfifo(tmp_path / "pipe")
-    print(private, tmp_path / "pipe", file=launchers.stdin, flush=True)
-    launcher = int(launchers.stdout.readline())
-    processes = {int(line) for line in lines_of(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), count=4)}
-    processes |= children_of(launcher)
-    assert len(processes) == 5  # two workers, a child of each, and the janitor
-    assert [path.name.split("-")[0] for path in private.iterdir()] == ["polytempo"]
-    watched = [os.pidfd_open(process) for process in processes]
-    os.kill(launcher, number)
-    assert int(launchers.stdout.readline()) == -number
-    ended = [descriptor for descriptor in watched if wait([descriptor], DEADLINE_S)]
-    for descriptor in watched:
-        os.close(descriptor)
-    assert len(ended) == 5
-    assert list(private.iterdir()) == []
-    assert shared_memory_of(processes) == []
-
-
-def shared_memory_of(processes: set[int]) -> list[str]:
-    """Segments named after one of the processes, as PyTorch names them."""
-    return [name for name in os.listdir("/dev/shm") if any(f"_{process}" in name for process in processes)]
-
-
-def lines_of(descriptor: int, count: int) -> list[bytes]:
-    """The first `count` lines from a pipe, which is closed."""
-    text = b""
-    while text.count(b"\n") < count:
-        ready, _, _ = select.select([descriptor], [], [], 60)
-        assert ready, f"only {text!r} within a minute"
-        text += os.read(descriptor, 1000)
-    os.close(descriptor)
-    return text.splitlines()
-
-
-def stat_of(process: str) -> list[str]:
-    """State, parent and so on of a process, from /proc; empty where it is gone."""
-    try:
-        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def children_of(parent: int) -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdecimal() and stat_of(name)[1:2] == [str(parent)]}
-
-
-def is_running(process: int) -> bool:
-    return stat_of(str(process))[:1] not in ([], ["Z"])
-
-
 def test_a_full_disk_is_named_though_the_log_lies_on_it() -> None:
     def work(rank_info: RankInfo) -> Result:
         os.dup2(os.open("/dev/full", os.O_WRONLY), sys.stderr.fileno())
@@ -401,66 +250,3 @@ def test_a_full_disk_is_named_though_the_log_lies_on_it() -> None:
 
     with pytest.raises(WorkerDied, match=r"raised OSError: .* left on device: 'metrics\.jsonl' \(exit code 1\)"):
         launch(work, workers=1)
-
-
-# --- what a launcher and a janitor that are killed together leave
-
-
-def left(private: Path, name: str, content: str | None = "locked while this run lives\n") -> Path:
-    folder = private / name
-    (folder / "mail").mkdir(parents=True)
-    if content is not None:
-        (folder / "owner").write_text(content)
-    return folder
-
-
-def test_the_next_run_sweeps_what_a_launcher_and_a_janitor_left_that_were_killed_together(private: Path) -> None:
-    reading, writing = os.pipe()
-
-    def killed() -> None:
-        def work(rank_info: RankInfo) -> Result:
-            children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
-            os.write(writing, (" ".join(children) + "\n").encode())
-            return rest(rank_info)
-
-        launch(work, workers=1)
-
-    launcher = fork(killed)
-    os.close(writing)
-    with os.fdopen(reading) as lines:
-        janitor = next(int(child) for child in lines.readline().split() if is_janitor(int(child)))
-        os.kill(janitor, signal.SIGSTOP)
-        os.kill(launcher, signal.SIGKILL)
-        os.kill(janitor, signal.SIGKILL)
-        os.waitpid(launcher, 0)
-        lines.read()  # ends with the worker
-    (folder,) = private.iterdir()
-    assert launch(lambda rank_info: rank_info.rank, workers=1) == [0]
-    assert list(private.iterdir()) == [], folder
-
-
-def is_janitor(process: int) -> bool:
-    """It is the child that has closed everything but a pipe."""
-    return not os.readlink(f"/proc/{process}/fd/1").endswith(".log")
-
-
-def test_only_what_a_dead_run_of_this_user_left_is_swept(private: Path) -> None:
-    elsewhere = left(private, "thesis")
-    (private / "polytempo-00000001").symlink_to(elsewhere)
-    kept = [
-        left(private, "polytempo-0000000g"),
-        left(private, "polytempo-00000002", None),
-        left(private, "polytempo-00000003", ""),
-        left(private, "polytempo-00000004"),
-        left(private, "polytempo-00000005", None),
-        elsewhere,
-        private / "polytempo-00000001",
-    ]
-    (private / "polytempo-00000005" / "owner").symlink_to(elsewhere / "owner")
-    swept = left(private, "polytempo-00000006")
-    with (private / "polytempo-00000004" / "owner").open() as living:
-        fcntl.flock(living, fcntl.LOCK_EX)
-        assert launch(lambda rank_info: rank_info.rank, workers=1) == [0]
-    assert all(os.path.lexists(path) for path in kept)
-    assert (elsewhere / "owner").exists()
-    assert not swept.exists()

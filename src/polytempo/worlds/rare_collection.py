@@ -9,6 +9,9 @@ from contextlib import contextmanager
 _NEW_OBJECTS = 4_000_000
 """After so many more objects than before it looks for cycles; Python's own number is 700."""
 
+_MANY_OBJECTS = 100_000
+"""So many young objects are looked through in a few milliseconds."""
+
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
@@ -23,7 +26,7 @@ def collecting_rarely() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
+        if gc.get_count()[0] > _MANY_OBJECTS and not gc.get_freeze_count():  # it counts what is frozen one by one
             gc.freeze()  # and thaw: so all that lives counts as old, and need not be looked through now
             gc.unfreeze()
         gc.set_threshold(young, *older)

@@ -1,0 +1,25 @@
+"""What tests of launches share: where private folders come into being, and a worker that never ends by itself."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from polytempo.engines.worker import RankInfo, Result
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where private folders come into being in this test: afterwards, none may be there."""
+    folder = tmp_path_factory.mktemp("p")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def rest(rank_info: RankInfo) -> Result:
+    """Wait for a signal that never comes."""
+    threading.Event().wait()
+    return None
