@@ -44,6 +44,15 @@ class Requests:
         """How many requests have no answer yet."""
         return len(self._sent) + len(self._queued)
 
+    @property
+    def queues(self) -> bool:
+        """Whether a request has not been sent."""
+        return bool(self._queued)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether `late` has something to send again."""
+        return now_s >= self._retry_at_s
+
     def waited_s(self, now_s: float) -> float:
         """How long the oldest request has been waiting; 0 where none is."""
         return now_s - self._oldest_s if self._sent else 0.0
@@ -118,7 +127,7 @@ class Requests:
 
     def late(self, now_s: float) -> list[Request]:
         """The requests to send again, because no answer has come for long; the waiting time doubles each time."""
-        if now_s < self._retry_at_s:
+        if not self.is_due(now_s):
             return []
         return self._again(now_s, min(2 * self._patience_s, self._timing.longest_retry_s))
 

@@ -25,8 +25,8 @@ class Agenda:
         self._earliest_s: dict[int, float] = {}
         self._waiting: dict[int, list[Entry]] = {}
 
-    def add(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None) -> None:
-        """Do `action` then; `deadline_of`: see `VirtualWorld.at`."""
+    def add(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
+        """Do `action` then; not if it is the deadline of an operation that is over by then."""
         self._asked += 1
         entry = (time_s, self._asked, deadline_of, action)
         if deadline_of is None:
@@ -35,8 +35,10 @@ class Agenda:
         if time_s < self._earliest_s.get(rank, inf):
             self._earliest_s[rank] = time_s
             return heappush(self.heap, entry)
-        waiting = self._waiting.get(rank, ())
-        self._waiting[rank] = [*(other for other in waiting if not _is_kept(other)), entry]
+        waiting = self._waiting.setdefault(rank, [])
+        while waiting and _is_kept(waiting[-1]):
+            waiting.pop()
+        waiting.append(entry)
 
     def passed(self, rank: int) -> None:
         """A deadline of `rank` has left the heap. Those that wait go there now, in the order in which they were."""

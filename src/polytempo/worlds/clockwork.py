@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from polytempo.worlds.operations import Flight
+from polytempo.worlds.trace import Line
 
 
 class Clockwork(Protocol):
@@ -28,6 +29,9 @@ class Clockwork(Protocol):
         error: Exception | None = None,
     ) -> None:
         """An operation has its answer: write its line in the trace, and let it `land`."""
+
+    def write(self, event: Line) -> None:
+        """Write a line in the trace for an operation that nothing waits for, unless its rank is gone."""
 
     def land(self, flight: Flight, value: Any, error: Exception | None) -> None:
         """An operation has its answer: resume what waits for it."""

@@ -22,6 +22,7 @@ from polytempo.core.op import (
     Alone,
     Collective,
     Compute,
+    Dispatch,
     LentRecv,
     LentSend,
     Mark,
@@ -45,7 +46,7 @@ from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.rare_collection import collecting_rarely
-from polytempo.worlds.trace import Trace
+from polytempo.worlds.trace import Line, Trace
 from polytempo.worlds.whole_sums import WholeSums
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ class VirtualWorld:
         self._clock = Now(lambda: self.now_s)
         self.trace = Trace(timed=True, max_events=max_events, groups={group.start: group for group in groups})
         self._agenda = Agenda()
+        self.at = self._agenda.add
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[VirtualStrand]] = [[] for _ in range(num_ranks)]
@@ -175,10 +177,6 @@ class VirtualWorld:
             text = who_waits_for_what(self.now_s, living, self._collectives.open())
             raise Deadlock(text) from next(iter(self._errors.values()), None)
 
-    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
-        """Do `action` at `time_s`; not if it is the deadline of an operation that is over by then."""
-        self._agenda.add(time_s, action, deadline_of)
-
     # ------------------------------------------------------------------ coroutines
 
     def _begin(self, strand: VirtualStrand) -> None:
@@ -194,12 +192,14 @@ class VirtualWorld:
 
     def _answer(self, strand: VirtualStrand, op: Op[Any]) -> Any:
         """Begin an operation: its answer, or WAITING until its flight lands. A rank that it kills waits for ever."""
-        kind, rank = type(op), strand.flight.rank
-        if kind is Now:
-            return self.now_s
-        if kind in self._issuing:
+        rank = strand.flight.rank
+        if type(op) in self._issuing:
             return self._wait(strand, self._issue(rank, op))
         match op:
+            case Dispatch():
+                return self._mail.dispatch(rank, self._step[rank], op)
+            case Now():
+                return self.now_s
             case Mark(step):
                 pause = self._mark(rank, step)
                 return self._wait(strand, pause) if pause is not None else WAITING if rank in self.lost else None
@@ -302,6 +302,11 @@ class VirtualWorld:
         waiters, flight.waiters = flight.waiters, ()
         for answer in waiters:
             answer(value, error)
+
+    def write(self, event: Line) -> None:
+        """Write a line in the trace for an operation that nothing waits for, unless its rank is gone."""
+        if event[0] not in self.lost:
+            self.trace.add(event)
 
     # ------------------------------------------------------------------ failures
 

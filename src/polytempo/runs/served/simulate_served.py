@@ -89,7 +89,10 @@ class ServedSimulation:
         self.topology = topology = program.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
         self._groups: dict[int, Port] = {}
-        self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
+        if meta and program.stages is None:  # without values there is one model, so all can be one
+            self.contexts = [program.context(self.cost)] * spec.workers
+        else:
+            self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
         for context in self.contexts:
             if context.noise is not None:
                 context.noise.sends = False

@@ -259,7 +259,10 @@ class Client:
     def outbox(self, now_s: float) -> Outbox:
         """The messages that are sent for the first time now."""
         out = [] if self._host is None else self._host.go_on(now_s)
-        return out + [(asked.head, request) for asked in self.asked for request in asked.sendable(now_s)]
+        for asked in self.asked:
+            if asked.queues:
+                out += [(asked.head, request) for request in asked.sendable(now_s)]
+        return out
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take an answer or a view. Raises `Refused` where a shard has refused."""
@@ -296,10 +299,14 @@ class Client:
             out += [] if self._host is None else self._host.late()
         return out + self.outbox(now_s)
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether `tick` may have something to send."""
+        return self._host is not None or any([asked.is_due(now_s) for asked in self.asked])
+
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
-        gathering_s = float("inf") if self._host is None else self._host.wait_s(now_s)
-        return min([gathering_s, *[asked.wait_s(now_s) for asked in self.asked]])
+        waiting_s = [asked.wait_s(now_s) for asked in self.asked]
+        return min(waiting_s) if self._host is None else min(self._host.wait_s(now_s), *waiting_s)
 
     def add(self, shard: int, build: Callable[[int, int, int], R], pending: PendingExchange) -> R:
         """Queue a request whose answer is of `pending`."""

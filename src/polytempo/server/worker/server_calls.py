@@ -98,7 +98,7 @@ class ServerCalls:
             now_s = await port.now()
             if taken is not None:
                 await self._sort(now_s, *taken)
-            if late := client.tick(now_s, all_read=taken is None):
+            if (taken is None or client.is_due(now_s)) and (late := client.tick(now_s, all_read=taken is None)):
                 await self._post(late)
             if taken is None and until_s is not None and now_s >= until_s:
                 return
