@@ -16,8 +16,11 @@ class Clockwork(Protocol):
     lost: dict[int, float]
     """When each rank died that has."""
 
-    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
-        """Do `action` then; not if it is the deadline of an operation that is over by then."""
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Do `action` then."""
+
+    def at_deadline(self, time_s: float, flight: Flight, action: Callable[[], None]) -> None:
+        """Do `action` then, if the operation `flight` is not over by then."""
 
     def end(
         self,

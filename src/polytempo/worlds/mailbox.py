@@ -54,7 +54,7 @@ class NodeMailbox:
         if letter is not None:
             world.at(world.now_s, partial(self._hand_over, flight, letter))
         elif op.wait_s is not None and op.wait_s < inf:
-            world.at(world.now_s + op.wait_s, partial(world.end, flight, "take", 0, None), deadline_of=flight)
+            world.at_deadline(world.now_s + op.wait_s, flight, partial(world.end, flight, "take", 0, None))
 
     def close(self, node: int) -> None:
         """The node is gone, or has finished."""

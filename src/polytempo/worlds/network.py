@@ -8,19 +8,20 @@ receiver's end             ├── busy ──┤            later, if another
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from polytempo.cluster import Cluster, Link
 
 End = int
-"""The number of a rank's end of its host's memory, which is the rank's, or behind those of a host's end of the network."""
+"""A number: of a rank's end of its host's memory the rank's, and behind all of those a host's end of the network."""
 
 
 class Contended(Exception):
     """Messages that were taken to be alone in the network are not."""
 
 
-class Passage(NamedTuple):
+class Passage(msgspec.Struct, frozen=True):
     """A message on its way."""
 
     left_s: float

@@ -103,7 +103,7 @@ class VirtualWorld:
         self._clock = Now(lambda: self.now_s)
         self.trace = Trace(timed=True, max_events=max_events, groups={group.start: group for group in groups})
         self._agenda = Agenda()
-        self.at = self._agenda.add
+        self.at, self.at_deadline = self._agenda.add, self._agenda.add_deadline
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[VirtualStrand]] = [[] for _ in range(num_ranks)]
@@ -163,15 +163,14 @@ class VirtualWorld:
             self._schedule_crashes(rank)
             flight = Flight("program", rank, 0, 0.0)
             self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
-        heap, pop = self._agenda.heap, heapq.heappop
-        while heap and self._running:
-            time_s, _, flight_or_none, action = pop(heap)
-            if flight_or_none is not None:
-                self._agenda.passed(flight_or_none.rank)
-                if flight_or_none.done:
-                    continue  # a deadline that was kept
-            self.now_s = time_s
-            action()
+        agenda, pop = self._agenda, heapq.heappop
+        events, deadlines = agenda.events, agenda.deadlines
+        while self._running and (events or deadlines):
+            late = deadlines and not (events and events[0] < deadlines[0])
+            entry = agenda.earliest_deadline() if late else pop(events)
+            if entry is not None:
+                self.now_s, _, action = entry
+                action()
         if self._running:
             living = [[] if rank in self.lost else strands for rank, strands in enumerate(self._strands)]
             text = who_waits_for_what(self.now_s, living, self._collectives.open())
@@ -271,7 +270,7 @@ class VirtualWorld:
 
     def _limit(self, flight: Flight, op: Op[Any], timeout_s: float) -> None:
         late = TimedOut(flight.rank, flight.step, str(op), timeout_s)
-        self.at(self.now_s + timeout_s, lambda: self.land(flight, None, late), deadline_of=flight)
+        self.at_deadline(self.now_s + timeout_s, flight, lambda: self.land(flight, None, late))
 
     def _send_receive(self, flight: Flight, op: SendReceive) -> None:
         """Two messages with a line each in the trace; the pair is over when both are."""
@@ -352,7 +351,7 @@ class VirtualWorld:
         """`flight` needs `peer`, which is gone; its rank hears of it when the death is detected."""
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
         known_s = max(self.now_s, self.lost[peer] + self.cluster.detection_s)
-        self.at(known_s, lambda: self.land(flight, None, error), deadline_of=flight)
+        self.at_deadline(known_s, flight, lambda: self.land(flight, None, error))
 
 
 def _unknown(rank: int, op: Op[Any]) -> TypeError:
