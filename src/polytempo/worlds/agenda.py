@@ -41,7 +41,10 @@ class Agenda:
         if time_s < self._earliest_s.get(rank, inf):
             self._earliest_s[rank] = time_s
             return heappush(self.deadlines, deadline)
-        waiting = self._waiting.setdefault(rank, [])
+        waiting = self._waiting.get(rank)
+        if waiting is None:
+            self._waiting[rank] = [deadline]
+            return
         while waiting and waiting[-1][3].done:
             waiting.pop()
         waiting.append(deadline)

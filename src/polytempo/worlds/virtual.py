@@ -193,7 +193,9 @@ class VirtualWorld:
         """Begin an operation: its answer, or WAITING until its flight lands. A rank that it kills waits for ever."""
         rank = strand.flight.rank
         if type(op) in self._issuing:
-            return self._wait(strand, self._issue(rank, op))
+            strand.waits_for = flight = self._issue(rank, op)
+            flight.waiters += (strand.go_on,)
+            return WAITING
         match op:
             case Dispatch():
                 return self._mail.dispatch(rank, self._step[rank], op)
