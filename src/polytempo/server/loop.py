@@ -53,7 +53,8 @@ async def serve(port: Port, machine: Machine) -> None:
                 out = machine.receive(now_s, source, message)
             if out:
                 await port.dispatch(out)
-            now_s = await port.now()
+            if out or flops:
+                now_s = await port.now()
         wait_s = machine.wait_s(now_s)
         if wait_s <= 0:
             if out := machine.tick(now_s):

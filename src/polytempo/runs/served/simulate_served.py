@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from polytempo.cluster import Cluster
-from polytempo.core import PolytempoError, Port
+from polytempo.core import PolytempoError, Port, Program
 from polytempo.core.files import run_folder
 from polytempo.core.kernel_use import KernelUse
 from polytempo.core.port import world_port
@@ -139,13 +139,13 @@ class ServedSimulation:
             raise
         return None
 
-    async def _work(self, port: Port) -> Attendance:
+    def _work(self, port: Port) -> Program[Attendance]:
         client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
         group, stages = self._group(port), self._stages(port)
         program = work(group, self.contexts[port.rank], client, stages=stages)
         if stages is not None:
             program = through_stages(StageMessages(port, stages.members, client.incarnation, self.timing), program)
-        return await through(client, port, program)
+        return through(client, port, program)
 
     def _group(self, port: Port) -> Port:
         """The workers with the same stage of all replicas: they follow each other. They share what a group lists."""

@@ -28,9 +28,9 @@ _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
 
 
-async def through(client: Client, port: Port, program: Program[T]) -> T:
-    """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
-    return await interpreted(program, ServerCalls(client, port).perform, (Push, Pull, Start, Work, Take))
+def through(client: Client, port: Port, program: Program[T]) -> Program[T]:
+    """`program` with its exchanges. A client has one program; coroutines that it starts cannot push."""
+    return interpreted(program, ServerCalls(client, port).perform, (Push, Pull, Start, Work, Take))
 
 
 class ServerCalls:
