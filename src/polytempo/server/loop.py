@@ -43,8 +43,8 @@ async def serve(port: Port, machine: Machine) -> None:
     while not machine.finished:
         taken = await port.take(wait_s + _SLACK_S)
         now_s = await port.now()
-        if taken is not None and isinstance(taken[1], Message):
-            source, message = taken
+        source, message = taken or (0, None)
+        if isinstance(message, Message):
             flops = machine.flops(message)
             if flops:
                 uses = (KernelUse("serve", 1, message.num_bytes, flops),)

@@ -301,7 +301,7 @@ class Client:
 
     def is_due(self, now_s: float) -> bool:
         """Whether `tick` may have something to send."""
-        return self._host is not None or any([asked.is_due(now_s) for asked in self.asked])
+        return self._host is not None or any(asked.is_due(now_s) for asked in self.asked)
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
