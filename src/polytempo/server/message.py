@@ -40,8 +40,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """The bytes that it costs a link: its tensors and a small header."""
-        sized = _sized_fields(type(self))
-        return self.HEADER_BYTES + (sum([_num_bytes(getattr(self, name)) for name in sized]) if sized else 0)
+        return self.HEADER_BYTES + sum([_num_bytes(getattr(self, name)) for name in _sized_fields(type(self))])
 
 
 _sized_fields = cache(lambda kind: fields_of(kind, (Tensor, bytes, Rows, Message)))

@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 def trained_of(
     model: nn.Module, optimizer: Optimizer, strategy: Strategy, parameters: Sequence[Parameter] | None = None
 ) -> Trained:
-    """Errors: ValueError for what cannot be pushed. `parameters`: see `ServedContext`."""
+    """Errors: ValueError for what cannot be pushed. `parameters`: as shards know them, where they are known."""
     found = parameters_of(model, optimizer, strategy) if parameters is None else parameters
     by_name = trainable(model, optimizer)
     dense = {p.name: by_name[p.name] for p in found if not p.row_width}
