@@ -25,6 +25,7 @@ import torch
 
 import polytempo as pt
 from polytempo.cluster import Cluster
+from polytempo.cluster.prices import JOB
 from polytempo.core import PolytempoError
 from polytempo.planner.plan import RunPlan
 from polytempo.planner.search import plan_run
@@ -82,7 +83,8 @@ def main() -> None:
         if asked.earlier is not None:
             found, change = compared(found, asked.earlier)
             print(f"since {asked.earlier.name}: {change}")
-        cluster = with_pace(found.cluster, engine, job, len(asked.namespaces), RunOptions())
+        cluster, error = with_pace(found.cluster, engine, job, len(asked.namespaces), RunOptions())
+        found = found._replace(spread=found.spread | {JOB: error})
         print(f"calibrated: {cluster.network}, spread {found.spread}, {cluster.speeds and cluster.speeds.jobs}")
         compare(job, until, cluster, found.spread, WORKERS["hosts"], real(job, until, engine), asked)
         return

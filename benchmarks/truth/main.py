@@ -70,7 +70,7 @@ def main() -> None:
     if asked.calibrate:
         name = "local" if asked.hosts is None else "hosts"
         found = calibrate(engine, name, asked.workers)
-        paced = with_pace(found.cluster, engine, find(JOBS[asked.job]), asked.workers, RunOptions())
+        paced = with_pace(found.cluster, engine, find(JOBS[asked.job]), asked.workers, RunOptions()).cluster
         Path(asked.cluster).write_text(to_toml(paced, found.measured, found.spread), encoding="utf-8")
     cluster, job = read_cluster(Path(asked.cluster)), find(JOBS[asked.job])
     chosen = {name: STRATEGIES[name] for name in asked.only or STRATEGIES}
@@ -81,7 +81,7 @@ def main() -> None:
     clusters = [] if asked.pace_each_round else [cluster]
     for _ in range(asked.repeats):  # in turns, so that a busy minute is spread over all
         if asked.pace_each_round:
-            clusters.append(with_pace(cluster, engine, job, asked.workers, RunOptions()))
+            clusters.append(with_pace(cluster, engine, job, asked.workers, RunOptions()).cluster)
         for name, strategy in chosen.items():
             run = partial(pt.run, job, strategy, asked.workers, engine=engine, **options)
             taken[name].append(step_of(run))

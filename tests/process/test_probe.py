@@ -83,10 +83,10 @@ def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         job_pace, "steps_of_ranks", lambda events: [[f * step_s[3.0] for f in factors] for _ in range(2) if events]
     )
-    found = job_pace.with_pace(cluster, pt.engines.local(), small_job(), 2, RunOptions(batch_size=4))
+    found = job_pace.with_pace(cluster, pt.engines.local(), small_job(), 2, RunOptions(batch_size=4)).cluster
     assert found.speeds is not None
-    [(name, parameters, pace)] = found.speeds.jobs
-    assert (name, parameters) == ("small", 64 * 64 + 64 + 640 + 10)
+    [(name, parameters, pace, workers)] = found.speeds.jobs
+    assert (name, parameters, workers) == ("small", 64 * 64 + 64 + 640 + 10, 2)
     assert pace == pytest.approx(3.0)
     varied = steps_of(found.stragglers)  # type: ignore[arg-type]  # of measured steps
     assert varied is not None
@@ -109,7 +109,7 @@ def test_what_a_byte_of_its_exchange_costs_besides(monkeypatch: pytest.MonkeyPat
     taken_s = iter([said_s(NO_EXCHANGE), said_s(pt.strategies.sync_sgd()) + 2e-9 * num_bytes])
     monkeypatch.setattr(job_pace, "_STEPS", 20)
     monkeypatch.setattr(job_pace, "steps_of_ranks", lambda events: [[next(taken_s)] * 20] if events else [])
-    found = job_pace.with_pace(cluster, pt.engines.local(), job, 2, options).speeds
+    found = job_pace.with_pace(cluster, pt.engines.local(), job, 2, options).cluster.speeds
     assert found is not None
     assert found.of("exchange")[:3] == pytest.approx((1e-4, 2e-9, 0.0))
 

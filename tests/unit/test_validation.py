@@ -42,6 +42,24 @@ def test_a_server_marks_no_steps() -> None:
     )
 
 
+def test_scores_and_checkpoints_are_no_part_of_a_step() -> None:
+    plain, stopped, off_s = trace(0.004, 0.001), list[Event](), 0.0
+    for event in plain:
+        moved = event._replace(start_s=event.start_s + off_s, end_s=event.end_s + off_s)
+        stopped.append(moved)
+        if event.step in (2, 3) and event.rank == 1 and event.op == "all_reduce":
+            for rank in (0, 1):
+                stopped.append(
+                    Event(rank, event.step, "all_reduce", 8, moved.end_s + 0.1, moved.end_s + 0.4)
+                )  # of means
+                stopped.append(Event(rank, event.step, "score", 0, moved.end_s, moved.end_s + 0.5))
+                stopped.append(Event(rank, event.step, "save", 0, moved.end_s + 0.5, moved.end_s + 0.7))
+            off_s += 0.7
+    assert steps_of_ranks(stopped) == [pytest.approx([0.005] * 3)] * 2
+    for component in validation(plain, stopped).components:
+        assert component.measured_s == pytest.approx(component.predicted_s), component.name
+
+
 def test_operations_that_overlap_count_once() -> None:
     events = [
         Event(0, step, op, 0, step + begin_s, step + end_s)

@@ -10,6 +10,7 @@ from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
 from polytempo.cluster.measured import to_toml
+from polytempo.cluster.prices import JOB
 from polytempo.core import files
 from polytempo.report.summary import human_seconds
 from polytempo.runs.arguments import parse_engine
@@ -49,7 +50,8 @@ def calibrate(engine: str, workers: int | None, out: Path | None, paced: Paced |
             rehearse([spec])  # its errors come before a minute of measuring
         found = calibrated(setup, engine, workers)
         if spec is not None:
-            found = found._replace(cluster=with_pace(found.cluster, setup, spec.job, workers, spec.options))
+            known = with_pace(found.cluster, setup, spec.job, workers, spec.options)
+            found = found._replace(cluster=known.cluster, spread=found.spread | {JOB: known.error})
     found, change = compared(found, path)
     files.replace(path, to_toml(found.cluster, found.measured, found.spread))
     if as_json:
@@ -71,7 +73,10 @@ def _rows(found: Calibration) -> list[tuple[str, str]]:
     speeds = dict(cluster.speeds.kernels) if cluster.speeds is not None else {}
     rows += [(kernel, _kernel(speeds[kernel])) for kernel in _SHOWN if kernel in speeds]
     rows.append(("kernels", f"{len(speeds)}, which the file lists"))
-    rows += [(f"passes of {each.job}", f"{each.pace:.2f} of what the kernels say") for each in _jobs(found)]
+    rows += [
+        (f"steps of {each.job}, {each.workers} workers", f"{each.pace:.2f} of what the kernels say")
+        for each in _jobs(found)
+    ]
     rows += [(f"spread of {name}", f"{_PERCENT * value:.0f} %") for name, value in found.spread.items()]
     return rows
 

@@ -1,7 +1,7 @@
 """What a file of a cluster says of kernels, collectives and stragglers: the tables behind `network`, `memory`, `host`.
 
 [[kernels]]      name, call_s, byte_s, flop_s, error          `Cluster.speeds`; [[server_kernels]] likewise
-[[jobs]]         name, parameters, pace                       `Cluster.speeds.jobs`
+[[jobs]]         name, parameters, pace, workers              `Cluster.speeds.jobs`
 [[collectives]]  name, bytes_per_s, sizes, latencies_s        `Cluster.collectives`; one latency_s before version 4
 [stragglers]     quantiles, correlation                       `slow_spells.measured_steps`
 """
@@ -30,8 +30,8 @@ def written(cluster: Cluster) -> list[str]:
             lines += ["", f"[[{name}]]", f"name = {json.dumps(kernel)}"]
             lines += [f"{key} = {value!r}" for key, value in speed._asdict().items()]
     for pace in () if cluster.speeds is None else cluster.speeds.jobs:
-        lines += ["", "[[jobs]]  # passes take so many times what the kernels say", f"name = {json.dumps(pace.job)}"]
-        lines += [f"parameters = {pace.parameters}", f"pace = {pace.pace!r}"]
+        lines += ["", "[[jobs]]  # steps take so many times what the kernels say", f"name = {json.dumps(pace.job)}"]
+        lines += [f"parameters = {pace.parameters}", f"pace = {pace.pace!r}", f"workers = {pace.workers}"]
     for kind, link in cluster.collectives:
         lines += ["", "[[collectives]]", f"name = {json.dumps(kind)}"]
         lines += [f"bytes_per_s = {link.bytes_per_s!r}", f"sizes = {list(link.sizes)!r}"]
@@ -66,7 +66,10 @@ def _jobs(plain: Mapping[str, Any], where: str, number: Number) -> tuple[JobPace
         name, parameters = _name(row, "jobs", where), row.get("parameters")
         if not isinstance(parameters, int) or isinstance(parameters, bool) or parameters < 1:
             raise ValueError(f"{where}: jobs {name!r}.parameters = {parameters!r} must be a whole number above 0")
-        found.append(JobPace(name, parameters, number(row, f"jobs {name!r}", "pace", where)))
+        workers = row.get("workers", 0)
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+            raise ValueError(f"{where}: jobs {name!r}.workers = {workers!r} must be a whole number from 0")
+        found.append(JobPace(name, parameters, number(row, f"jobs {name!r}", "pace", where), workers))
     return tuple(found)
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 KERNELS_AGAIN, MESSAGES_AGAIN = "kernels again", "messages again"
 """In the table of spread: by how much two measurements of the same hosts differ, |ln(median of later / earlier)|."""
+JOB = "job"
+"""In the table of spread: by how much a job's steps with an exchange differ from their simulation, |ln(simulated /
+measured)|."""
 
 
 def read_price(path: Path) -> float | None:

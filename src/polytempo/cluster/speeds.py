@@ -37,13 +37,15 @@ class KernelSpeed(NamedTuple):
 
 
 class JobPace(NamedTuple):
-    """A job's forward and backward passes take so many times what the kernels of their operators say."""
+    """What a job's steps compute takes so many times what its kernels say, exchanges left out."""
 
     job: str
     """Its name."""
     parameters: int
     """Numbers in its model: another model under the same name has none."""
     pace: float
+    workers: int = 0
+    """By so many it was measured, who may have shared cores."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,13 @@ class Speeds:
         """Whether it, or one with other arguments, was measured."""
         return _family(kernel) in self._families
 
-    def pace(self, job: str, parameters: int) -> float:
-        """That of a job whose model has so many parameters; 1 where it was not measured."""
-        return next((each.pace for each in self.jobs if each[:2] == (job, parameters)), 1.0)
+    def pace(self, job: str, parameters: int, workers: int = 0) -> float:
+        """That of a job whose model has so many parameters, by as many workers, or by the next larger number that was
+        measured, or the largest; 1 where none was."""
+        found = {each.workers: each.pace for each in self.jobs if each[:2] == (job, parameters)}
+        if not found:
+            return 1.0
+        return found[min((count for count in found if count >= workers), default=max(found))]
 
     def seconds(self, uses: Iterable[KernelUse]) -> float:
         """One use after the other."""

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from polytempo.cluster import Cluster
-from polytempo.cluster.prices import KERNELS_AGAIN, MESSAGES_AGAIN
+from polytempo.cluster.prices import JOB, KERNELS_AGAIN, MESSAGES_AGAIN
 from polytempo.planner.run_price import RunPrice
 from polytempo.planner.samples_law import SamplesLaw
 from polytempo.planner.search_space import PlannedRun
@@ -59,11 +59,13 @@ class Uncertainty(NamedTuple):
 
     computing: float = 0.0
     messages: float = 0.0
+    whole: float = 0.0
+    """Of what both are a part of."""
 
 
 def uncertainty_of(cluster: Cluster, spread: Mapping[str, float]) -> Uncertainty:
     """How far a cluster's speeds may be wrong: the spread of its measurements, how well its kernels were fitted, and by
-    how much they had changed when it was measured again.
+    how much they had changed when it was measured again; and how far a job's own steps were from their simulation.
 
     Nothing for a cluster that is declared: then its numbers are taken as they are.
     """
@@ -71,7 +73,9 @@ def uncertainty_of(cluster: Cluster, spread: Mapping[str, float]) -> Uncertainty
     fit = sorted(errors)[len(errors) // 2] if errors else 0.0
     computing, messages = (spread.get(name, 0.0) / _DEVIATIONS for name in ("workers", "messages"))
     kernels_again, messages_again = (spread.get(name, 0.0) for name in (KERNELS_AGAIN, MESSAGES_AGAIN))
-    return Uncertainty(math.hypot(computing, fit, kernels_again), math.hypot(messages, messages_again))
+    return Uncertainty(
+        math.hypot(computing, fit, kernels_again), math.hypot(messages, messages_again), spread.get(JOB, 0.0)
+    )
 
 
 def forecast(
@@ -95,6 +99,7 @@ def forecast(
         needed = between_scores * max(1, math.ceil(needed / between_scores))
         slower = share * math.exp(of_cluster.gauss(0.0, uncertain.messages))
         slower += (1 - share) * math.exp(of_cluster.gauss(0.0, uncertain.computing))
+        slower *= math.exp(of_cluster.gauss(0.0, uncertain.whole))
         drawn.append(needed / price.samples_per_s * slower)
     ordered, outer = sorted(drawn), int(_OUTER * len(drawn))
     return RunForecast(

@@ -1,6 +1,6 @@
 """`Validation`: two traces of one training run step by step, the predicted beside the measured, and by component.
 
-step k of a rank   from the end of its last operation of step k-1 to that of step k
+step k of a rank   from the end of its last operation of step k-1 to that of step k, without scores and checkpoints
 components         each kind of communication, as long as a rank is in it and computes nothing; computing is the rest
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from polytempo.worlds.trace import COMMUNICATION, Event
+from polytempo.worlds.trace import COMMUNICATION, OFF_THE_CLOCK, Event
 
 COMPUTING = "computing"
 _OFF_STEPS = 2
@@ -117,8 +117,17 @@ def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
         for step in sorted(steps):
             if step >= max(first + 1, _OFF_STEPS) and step - 1 in steps:
                 begin_s = max(event.end_s for event in steps[step - 1])
-                found[step].append(_parts(steps[step], begin_s, max(event.end_s for event in steps[step])))
+                trained = _on_the_clock(steps[step])
+                found[step].append(_parts(trained, begin_s, max((event.end_s for event in trained), default=begin_s)))
     return {step: parts for step, parts in found.items() if len(parts) == len(of_rank)}
+
+
+def _on_the_clock(events: Sequence[Event]) -> Sequence[Event]:
+    """Those of training itself. A rank scores and saves at the end of a step."""
+    off_s = min((event.start_s for event in events if event.op in OFF_THE_CLOCK), default=None)
+    if off_s is None:
+        return events
+    return [event._replace(end_s=min(event.end_s, off_s)) for event in events if event.start_s < off_s]
 
 
 def _parts(events: Sequence[Event], begin_s: float, end_s: float) -> dict[str, float]:

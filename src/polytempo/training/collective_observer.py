@@ -46,7 +46,7 @@ class CollectiveObserver:
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Score the ranks' mean, now."""
-        await self._outside(port, self._score(port, context, moment, None))
+        await self._outside(port, "score", self._score(port, context, moment, None))
 
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Write a checkpoint, now. What is under way lands first, on the clock: training would have waited for it."""
@@ -55,7 +55,7 @@ class CollectiveObserver:
         await context.replica.settle()
         if context.replica.drift is not None:  # what has drifted never replaces a good checkpoint
             context.replica.drift.check(buffers=True)
-        await self._outside(port, save(port, context, out / "checkpoint"))
+        await self._outside(port, "save", save(port, context, out / "checkpoint"))
 
     async def leave(self, port: Port) -> None:
         """All is written when `save` returns."""
@@ -69,7 +69,7 @@ class CollectiveObserver:
         if self._evaluation is None:
             return None, None
         if self._newest is None or self._newest[0] != moment.step or context.stage is not None:
-            await self._outside(port, self._score(port, context, moment, final))
+            await self._outside(port, "score", self._score(port, context, moment, final))
         assert self._newest is not None
         return self._newest[1], self._reached
 
@@ -98,12 +98,14 @@ class CollectiveObserver:
         if port.rank == 0:
             context.record(moment.row("test") | score._asdict())
 
-    async def _outside(self, port: Port, what: Program[Any]) -> None:
-        """Do `what` off the clock. It begins when all ranks are here: waiting for the slowest is training time."""
+    async def _outside(self, port: Port, kind: str, what: Program[Any]) -> None:
+        """Do `what` off the clock, with a line of that kind in the trace. It begins when all ranks are here: waiting
+        for the slowest is training time."""
         world = self._world
         await port.barrier()
         before_s, before_bytes = await port.now(), world.trace.bytes_sent[world.rank]
         with kept_random_states():
             await what
+        world.record(kind, before_s)
         self.off_s += await port.now() - before_s
         self.off_bytes += world.trace.bytes_sent[world.rank] - before_bytes

@@ -44,7 +44,7 @@ class StepCost(NamedTuple):
     checks: bool = True
     """Whether gradients are looked at before they are exchanged (a run without `allow_nan`)."""
     pace: float = 1.0
-    """Both passes take so many times what their operators' kernels say."""
+    """What a step computes takes so many times what its kernels say, exchanges left out."""
     parameters: tuple[int, int] = (0, 0)
     """Tensors that are trained, and their bytes."""
 
@@ -60,11 +60,11 @@ class StepCost(NamedTuple):
         ]
         if not parts:
             parts = [together([*back, *self._checked(replica)])]
-        forward = [*_batch(samples), *self._pass(self.profile, "forward", samples)]
+        forward = [*self._paced(_batch(samples)), *self._pass(self.profile, "forward", samples)]
         return StepUses(
             tuple(use.times(factor) for use in forward),
             tuple(tuple(use.times(factor) for use in part) for part in parts),
-            (update_use(replica.optimizer),),
+            self._paced([update_use(replica.optimizer)]),
         )
 
     def gradients(self, samples: float) -> Uses:
@@ -78,17 +78,21 @@ class StepCost(NamedTuple):
         passes = [use for which in get_args(Pass) for use in self._pass(self.profile, which, samples)]
         tensors, num_bytes = self.parameters
         check = [KernelUse("check", tensors, num_bytes)] if self.checks else []
+        own = self._paced([*_batch(samples), *check])
         served = [KernelUse("scale", tensors, num_bytes), KernelUse("copy", 2 + tensors, 3 * num_bytes)]
-        return together([*_batch(samples), *passes, *check, *served])
+        return together([*own, *passes, *served])
 
     def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
-        return tuple(use.times(self.pace) for use in profile.uses(which, samples))
+        return self._paced(profile.uses(which, samples))
+
+    def _paced(self, uses: Iterable[KernelUse]) -> Uses:
+        return tuple(use.times(self.pace) for use in uses)
 
     def _exchanged(self, bucket: Bucket) -> Uses:
         """Of a bucket: to look for NaN, to pack and to scale, to copy residuals, and what an exchange costs besides."""
         tensors = list(bucket.parameters.values())
         num_bytes = _num_bytes(tensors)
-        check = [KernelUse("check", len(tensors), num_bytes)] if self.checks else []
+        check = self._paced([KernelUse("check", len(tensors), num_bytes)]) if self.checks else ()
         residuals = list(residual_tensors(bucket.state))
         kept = [KernelUse("copy", len(residuals), _num_bytes(residuals))] if residuals else []
         return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse("exchange", 1, num_bytes))
@@ -96,7 +100,7 @@ class StepCost(NamedTuple):
     def _checked(self, replica: Replica) -> Uses:
         """Without an exchange of gradients: to look for NaN in them, or in the parameters that are exchanged."""
         tensors = list(replica.trainable.values())
-        return (KernelUse("check", len(tensors), _num_bytes(tensors)),) if self.checks else ()
+        return self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
 
 
 def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:
@@ -105,7 +109,7 @@ def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> 
     if cluster.speeds is None:
         return StepCost(flops)
     profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
-    pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()))
+    pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()), spec.workers)
     trained = [p for p in model.parameters() if p.requires_grad]
     return StepCost(flops, profile, not spec.options.allow_nan, pace, (len(trained), _num_bytes(trained)))
 

@@ -41,6 +41,9 @@ WAITING = frozenset({"recv", "take"})
 
 COMMUNICATION = WAITING | {"send", "post", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"}
 
+OFF_THE_CLOCK = frozenset({"score", "save"})
+"""What training stands still for, so that seconds of a run leave it out. Its operations have lines, too."""
+
 
 class Trace:
     """Events, their totals and their hash.
