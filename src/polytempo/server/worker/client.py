@@ -196,9 +196,9 @@ class Client:
         self._pushed_batches[pending] = facts.batches
         if self._host is not None and not self.alone:
             self._host.begin(OwnPush(pending, clock, flat, facts, running, builds))
-            return pending
-        for shard, build in builds.items():
-            self.add(shard, build, pending)
+        else:
+            for shard, build in builds.items():
+                self.add(shard, build, pending)
         return pending
 
     def pull(self, clock: int) -> PendingExchange:
@@ -302,7 +302,8 @@ class Client:
 
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
-        return min([each.wait_s(now_s) for each in (*self.asked, *([] if self._host is None else [self._host]))])
+        host_s = [] if self._host is None else [self._host.wait_s(now_s)]
+        return min([asked.wait_s(now_s) for asked in self.asked] + host_s)
 
     def add(self, shard: int, build: Callable[[int, int, int], R], pending: PendingExchange) -> R:
         """Queue a request whose answer is of `pending`."""
@@ -322,8 +323,7 @@ class Client:
             return
         pending = self._pending.get((reply.shard, reply.sequence))
         if isinstance(reply, Stranger):
-            self._refused(reply, pending, now_s)
-            return
+            return self._refused(reply, pending, now_s)
         if pending is None or not self.asked[reply.shard].answered(reply, now_s):
             return
         del self._pending[reply.shard, reply.sequence]
