@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop
 from random import Random
 
 import pytest
@@ -13,47 +15,52 @@ from polytempo.worlds.operations import Flight
 RANKS, ASKED = 5, 300
 
 
-def played(seed: int, *, plain: bool) -> tuple[list[tuple[float, int]], int]:
-    """When what was done, and the most that stood in the heap. `plain`: every deadline goes there at once."""
-    random, agenda, done = Random(seed), Agenda(), list[tuple[float, int]]()
+class PlainAgenda(Agenda):
+    """Every deadline goes to one heap at once, with all that is done."""
+
+    def add_deadline(self, time_s: float, flight: Flight, action: Callable[[], None]) -> None:
+        self.add(time_s, lambda: None if flight.done else action())
+
+
+def played(seed: int, agenda: Agenda) -> tuple[list[tuple[float, int]], int]:
+    """When what was done, and the most that stood in the heaps."""
+    random, done = Random(seed), list[tuple[float, int]]()
     flights = list[Flight]()
     asked, longest, now_s = 0, 0, 0.0
 
-    def ask() -> None:
-        nonlocal asked
-        number, asked = asked, asked + 1
-        time_s = now_s + random.choice([0.0, 1.0, 1.0, 2.0, 50.0])  # many at one time
-        deadline_of = None
-        if random.random() < 0.5:
-            deadline_of = Flight("take", random.randrange(RANKS), 0, now_s)
-            flights.append(deadline_of)
-        if plain:
-            heappush(agenda.heap, (time_s, number, deadline_of, lambda: done.append((time_s, number))))
-        else:
-            agenda.add(time_s, lambda: done.append((time_s, number)), deadline_of)
-
-    for _ in range(5):
-        ask()
-    while agenda.heap:
-        longest = max(longest, len(agenda.heap))
-        time_s, _, flight, action = heappop(agenda.heap)
-        if flight is not None:
-            agenda.passed(flight.rank)
-        if flight is not None and flight.done:
-            continue
-        now_s = time_s
-        action()
+    def act(number: int) -> None:
+        done.append((now_s, number))
         for _ in range(2 if asked < ASKED else 0):
             ask()
         for kept in random.sample(flights, len(flights) // 2):
             kept.done = True
         flights[:] = [flight for flight in flights if not flight.done]
+
+    def ask() -> None:
+        nonlocal asked
+        number, asked = asked, asked + 1
+        time_s = now_s + random.choice([0.0, 1.0, 1.0, 2.0, 50.0])  # many at one time
+        if random.random() < 0.5:
+            flights.append(Flight("take", random.randrange(RANKS), 0, now_s))
+            agenda.add_deadline(time_s, flights[-1], partial(act, number))
+        else:
+            agenda.add(time_s, partial(act, number))
+
+    for _ in range(5):
+        ask()
+    while agenda.events or agenda.deadlines:
+        longest = max(longest, len(agenda.events) + len(agenda.deadlines))
+        late = agenda.deadlines and not (agenda.events and agenda.events[0] < agenda.deadlines[0])
+        entry = agenda.earliest_deadline() if late else heappop(agenda.events)
+        if entry is not None:
+            now_s, _, action = entry
+            action()
     return done, longest
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_deadlines_that_wait_outside_change_no_order(seed: int) -> None:
-    done, longest = played(seed, plain=False)
-    expected, longest_plain = played(seed, plain=True)
+    done, longest = played(seed, Agenda())
+    expected, longest_plain = played(seed, PlainAgenda())
     assert done == expected
     assert longest <= longest_plain

@@ -124,6 +124,18 @@ def test_coroutines_may_wait_for_each_other_and_for_single_operations() -> None:
     assert len(mail.sent) == 1
 
 
+def test_what_is_dispatched_is_posted_in_its_order() -> None:
+    own, mail = world()
+    beats = [(1, Beat(0, 0, 0)), (2, Beat(0, 0, 1))]
+
+    async def program() -> None:
+        await own.port.dispatch(beats)
+
+    own.drive(program())
+    assert mail.sent == beats
+    assert [(event.op, event.peer) for event in own.trace.events] == [("post", 1), ("post", 2)]
+
+
 def test_errors_are_raised_where_they_are_awaited() -> None:
     own, _ = world("x")
 

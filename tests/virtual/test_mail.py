@@ -106,6 +106,40 @@ def test_posts_stand_in_line_at_the_senders_end() -> None:
     assert world(3).run(program).results == [2.0, (1.25, 0, "a"), (2.25, 0, "b")]
 
 
+def test_nothing_waits_for_what_is_dispatched() -> None:
+    async def program(port: Port) -> object:
+        if port.rank == 0:
+            await port.dispatch([(1, Letter("a")), (2, Letter("b"))])
+            handed_over_s = await port.now()
+            await seconds(port, 3.0)
+            return handed_over_s
+        return await taken(port)
+
+    outcome = world(3).run(program)
+    assert outcome.results == [0.0, (1.25, 0, "a"), (2.25, 0, "b")]
+    posts = [(*event[:6], event.peer) for event in outcome.trace.events if event.op == "post"]
+    assert posts == [(0, 0, "post", 100, 0.0, 1.0, 1), (0, 0, "post", 100, 0.0, 2.0, 2)]
+
+
+def test_a_rank_that_dies_leaves_no_line_of_what_it_has_dispatched() -> None:
+    async def program(port: Port) -> object:
+        if port.rank == 0:
+            await port.dispatch([(1, Letter("a"))])
+            return await seconds(port, 9.0)
+        return await taken(port, 5.0)
+
+    outcome = world(2, Crash(0, at_s=0.5)).run(program)
+    assert [event.op for event in outcome.trace.events if event.rank == 0] == []
+
+
+def test_a_dispatch_to_a_node_that_does_not_exist_is_refused() -> None:
+    async def program(port: Port) -> object:
+        await port.dispatch([(7, Letter("lost"))])
+
+    with pytest.raises(ValueError, match="there is no mailbox 7"):
+        world(2).run(program)
+
+
 def test_posts_stand_in_line_at_the_receivers_end() -> None:
     async def program(port: Port) -> object:
         if port.rank == 2:

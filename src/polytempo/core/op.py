@@ -9,10 +9,10 @@ drives the coroutine performs the request and resumes it with the answer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from polytempo.core.kernel_use import Uses
@@ -23,11 +23,10 @@ Program = Coroutine["Op[Any]", Any, T]
 """A coroutine whose suspensions are operations: what every world can drive."""
 
 
-@dataclass(frozen=True, eq=False)
-class Op(Generic[T]):
+class Op(msgspec.Struct, Generic[T], frozen=True, eq=False, kw_only=True):
     """A request with an answer of type `T`. Ranks in its fields are world ranks."""
 
-    timeout_s: float | None = field(default=None, kw_only=True)
+    timeout_s: float | None = None
     """Seconds until `TimedOut` is raised at the `await`; None means the world's own deadline."""
 
     def __await__(self) -> Generator[Op[Any], Any, T]:
@@ -38,8 +37,7 @@ class Op(Generic[T]):
         return type(self).__name__.lower()
 
 
-@dataclass(frozen=True, eq=False)
-class Send(Op[None]):
+class Send(Op[None], frozen=True, eq=False):
     """Hand `buffer` to rank `to`. It must stay unchanged until the operation is finished."""
 
     buffer: Tensor
@@ -51,8 +49,7 @@ class Send(Op[None]):
         return f"send to rank {self.to} (tag {self.tag})"
 
 
-@dataclass(frozen=True, eq=False)
-class Recv(Op[Tensor]):
+class Recv(Op[Tensor], frozen=True, eq=False):
     """A tensor of the shape and dtype of `like` from rank `source`."""
 
     like: Tensor
@@ -64,18 +61,15 @@ class Recv(Op[Tensor]):
         return f"recv from rank {self.source} (tag {self.tag})"
 
 
-@dataclass(frozen=True, eq=False)
-class LentSend(Send):
+class LentSend(Send, frozen=True, eq=False):
     """A `Send` to a `LentRecv`: where both ranks see the same memory, the receiver uses the tensor where it lies."""
 
 
-@dataclass(frozen=True, eq=False)
-class LentRecv(Recv):
+class LentRecv(Recv, frozen=True, eq=False):
     """A `Recv` from a `LentSend`. Its answer may lie in memory of the sender, which has it back with the last use."""
 
 
-@dataclass(frozen=True, eq=False)
-class SendReceive(Op[Tensor]):
+class SendReceive(Op[Tensor], frozen=True, eq=False):
     """Hand `buffer` to rank `to`, and answer with a tensor of the shape and dtype of `like` from rank `source`.
 
     Both are under way at once, the receive first. `buffer` must stay unchanged until the operation is finished.
@@ -106,8 +100,7 @@ class Parcel(Protocol):
         """What it costs a link."""
 
 
-@dataclass(frozen=True, eq=False)
-class Post(Op[None]):
+class Post(Op[None], frozen=True, eq=False):
     """Put `message` into the mailbox of node `to`. Finished when it has left; whether it arrives is not known."""
 
     message: Parcel
@@ -117,15 +110,19 @@ class Post(Op[None]):
         return f"post {type(self.message).__name__.lower()} to node {self.to}"
 
 
-@dataclass(frozen=True, eq=False)
-class Take(Op["tuple[int, Parcel] | None"]):
+class Dispatch(Op[None], frozen=True, eq=False):
+    """Put each of `messages`, (node, message), into its node's mailbox, and wait for none of them to leave."""
+
+    messages: Sequence[tuple[int, Parcel]]
+
+
+class Take(Op["tuple[int, Parcel] | None"], frozen=True, eq=False):
     """The next (sender, message) of this node's mailbox; None if none is there within `wait_s` (None: however long)."""
 
     wait_s: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Push(Op["Tensor | None"]):
+class Push(Op["Tensor | None"], frozen=True, eq=False):
     """Send `gradient` (flat, all parameters) to the parameter server. Finished when every shard has acknowledged it.
 
     The answer is None, or, where the server averages elastically, the difference to subtract (then `gradient` holds
@@ -141,8 +138,7 @@ class Push(Op["Tensor | None"]):
     samples: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Pull(Op[Tensor]):
+class Pull(Op[Tensor], frozen=True, eq=False):
     """The parameter server's parameters, flat; they may be of different versions from shard to shard.
 
     The answer is lent: read it before the next push or pull. Performed by the worker's client, not by a world.
@@ -151,12 +147,11 @@ class Pull(Op[Tensor]):
     clock: int
 
 
-@dataclass(frozen=True, eq=False)
-class Collective(Op[T]):
+class Collective(Op[T], frozen=True, eq=False, kw_only=True):
     """An operation that every one of `members` (world ranks, in order) takes part in."""
 
-    members: tuple[int, ...] = field(kw_only=True)
-    channel: int = field(default=0, kw_only=True)
+    members: tuple[int, ...]
+    channel: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} among {len(self.members)} ranks"
@@ -167,29 +162,25 @@ class Collective(Op[T]):
         return _KINDS[type(self)]
 
 
-@dataclass(frozen=True, eq=False)
-class AllReduce(Collective[Tensor]):
+class AllReduce(Collective[Tensor], frozen=True, eq=False):
     """The sum of `buffer` over the members. `buffer` is given away: the answer may live in it."""
 
     buffer: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AllGather(Collective[list[Tensor]]):
+class AllGather(Collective[list[Tensor]], frozen=True, eq=False):
     """Every member's `buffer` (equal shapes), in the members' order."""
 
     buffer: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class ReduceScatter(Collective[Tensor]):
+class ReduceScatter(Collective[Tensor], frozen=True, eq=False):
     """This member's equal slice of the sum of `buffer` (numel a multiple of the members)."""
 
     buffer: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AllToAll(Collective[list[Tensor]]):
+class AllToAll(Collective[list[Tensor]], frozen=True, eq=False):
     """`pieces[i]` goes to member i; the answer is what each member i had for this one, flat and like `likes[i]`.
 
     All flat and of one dtype; lengths may differ, but both sides must know them.
@@ -199,16 +190,14 @@ class AllToAll(Collective[list[Tensor]]):
     likes: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Broadcast(Collective[Tensor]):
+class Broadcast(Collective[Tensor], frozen=True, eq=False):
     """`buffer` of the world rank `source`. `buffer` is given away: the answer may live in it."""
 
     buffer: Tensor
     source: int
 
 
-@dataclass(frozen=True, eq=False)
-class Barrier(Collective[None]):
+class Barrier(Collective[None], frozen=True, eq=False):
     """Wait until every member is here."""
 
 
@@ -216,8 +205,7 @@ COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Barrier
 """The collectives that every world performs."""
 
 
-@dataclass(frozen=True, eq=False)
-class WholeSum(Collective[bool]):
+class WholeSum(Collective[bool], frozen=True, eq=False):
     """Whether the world has let the time of all messages of `route` over `buffer` pass, which then need not be sent.
 
     Asked by routes whose buffer has no values. Virtual worlds may answer True (`worlds.whole_sums`).
@@ -238,8 +226,7 @@ _KINDS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Compute(Op[T]):
+class Compute(Op[T], frozen=True, eq=False):
     """Run `work()`. A virtual world charges `flops` at the rank's speed; a real one takes the time it takes.
 
     On a cluster whose kernels were measured it charges `uses` instead, where there are some.
@@ -252,13 +239,11 @@ class Compute(Op[T]):
     uses: Uses = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Alone(Compute[T]):
+class Alone(Compute[T], frozen=True, eq=False):
     """Run `work()` while no other rank of this host is in one of these; they are let in one after the other."""
 
 
-@dataclass(frozen=True, eq=False)
-class Now(Op[float]):
+class Now(Op[float], frozen=True, eq=False):
     """The world's clock, in seconds since the run began."""
 
     clock: Callable[[], float] | None = None
@@ -269,22 +254,19 @@ class Now(Op[float]):
         return answer
 
 
-@dataclass(frozen=True, eq=False)
-class Mark(Op[None]):
+class Mark(Op[None], frozen=True, eq=False):
     """This rank begins step `step`: what traces, errors and injected faults are keyed by."""
 
     step: int
 
 
-@dataclass(frozen=True, eq=False)
-class Start(Op["Work[T]"], Generic[T]):
+class Start(Op["Work[T]"], Generic[T], frozen=True, eq=False):
     """Begin `what` (an operation, or a whole coroutine) without waiting for it."""
 
     what: Op[T] | Program[T]
 
 
-@dataclass(frozen=True, eq=False)
-class Work(Op[T]):
+class Work(Op[T], frozen=True, eq=False):
     """Something begun. `await work` waits for its answer; it may be awaited more than once."""
 
     handle: Any

@@ -18,6 +18,7 @@ from polytempo.core.op import (
     Barrier,
     Broadcast,
     Compute,
+    Dispatch,
     LentRecv,
     LentSend,
     Mark,
@@ -195,6 +196,10 @@ class Port:
     def post(self, message: Parcel, to: int) -> Op[None]:
         """Put `message` into the mailbox of node `to` (a world rank); it may be lost on the way."""
         return Post(message, to)
+
+    def dispatch(self, messages: Sequence[tuple[int, Parcel]]) -> Op[None]:
+        """Put each message of (node, message) into its mailbox, in this order, and wait for none of them to leave."""
+        return Dispatch(messages)
 
     def take(self, wait_s: float | None = None) -> Op[tuple[int, Parcel] | None]:
         """The next (sender, message) of this node's mailbox; None if none is there within `wait_s`."""

@@ -34,11 +34,14 @@ class Ranges:
         last = first if last is None else last
         if first > last:
             raise ValueError(f"a range goes from its first number up to its last, got {first} to {last}")
-        already = self.common(first, last)
         begin = bisect_left(self._lasts, first - 1)  # the first range that touches the new one, and the last
         end = bisect_right(self._firsts, last + 1)
-        merged_first = min(first, self._firsts[begin]) if begin < end else first
-        merged_last = max(last, self._lasts[end - 1]) if begin < end else last
+        if begin == end:
+            self._firsts.insert(begin, first)
+            self._lasts.insert(begin, last)
+            return []
+        already = self.common(first, last)
+        merged_first, merged_last = min(first, self._firsts[begin]), max(last, self._lasts[end - 1])
         self._firsts[begin:end], self._lasts[begin:end] = [merged_first], [merged_last]
         return already
 

@@ -102,8 +102,7 @@ def simulate(
     workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
     seed: each seed is one interleaving of their updates.
 
-    With a parameter server every copy of a shard has a host of its own, and so has the coordinator; on a cluster whose
-    cores are counted they are on the workers' hosts.
+    With a parameter server shards' copies and the coordinator have hosts of their own, unless cores are counted.
 
     Memory: one model and one optimizer state for each worker, but for those that have one between them.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from polytempo.core import Port
@@ -31,29 +32,31 @@ class Machine(Protocol):
 
 
 async def serve(port: Port, machine: Machine) -> None:
-    """Take, decide, post, until the machine has finished. Each message is charged by `machine.flops`."""
-    await _post(port, machine.tick(await port.now()))
-    wait_s = machine.wait_s(await port.now())
+    """Take, decide, post, until the machine has finished. Each message is charged by `machine.flops`.
+
+    Nothing waits until a message has left: the machine takes its next one meanwhile.
+    """
+    now_s = await port.now()
+    if out := machine.tick(now_s):
+        await port.dispatch(out)
+    wait_s = machine.wait_s(now_s)
     while not machine.finished:
         taken = await port.take(wait_s + _SLACK_S)
-        if taken is not None and isinstance(taken[1], Message):
-            await _post(port, await _received(port, machine, taken[0], taken[1]))
         now_s = await port.now()
+        source, message = taken or (0, None)
+        if isinstance(message, Message):
+            flops = machine.flops(message)
+            if flops:
+                uses = (KernelUse("serve", 1, message.num_bytes, flops),)
+                out = await port.compute(partial(machine.receive, now_s, source, message), flops, uses=uses)
+            else:
+                out = machine.receive(now_s, source, message)
+            if out:
+                await port.dispatch(out)
+            if out or flops:
+                now_s = await port.now()
         wait_s = machine.wait_s(now_s)
         if wait_s <= 0:
-            await _post(port, machine.tick(now_s))
+            if out := machine.tick(now_s):
+                await port.dispatch(out)
             wait_s = machine.wait_s(await port.now())
-
-
-async def _received(port: Port, machine: Machine, source: int, message: Message) -> Outbox:
-    now_s, flops = await port.now(), machine.flops(message)
-    if not flops:
-        return machine.receive(now_s, source, message)
-    uses = (KernelUse("serve", 1, message.num_bytes, flops),)
-    return await port.compute(lambda: machine.receive(now_s, source, message), flops, uses=uses)
-
-
-async def _post(port: Port, out: Outbox) -> None:
-    """Start to post without waiting: the machine takes its next message meanwhile. The world raises errors."""
-    for to, message in out:
-        await port.start(port.post(message, to))

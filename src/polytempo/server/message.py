@@ -47,12 +47,14 @@ _sized_fields = cache(lambda kind: fields_of(kind, (Tensor, bytes, Rows, Message
 
 
 def _num_bytes(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, tuple):
+        return sum([_num_bytes(part) for part in value]) if value else 0
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, Message | Rows):
         return value.num_bytes - (Message.HEADER_BYTES if isinstance(value, Message) else 0)
-    if isinstance(value, tuple):
-        return sum([_num_bytes(part) for part in value])
     return len(value) if isinstance(value, bytes) else 0
 
 

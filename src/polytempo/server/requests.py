@@ -8,7 +8,6 @@ A `Pull` closes the queue until it is answered: its answer lends weights, which 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,8 +25,8 @@ class Requests:
         self.worker, self.incarnation, self.head = worker, incarnation, head
         self._timing = timing
         self._sequence = 0
-        self._sent: deque[Request] = deque()
-        self._queued: deque[Request] = deque()
+        self._sent: list[Request] = []
+        self._queued: list[Request] = []
         self._retry_at_s = float("inf")
         self._patience_s = timing.retry_s
         self._oldest_s = 0.0
@@ -43,6 +42,15 @@ class Requests:
     def unanswered(self) -> int:
         """How many requests have no answer yet."""
         return len(self._sent) + len(self._queued)
+
+    @property
+    def queues(self) -> bool:
+        """Whether a request has not been sent."""
+        return bool(self._queued)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether `late` has something to send again."""
+        return now_s >= self._retry_at_s
 
     def waited_s(self, now_s: float) -> float:
         """How long the oldest request has been waiting; 0 where none is."""
@@ -66,7 +74,7 @@ class Requests:
             if not self._sent:
                 self._oldest_s = now_s
                 self._rest(now_s, self._timing.retry_s)
-            self._sent.append(self._queued.popleft())
+            self._sent.append(self._queued.pop(0))
             sent.append(self._sent[-1])
         return sent
 
@@ -82,7 +90,7 @@ class Requests:
         """
         assert not self._sent
         assert len(self._queued) == 1
-        self._sent.append(self._queued.popleft())
+        self._sent.append(self._queued.pop(0))
         self._handed_over, self._closes = self._sent[0].sequence, closes
         self._oldest_s = now_s
         self._rest(now_s, patience_s)
@@ -118,7 +126,7 @@ class Requests:
 
     def late(self, now_s: float) -> list[Request]:
         """The requests to send again, because no answer has come for long; the waiting time doubles each time."""
-        if now_s < self._retry_at_s:
+        if not self.is_due(now_s):
             return []
         return self._again(now_s, min(2 * self._patience_s, self._timing.longest_retry_s))
 

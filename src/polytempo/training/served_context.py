@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Program, Strategy
 from polytempo.data.batches import Batches
-from polytempo.server.layout import Parameter
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
 from polytempo.training.guard import Guard
@@ -21,6 +20,7 @@ from polytempo.training.part_noise import PartNoise
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.precision.masters import Masters
 from polytempo.training.rate_schedule import RateSchedule
+from polytempo.training.served_replica import Trained
 
 ComputeGradients = Callable[[Port, Any, int], Program[Tensor]]
 """Forward and backward on a batch of so many samples: leaves `.grad` on the parameters, answers the mean loss."""
@@ -50,8 +50,8 @@ class ServedContext:
     """Of the model, where it computes in 16 bits."""
     stage: ServedStage | None = None
     """This process's stage, where the model is cut; `model` is then that of the stage."""
-    parameters: Sequence[Parameter] | None = None
-    """Of `model`, as shards know them; None: the worker looks them up."""
+    trained: Trained | None = None
+    """Of `model`; None: the worker looks it up."""
 
     @property
     def whole(self) -> nn.Module:

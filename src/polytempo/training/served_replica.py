@@ -36,11 +36,41 @@ class ServersModel(NamedTuple):
     running: Tensor | None
 
 
+class Trained(NamedTuple):
+    """What a worker trains of a model; workers that share a model without values share this, too."""
+
+    parameters: dict[str, nn.Parameter]
+    """Those that are no tables."""
+    tables: dict[str, nn.Parameter]
+    """Those that travel by rows."""
+    values: dict[str, Tensor]
+    """`parameters` without autograd."""
+    running: Running
+    numel: int
+    """How many elements `parameters` have."""
+
+
+def trained_of(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, parameters: Sequence[Parameter] | None = None
+) -> Trained:
+    """Errors: ValueError for what cannot be pushed. `parameters`: as shards know them, where they are known."""
+    found = parameters_of(model, optimizer, strategy) if parameters is None else parameters
+    by_name = trainable(model, optimizer)
+    dense = {p.name: by_name[p.name] for p in found if not p.row_width}
+    tables = {p.name: by_name[p.name] for p in found if p.row_width}
+    numel = sum(parameter.numel() for parameter in dense.values())
+    return Trained(dense, tables, _detached(dense), Running(model), numel)
+
+
+def _detached(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
 class ServedReplica:
     """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed.
 
     `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients that are
-    not empty are exchanged inside of their `whole_step`, as float32. `parameters`: see `ServedContext`.
+    not empty are exchanged inside of their `whole_step`, as float32. `trained`: of the model, where it is known.
     """
 
     def __init__(
@@ -51,24 +81,22 @@ class ServedReplica:
         strategy: Strategy,
         client: Client,
         masters: Masters | None = None,
-        parameters: Sequence[Parameter] | None = None,
+        trained: Trained | None = None,
     ) -> None:
         self._port, self._strategy, self._client, self._masters = port, strategy, client, masters
         with self._in_float32():
-            found = parameters_of(model, optimizer, strategy) if parameters is None else parameters
-        trained = trainable(model, optimizer)
-        self.has_tables = any(p.row_width for p in found)
+            found = trained or trained_of(model, optimizer, strategy)
+        self.has_tables = bool(found.tables)
         """Whether some parameters travel by rows."""
-        self._tables = ModelTables({p.name: trained[p.name] for p in found if p.row_width})
-        self._parameters = {p.name: trained[p.name] for p in found if not p.row_width}
-        self.values: dict[str, Tensor] = {}
+        self._tables = ModelTables(found.tables)
+        self._parameters = found.parameters
+        self.values = found.values
         """The parameters but for tables, without autograd."""
-        self.look_up()
         self.has_values = not any(value.is_meta for value in self.values.values())
         """Whether anything is computed; else gradients are as parameters are, and nothing is written to either."""
-        self.numel = sum(value.numel() for value in self.values.values())
+        self.numel = found.numel
         """How many elements the parameters have, but for tables."""
-        self._running = Running(model)
+        self._running = found.running
         client.running = self._running.vector
         self._gradients: State = None
         self._states: State = None
@@ -88,7 +116,7 @@ class ServedReplica:
     def look_up(self) -> None:
         """The parameters may lie in other memory than before."""
         with self._in_float32():
-            self.values = {name: parameter.detach() for name, parameter in self._parameters.items()}
+            self.values = _detached(self._parameters)
 
     def _in_float32(self) -> AbstractContextManager[None]:
         return nullcontext() if self._masters is None else self._masters.in_float32()

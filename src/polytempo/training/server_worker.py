@@ -162,7 +162,7 @@ class _Worker:
         if server is not None and server.reassigns is not None:
             assert isinstance(work_client, WorkClient), "stages do not help each other"
             self._reassigned = Reassigned(port, context, client, work_client)
-        facts = context.model, context.optimizer, context.strategy, client, context.masters, context.parameters
+        facts = context.model, context.optimizer, context.strategy, client, context.masters, context.trained
         self._replica = ServedReplica(port, *facts)
         self._steps = 0
         self._samples = 0

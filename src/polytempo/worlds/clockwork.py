@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from polytempo.worlds.operations import Flight
+from polytempo.worlds.trace import Line
 
 
 class Clockwork(Protocol):
@@ -15,8 +16,11 @@ class Clockwork(Protocol):
     lost: dict[int, float]
     """When each rank died that has."""
 
-    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
-        """Do `action` then; not if it is the deadline of an operation that is over by then."""
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Do `action` then."""
+
+    def at_deadline(self, time_s: float, flight: Flight, action: Callable[[], None]) -> None:
+        """Do `action` then, if the operation `flight` is not over by then."""
 
     def end(
         self,
@@ -28,6 +32,9 @@ class Clockwork(Protocol):
         error: Exception | None = None,
     ) -> None:
         """An operation has its answer: write its line in the trace, and let it `land`."""
+
+    def write(self, event: Line) -> None:
+        """Write a line in the trace for an operation that nothing waits for, unless its rank is gone."""
 
     def land(self, flight: Flight, value: Any, error: Exception | None) -> None:
         """An operation has its answer: resume what waits for it."""

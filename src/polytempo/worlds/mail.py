@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from polytempo.core import WAITING, Deadlock, Port, Program, Task, TimedOut, world_port
-from polytempo.core.op import Alone, Compute, Mark, Now, Op, Post, Start, Take, Work
+from polytempo.core.op import Alone, Compute, Dispatch, Mark, Now, Op, Parcel, Post, Start, Take, Work
 from polytempo.worlds.lock import HostLock
 from polytempo.worlds.trace import Event, Trace
 
@@ -167,9 +167,11 @@ class MailWorld:
         """The answer to an operation that waits for no mail. Errors: TypeError for one that this world lacks."""
         match op:
             case Post(message, to):
-                start_s = self.now_s()
-                self._mailbox.post(to, message)
-                return self._record("post", start_s, message.num_bytes, to)
+                return self._post(message, to)
+            case Dispatch(messages):
+                for to, message in messages:
+                    self._post(message, to)
+                return None
             case Alone(work, _):
                 return self._alone(work, op.timeout_s or _ALONE_S)
             case Compute(work, _):
@@ -182,6 +184,11 @@ class MailWorld:
             case Start(what):
                 return Work(self.launch(_only(what) if isinstance(what, Op) else what))
         raise TypeError(f"node {self.rank} awaited {op!r}, which the mail world cannot perform")
+
+    def _post(self, message: Parcel, to: int) -> None:
+        start_s = self.now_s()
+        self._mailbox.post(to, message)
+        self._record("post", start_s, message.num_bytes, to)
 
     def _compute(self, work: Callable[[], T]) -> T:
         start_s = self.now_s()

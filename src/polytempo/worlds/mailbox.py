@@ -7,7 +7,7 @@ from math import inf
 
 from polytempo.cluster.speeds import MESSAGE
 from polytempo.core.kernel_use import KernelUse
-from polytempo.core.op import Parcel, Post, Take
+from polytempo.core.op import Dispatch, Parcel, Post, Take
 from polytempo.worlds.clockwork import Clockwork
 from polytempo.worlds.network import Network, Passage
 from polytempo.worlds.operations import Flight
@@ -24,6 +24,7 @@ class NodeMailbox:
 
     def __init__(self, world: Clockwork, network: Network, processors: Processors, num_nodes: int) -> None:
         self._world, self._network, self._processors = world, network, processors
+        self._handles = network.cluster.handles_messages
         self._open = set(range(num_nodes))
         self._boxes: MessageQueues[int, tuple[int, Parcel]] = MessageQueues()
         self._num_nodes = num_nodes
@@ -33,13 +34,20 @@ class NodeMailbox:
     def post(self, flight: Flight, op: Post) -> None:
         """Send a message on its way; the operation is over when its last byte has left."""
         world, sender = self._world, flight.rank
-        if not 0 <= op.to < self._num_nodes:
-            wrong = ValueError(f"the world has nodes 0 to {self._num_nodes - 1}; there is no mailbox {op.to}")
-            return world.at(world.now_s, lambda: world.end(flight, "post", 0, None, op.to, wrong))
-        sent_bytes = op.message.num_bytes
-        passage = self._network.send(sender, op.to, sent_bytes, world.now_s)
-        world.at(passage.reaches_s, partial(self._begin_arrival, passage, op.to, (sender, op.message)))
-        world.at(passage.left_s, partial(world.end, flight, "post", sent_bytes, None, op.to))
+        try:
+            self._check(op.to)
+        except ValueError as error:
+            return world.at(world.now_s, partial(world.end, flight, "post", 0, None, op.to, error))
+        sent_bytes, left_s = self._send(sender, op.to, op.message)
+        world.at(left_s, partial(world.end, flight, "post", sent_bytes, None, op.to))
+
+    def dispatch(self, sender: int, step: int, op: Dispatch) -> None:
+        """Send messages on their way, for which nothing waits."""
+        world = self._world
+        for to, message in op.messages:
+            self._check(to)
+            sent_bytes, left_s = self._send(sender, to, message)
+            world.at(left_s, partial(world.write, (sender, step, "post", sent_bytes, world.now_s, left_s, to)))
 
     def take(self, flight: Flight, op: Take) -> None:
         """Hand over the oldest message, or wait for one, as long as it is wanted."""
@@ -48,12 +56,23 @@ class NodeMailbox:
         if letter is not None:
             world.at(world.now_s, partial(self._hand_over, flight, letter))
         elif op.wait_s is not None and op.wait_s < inf:
-            world.at(world.now_s + op.wait_s, partial(self._give_up, flight), deadline_of=flight)
+            world.at_deadline(world.now_s + op.wait_s, flight, partial(self._give_up, flight))
 
     def close(self, node: int) -> None:
         """The node is gone, or has finished."""
         self._open.discard(node)
         self._boxes.clear(node)
+
+    def _check(self, node: int) -> None:
+        if not 0 <= node < self._num_nodes:
+            raise ValueError(f"the world has nodes 0 to {self._num_nodes - 1}; there is no mailbox {node}")
+
+    def _send(self, sender: int, to: int, message: Parcel) -> tuple[int, float]:
+        """Its bytes, and when the last of them leaves."""
+        sent_bytes = message.num_bytes
+        passage = self._network.send(sender, to, sent_bytes, self._world.now_s)
+        self._world.at(passage.reaches_s, partial(self._begin_arrival, passage, to, (sender, message)))
+        return sent_bytes, passage.left_s
 
     def _begin_arrival(self, passage: Passage, node: int, letter: tuple[int, Parcel]) -> None:
         """The first byte is there."""
@@ -72,7 +91,7 @@ class NodeMailbox:
             self._world.end(flight, "take", 0, None)
 
     def _hand_over(self, flight: Flight, letter: tuple[int, Parcel]) -> None:
-        if not self._network.cluster.handles_messages:
+        if not self._handles:
             return self._world.end(flight, "take", 0, letter, letter[0])
 
         def over() -> None:

@@ -7,21 +7,21 @@ receiver's end             ├── busy ──┤            later, if another
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from polytempo.cluster import Cluster, Link
 
-End = tuple[str, int]
-"""A host's end of the network, or a rank's end of its host's memory."""
+End = int
+"""A number: of a rank's end of its host's memory the rank's, and behind all of those a host's end of the network."""
 
 
 class Contended(Exception):
     """Messages that were taken to be alone in the network are not."""
 
 
-class Passage(NamedTuple):
+class Passage(msgspec.Struct, frozen=True):
     """A message on its way."""
 
     left_s: float
@@ -40,8 +40,10 @@ class Network:
 
     def __init__(self, cluster: Cluster, hosts: Sequence[int]) -> None:
         self.cluster, self.hosts = cluster, hosts
-        self._out_s: dict[End, float] = defaultdict(float)
-        self._in_s: dict[End, float] = defaultdict(float)
+        self._host_ends = [len(hosts) + host for host in hosts]
+        """Of each rank its host's."""
+        self._out_s = [0.0] * (max(self._host_ends, default=0) + 1)
+        self._in_s = list(self._out_s)
         self._reserved_s = self._taken_s = 0.0
         self._on_their_way = 0
 
@@ -60,7 +62,8 @@ class Network:
 
     def send(self, sender: int, receiver: int, num_bytes: int, now_s: float) -> Passage:
         """Take the sender's end for a message, after those that stand there already."""
-        self.check(now_s)
+        if now_s < self._reserved_s:
+            self.check(now_s)
         link, out, into = self._link(sender, receiver)
         busy_s = num_bytes / link.bytes_per_s
         begin_s = max(now_s, self._out_s[out])
@@ -91,7 +94,7 @@ class Network:
         """
         self.check(now_s)
         within = len({self.hosts[member] for member in members}) == 1
-        ends: set[End] = {("rank", m) if within else ("host", self.hosts[m]) for m in members}
+        ends: set[End] = {member if within else self._host_ends[member] for member in members}
         begin_s = max([now_s, *(max(self._out_s[end], self._in_s[end]) for end in ends)])
         for end in ends:
             self._out_s[end] = self._in_s[end] = begin_s + busy_s
@@ -100,5 +103,5 @@ class Network:
 
     def _link(self, sender: int, receiver: int) -> tuple[Link, End, End]:
         if self.hosts[sender] == self.hosts[receiver]:
-            return self.cluster.memory, ("rank", sender), ("rank", receiver)
-        return self.cluster.network, ("host", self.hosts[sender]), ("host", self.hosts[receiver])
+            return self.cluster.memory, sender, receiver
+        return self.cluster.network, self._host_ends[sender], self._host_ends[receiver]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from polytempo.core import WAITING, Task
 from polytempo.core.driver import Begin
 from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
@@ -15,8 +17,7 @@ class Asymmetric(Exception):
     """Ranks that were to act for all others do what not all ranks do alike."""
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """One operation, or one started coroutine, under way."""
 
     op: object

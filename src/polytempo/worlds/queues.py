@@ -24,14 +24,14 @@ class MessageQueues(Generic[Key, Item]):
 
     def ask(self, key: Key, flight: Flight) -> Item | None:
         """The oldest that has arrived; None: `flight` waits from now on."""
-        if self._arrived[key]:
-            return self._arrived[key].popleft()
+        if arrived := self._arrived.get(key):
+            return arrived.popleft()
         self._asking[key].append(flight)
         return None
 
     def arrive(self, key: Key, item: Item) -> Flight | None:
         """Who has waited longest for `item`; None: it waits itself."""
-        asking = self._asking[key]
+        asking = self._asking.get(key)
         while asking:
             flight = asking.popleft()
             if not flight.done:

@@ -22,6 +22,7 @@ from polytempo.core.op import (
     Alone,
     Collective,
     Compute,
+    Dispatch,
     LentRecv,
     LentSend,
     Mark,
@@ -45,7 +46,7 @@ from polytempo.worlds.network import Network
 from polytempo.worlds.operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
 from polytempo.worlds.processors import Processors
 from polytempo.worlds.rare_collection import collecting_rarely
-from polytempo.worlds.trace import Trace
+from polytempo.worlds.trace import Line, Trace
 from polytempo.worlds.whole_sums import WholeSums
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ class VirtualWorld:
         self._clock = Now(lambda: self.now_s)
         self.trace = Trace(timed=True, max_events=max_events, groups={group.start: group for group in groups})
         self._agenda = Agenda()
+        self.at, self.at_deadline = self._agenda.add, self._agenda.add_deadline
         self._step = [0] * num_ranks
         self.lost: dict[int, float] = {}
         self._strands: list[list[VirtualStrand]] = [[] for _ in range(num_ranks)]
@@ -161,23 +163,18 @@ class VirtualWorld:
             self._schedule_crashes(rank)
             flight = Flight("program", rank, 0, 0.0)
             self._begin(VirtualStrand(Task(program(self.port(rank))), flight, main=True))
-        heap, pop = self._agenda.heap, heapq.heappop
-        while heap and self._running:
-            time_s, _, flight_or_none, action = pop(heap)
-            if flight_or_none is not None:
-                self._agenda.passed(flight_or_none.rank)
-                if flight_or_none.done:
-                    continue  # a deadline that was kept
-            self.now_s = time_s
-            action()
+        agenda, pop = self._agenda, heapq.heappop
+        events, deadlines = agenda.events, agenda.deadlines
+        while self._running and (events or deadlines):
+            late = deadlines and not (events and events[0] < deadlines[0])
+            entry = agenda.earliest_deadline() if late else pop(events)
+            if entry is not None:
+                self.now_s, _, action = entry
+                action()
         if self._running:
             living = [[] if rank in self.lost else strands for rank, strands in enumerate(self._strands)]
             text = who_waits_for_what(self.now_s, living, self._collectives.open())
             raise Deadlock(text) from next(iter(self._errors.values()), None)
-
-    def at(self, time_s: float, action: Callable[[], None], deadline_of: Flight | None = None) -> None:
-        """Do `action` at `time_s`; not if it is the deadline of an operation that is over by then."""
-        self._agenda.add(time_s, action, deadline_of)
 
     # ------------------------------------------------------------------ coroutines
 
@@ -194,12 +191,16 @@ class VirtualWorld:
 
     def _answer(self, strand: VirtualStrand, op: Op[Any]) -> Any:
         """Begin an operation: its answer, or WAITING until its flight lands. A rank that it kills waits for ever."""
-        kind, rank = type(op), strand.flight.rank
-        if kind is Now:
-            return self.now_s
-        if kind in self._issuing:
-            return self._wait(strand, self._issue(rank, op))
+        rank = strand.flight.rank
+        if type(op) in self._issuing:
+            strand.waits_for = flight = self._issue(rank, op)
+            flight.waiters += (strand.go_on,)
+            return WAITING
         match op:
+            case Dispatch():
+                return self._mail.dispatch(rank, self._step[rank], op)
+            case Now():
+                return self.now_s
             case Mark(step):
                 pause = self._mark(rank, step)
                 return self._wait(strand, pause) if pause is not None else WAITING if rank in self.lost else None
@@ -271,7 +272,7 @@ class VirtualWorld:
 
     def _limit(self, flight: Flight, op: Op[Any], timeout_s: float) -> None:
         late = TimedOut(flight.rank, flight.step, str(op), timeout_s)
-        self.at(self.now_s + timeout_s, lambda: self.land(flight, None, late), deadline_of=flight)
+        self.at_deadline(self.now_s + timeout_s, flight, lambda: self.land(flight, None, late))
 
     def _send_receive(self, flight: Flight, op: SendReceive) -> None:
         """Two messages with a line each in the trace; the pair is over when both are."""
@@ -302,6 +303,11 @@ class VirtualWorld:
         waiters, flight.waiters = flight.waiters, ()
         for answer in waiters:
             answer(value, error)
+
+    def write(self, event: Line) -> None:
+        """Write a line in the trace for an operation that nothing waits for, unless its rank is gone."""
+        if event[0] not in self.lost:
+            self.trace.add(event)
 
     # ------------------------------------------------------------------ failures
 
@@ -347,7 +353,7 @@ class VirtualWorld:
         """`flight` needs `peer`, which is gone; its rank hears of it when the death is detected."""
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
         known_s = max(self.now_s, self.lost[peer] + self.cluster.detection_s)
-        self.at(known_s, lambda: self.land(flight, None, error), deadline_of=flight)
+        self.at_deadline(known_s, flight, lambda: self.land(flight, None, error))
 
 
 def _unknown(rank: int, op: Op[Any]) -> TypeError:

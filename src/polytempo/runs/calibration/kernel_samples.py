@@ -16,13 +16,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer

@@ -49,6 +49,7 @@ from polytempo.training.rate_schedule import RateSchedule, check_schedule
 from polytempo.training.running_statistics import Running
 from polytempo.training.scorer import Scorer
 from polytempo.training.served_context import ServedContext
+from polytempo.training.served_replica import trained_of
 from polytempo.training.server_worker import gradients_of, gradients_without_values
 from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
 from polytempo.training.step_cost import StepCost
@@ -254,7 +255,7 @@ class ServedProgram:
             noise=None if every is None else PartNoise(spec.job, model, trainable(model, optimizer), every=every),
             masters=None if meta else masters_of(model, optimizer, spec.options.precision),
             stage=stage,
-            parameters=self.parameters if stage is None else None,
+            trained=trained_of(model, optimizer, spec.strategy, self.parameters) if meta and stage is None else None,
         )
 
     def shard(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from polytempo.cluster import Cluster
-from polytempo.core import PolytempoError, Port
+from polytempo.core import PolytempoError, Port, Program
 from polytempo.core.files import run_folder
 from polytempo.core.kernel_use import KernelUse
 from polytempo.core.port import world_port
@@ -89,7 +89,10 @@ class ServedSimulation:
         self.topology = topology = program.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
         self._groups: dict[int, Port] = {}
-        self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
+        if meta and program.stages is None:  # without values there is one model, so all can be one
+            self.contexts = [program.context(self.cost)] * spec.workers
+        else:
+            self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
         for context in self.contexts:
             if context.noise is not None:
                 context.noise.sends = False
@@ -136,13 +139,13 @@ class ServedSimulation:
             raise
         return None
 
-    async def _work(self, port: Port) -> Attendance:
+    def _work(self, port: Port) -> Program[Attendance]:
         client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
         group, stages = self._group(port), self._stages(port)
         program = work(group, self.contexts[port.rank], client, stages=stages)
         if stages is not None:
             program = through_stages(StageMessages(port, stages.members, client.incarnation, self.timing), program)
-        return await through(client, port, program)
+        return through(client, port, program)
 
     def _group(self, port: Port) -> Port:
         """The workers with the same stage of all replicas: they follow each other. They share what a group lists."""

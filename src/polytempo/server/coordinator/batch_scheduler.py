@@ -293,7 +293,10 @@ class BatchScheduler:
     @property
     def _limit(self) -> int:
         """The first ticket that may not be dealt yet."""
-        return min(at for at in (self.num_tickets, self._barrier, self._save_at) if at is not None)
+        limit = self.num_tickets
+        if self._barrier is not None:
+            limit = min(limit, self._barrier)
+        return limit if self._save_at is None else min(limit, self._save_at)
 
     @property
     def _is_warm(self) -> bool:

@@ -41,7 +41,7 @@ from polytempo.server.message import (
     Statistics,
     View,
 )
-from polytempo.server.record import Lost, Noting, Saving, Stopping, entry_of
+from polytempo.server.record import Asking, Lost, Noting, Saving, Stopping
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
 
@@ -186,7 +186,7 @@ class Coordinator:
                 if self._scores.take(message):
                     self._listeners.on_row(message.row)
                 out = [(source, Heard(self._scores.highest)), *self._deals(now_s), *self._end(now_s)]
-        return out + self._reshape(now_s)
+        return out + self._reshape(now_s) if self.reshaper.busy else out
 
     def tick(self, now_s: float) -> Outbox:
         """Give up nodes that are silent, and send again what was not answered."""
@@ -280,7 +280,7 @@ class Coordinator:
             out += self._notify_shards(now_s)
         elif present > ask.incarnation:
             return []
-        self._listeners.on_entry(entry_of(ask))
+        self._listeners.on_entry(Asking(ask.worker, ask.incarnation, ask.sequence, ask.done))
         for row in self._calls.new_rows(ask):
             self._listeners.on_row(row)
         if self._calls.is_goodbye(ask):
@@ -304,7 +304,8 @@ class Coordinator:
             elif deal is not None:
                 calls.unsaid[worker] = deal
         calls.waiting.clear()
-        calls.unsaid.update((deal.worker, deal) for deal in self.scheduler.due())
+        for deal in self.scheduler.due():
+            calls.unsaid[deal.worker] = deal
         out += self._notify_shards(now_s)
         for worker, deal in list(calls.unsaid.items()):
             if deal.order == "finish":

@@ -72,6 +72,8 @@ class Membership:
 
         `resting`: the workers that have nothing to do. `in_hand()`: the workers that have a batch in hand.
         """
+        if not (self._touched or self._waits or resting or self._resting or self.leaving):
+            return None
         rest = self.members.keys() & resting
         if self._waits:
             new = self._uncounted - rest

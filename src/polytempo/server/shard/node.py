@@ -166,11 +166,12 @@ class Node:
         """What taking `message` costs: about four operations for each element of a gradient, and the codec's."""
         if isinstance(message, Replicate):
             return self.flops(message.entry)
-        service, numel = self.shard.service, self.shard.weights.numel()
+        service = self.shard.service
         if isinstance(message, Pull) and service.pull_codec is not None:
-            return service.pull_codec.facts.flops / 2 * numel
+            return service.pull_codec.facts.flops / 2 * self.shard.weights.numel()
         if not isinstance(message, Push):
             return 0.0
+        numel = self.shard.weights.numel()
         decoding = 0.0 if service.codec is None else service.codec.facts.flops / 2 * numel
         return decoding + 4.0 * (numel + sum(rows.values.numel() for rows in message.rows))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from polytempo.core import Late, Op, Port, Work
@@ -11,8 +10,7 @@ from polytempo.core import Late, Op, Port, Work
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class ConvertedWork(Work[tuple[Any]]):
+class ConvertedWork(Work[tuple[Any]], frozen=True, eq=False):
     """Work under way whose answer becomes `(convert(answer),)`: `Late` takes its value out of a tuple."""
 
     convert: Callable[[Any], Any]

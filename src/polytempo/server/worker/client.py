@@ -87,9 +87,9 @@ class Client:
         """Whether the coordinator has ended the run."""
         self.versions = [0] * len(shards)
         self.dropped = 0
+        """How many pushes to single shards were not used."""
         self.staleness: deque[int] = deque(maxlen=_MOST_STALENESS)
         """τ of the latest pushes, of each shard, since the caller cleared it."""
-        """How many pushes to single shards were not used."""
         self._memory = memory
         self._begin_exchange(form, shards)
         heads = [chain[0] if chain else coordinator for chain in chains]  # a drained shard is never asked
@@ -196,9 +196,9 @@ class Client:
         self._pushed_batches[pending] = facts.batches
         if self._host is not None and not self.alone:
             self._host.begin(OwnPush(pending, clock, flat, facts, running, builds))
-            return pending
-        for shard, build in builds.items():
-            self.add(shard, build, pending)
+        else:
+            for shard, build in builds.items():
+                self.add(shard, build, pending)
         return pending
 
     def pull(self, clock: int) -> PendingExchange:
@@ -259,7 +259,7 @@ class Client:
     def outbox(self, now_s: float) -> Outbox:
         """The messages that are sent for the first time now."""
         out = [] if self._host is None else self._host.go_on(now_s)
-        return out + [(asked.head, request) for asked in self.asked for request in asked.sendable(now_s)]
+        return out + [(asked.head, one) for asked in self.asked if asked.queues for one in asked.sendable(now_s)]
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take an answer or a view. Raises `Refused` where a shard has refused."""
@@ -296,10 +296,14 @@ class Client:
             out += [] if self._host is None else self._host.late()
         return out + self.outbox(now_s)
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether `tick` may have something to send."""
+        return self._host is not None or any(asked.is_due(now_s) for asked in self.asked)
+
     def wait_s(self, now_s: float) -> float:
         """How long nothing is to be done unless something arrives."""
-        gathering_s = float("inf") if self._host is None else self._host.wait_s(now_s)
-        return min([gathering_s, *[asked.wait_s(now_s) for asked in self.asked]])
+        host_s = [] if self._host is None else [self._host.wait_s(now_s)]
+        return min([asked.wait_s(now_s) for asked in self.asked] + host_s)
 
     def add(self, shard: int, build: Callable[[int, int, int], R], pending: PendingExchange) -> R:
         """Queue a request whose answer is of `pending`."""
@@ -309,18 +313,17 @@ class Client:
 
     def _split(self, reply: PushAlone, now_s: float) -> Outbox:
         """The push of the host has not brought this worker's: it goes by itself."""
+        if (reply.worker, reply.incarnation) != (self.worker, self.incarnation):
+            return []
         asked = self.asked[reply.shard]
-        life = reply.worker, reply.incarnation
-        again = asked.alone(now_s, reply.sequence) if life == (self.worker, self.incarnation) else []
-        return [(asked.head, request) for request in again]
+        return [(asked.head, request) for request in asked.alone(now_s, reply.sequence)]
 
     def _answer(self, reply: Reply, now_s: float) -> None:
         if not 0 <= reply.shard < len(self.shards) or reply.worker != self.worker:
             return
         pending = self._pending.get((reply.shard, reply.sequence))
         if isinstance(reply, Stranger):
-            self._refused(reply, pending, now_s)
-            return
+            return self._refused(reply, pending, now_s)
         if pending is None or not self.asked[reply.shard].answered(reply, now_s):
             return
         del self._pending[reply.shard, reply.sequence]
@@ -373,9 +376,8 @@ class Client:
             self.epoch = view.epoch
             if view.layout > self.layout:
                 self._coming = view
-            for asked, chain in zip(
-                self.asked, view.chains, strict=False
-            ):  # a new shard is not asked before its layout takes effect
+            # a new shard is not asked before its layout takes effect
+            for asked, chain in zip(self.asked, view.chains, strict=False):
                 if chain and chain[0] != asked.head:
                     out += [(chain[0], request) for request in asked.ask(chain[0], now_s)]
         return out

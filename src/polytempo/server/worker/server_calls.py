@@ -28,9 +28,9 @@ _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
 
 
-async def through(client: Client, port: Port, program: Program[T]) -> T:
-    """Run `program` and return what it returns. A client has one program; coroutines that it starts cannot push."""
-    return await interpreted(program, ServerCalls(client, port).perform, (Push, Pull, Start, Work, Take))
+def through(client: Client, port: Port, program: Program[T]) -> Program[T]:
+    """`program` with its exchanges. A client has one program; coroutines that it starts cannot push."""
+    return interpreted(program, ServerCalls(client, port).perform, (Push, Pull, Start, Work, Take))
 
 
 class ServerCalls:
@@ -66,7 +66,7 @@ class ServerCalls:
             await self._port.compute(lambda: None, flops)  # the time that the codec takes on the virtual clock
         unread = client.meets or not client.idle  # an answer may open the line, and others may have offered
         while unread and (taken := await self._port.take(0.0)) is not None:
-            await self._sort(await self._port.now(), *taken)
+            await self._post(self._sort(await self._port.now(), *taken))
         pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))
         if client.gathers:
@@ -88,26 +88,32 @@ class ServerCalls:
     async def _until(self, condition: Callable[[], bool], wait_s: float | None) -> None:
         """Take messages until `condition()` holds, at most for `wait_s`."""
         client, port = self._client, self._port
-        until_s = None if wait_s is None else await port.now() + wait_s
+        now_s = await port.now()
+        until_s = None if wait_s is None else now_s + wait_s
         while not condition():
-            now_s = await port.now()
             patience_s = client.wait_s(now_s)
             if until_s is not None:
                 patience_s = min(patience_s, until_s - now_s)
             taken = await port.take(patience_s + _INSTANT_S if patience_s > 0 else 0.0)
             now_s = await port.now()
-            if taken is not None:
-                await self._sort(now_s, *taken)
-            if late := client.tick(now_s, all_read=taken is None):
+            out = [] if taken is None else self._sort(now_s, *taken)
+            if out:
+                await self._post(out)
+            if taken is None or client.is_due(now_s):
+                late = client.tick(now_s, all_read=taken is None)
                 await self._post(late)
+                out += late
             if taken is None and until_s is not None and now_s >= until_s:
                 return
+            if out:
+                now_s = await port.now()  # to post takes time
 
-    async def _sort(self, now_s: float, source: int, message: Parcel) -> None:
+    def _sort(self, now_s: float, source: int, message: Parcel) -> Outbox:
+        """Give a message to the client, whose answer is returned, or put it aside for the program."""
         if isinstance(message, _FOR_CLIENT):
-            await self._post(self._client.receive(now_s, source, message))
-        else:
-            self._rest.append((source, message))
+            return self._client.receive(now_s, source, message)
+        self._rest.append((source, message))
+        return []
 
     async def _post(self, out: Outbox) -> None:
         for to, message in out:

@@ -57,7 +57,7 @@ class WorkClient:
         """
         assert self._open is not None
         client, timing = self._client, self._client.timing
-        deadline_s = await port.now() + timing.deadline_s
+        deadline_s = None
         while self._early is not None or not client.finished:
             if self._early is not None:
                 deal, self._early = self._early, None
@@ -65,6 +65,8 @@ class WorkClient:
                     self._open = None
                     return deal
                 await port.post(Beat(client.worker, client.incarnation, client.epoch), client.coordinator)
+            if deadline_s is None:
+                deadline_s = await port.now() + timing.deadline_s
             taken = await port.take(timing.retry_s)
             if taken is not None:
                 self.sort(*taken)
