@@ -164,6 +164,7 @@ def test_an_uncertain_cluster_widens_the_interval() -> None:
         return one.high_s - one.low_s
 
     assert width(Uncertainty()) == 0 < width(Uncertainty(0.1, 0.0)) < width(Uncertainty(0.3, 0.3))
+    assert width(Uncertainty(0.1, 0.1)) < width(Uncertainty(0.1, 0.1, whole=0.3))
 
 
 # ---- the front and the choice ----

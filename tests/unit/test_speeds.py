@@ -52,9 +52,14 @@ def test_a_kernel_that_was_not_measured_is_another_one() -> None:
 def test_a_job_that_was_measured_has_a_pace() -> None:
     speeds = replace(SPEEDS, jobs=(JobPace("digits", 650, 1.5), JobPace("digits", 651, 2.0)))
     assert [speeds.pace("digits", 651), speeds.pace("digits", 652), speeds.pace("chars", 650)] == [2.0, 1.0, 1.0]
-    text = to_toml(Cluster(Link(0, 1), speeds=speeds))
-    assert from_toml(text).speeds == speeds
-    for wrong, said in (("parameters = 650", "parameters = 0"), ("pace = 1.5", "pace = -1.0")):
+    counted = replace(speeds, jobs=(*speeds.jobs, JobPace("chars", 9, 0.5, 2), JobPace("chars", 9, 0.75, 4)))
+    by_workers = [counted.pace("chars", 9, workers) for workers in (1, 2, 3, 4, 8)]
+    assert by_workers == [0.5, 0.5, 0.75, 0.75, 0.75], "of the next larger number, or of the largest"
+    text = to_toml(Cluster(Link(0, 1), speeds=counted))
+    assert from_toml(text).speeds == counted
+    assert from_toml(text.replace("workers = 0\n", "")).speeds == counted, "a file of before has none"
+    mistakes = (("parameters = 650", "parameters = 0"), ("pace = 1.5", "pace = -1.0"), ("workers = 4", "workers = -4"))
+    for wrong, said in mistakes:
         with pytest.raises(ValueError, match=r"jobs 'digits'.*must be a"):
             from_toml(text.replace(wrong, said))
 
