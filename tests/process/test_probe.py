@@ -69,6 +69,7 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     again = from_toml(to_toml(found.cluster, found.measured, found.spread))
     assert (again.speeds, again.memory) == (found.cluster.speeds, found.cluster.memory)
     assert again.cores == found.cluster.cores == len(os.sched_getaffinity(0)), "one host, whose cores all share"
+    assert again.busy_stragglers == found.cluster.busy_stragglers is not None
     result = pt.simulate(find("digits"), pt.strategies.one_bit_sgd(), 2, again, steps=8, meta=True)
     assert 1e-5 < result.seconds / result.steps < 10
 

@@ -12,6 +12,7 @@ import torch
 
 from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, constant
 from polytempo.cluster.measured import to_toml
+from polytempo.cluster.slow_spells import measured_steps
 from polytempo.core import Port
 from polytempo.planner.forecast import uncertainty_of
 from polytempo.runs.calibration.calibrate import (
@@ -22,7 +23,7 @@ from polytempo.runs.calibration.calibrate import (
     with_transforms_pace,
 )
 from polytempo.runs.calibration.earlier import SpeedChange, compared
-from polytempo.runs.calibration.measurement import WHOLE_RUNS
+from polytempo.runs.calibration.measurement import WHOLE_RUNS, quantiles_of
 from polytempo.worlds import VirtualWorld
 
 
@@ -46,6 +47,7 @@ def told(rank: int, hosts: tuple[int, int] = (0, 0)) -> dict[str, Any]:
         ],
         "flops_per_s": 2e9,
         "steps": [1.0, 1.1] * 50,
+        "busy_steps": [1.0, 3.0] * 50,
         "small": {},
         "whole": [],
         "on_processor": [],
@@ -74,6 +76,8 @@ def test_answers_add_up_to_a_cluster(hosts: tuple[int, int], place: str) -> None
     found = cluster.memory if place == "memory" else cluster.network
     assert tuple(vars(found).values()) == pytest.approx(tuple(vars(expected).values()))
     assert (cluster.network == cluster.memory) == (place == "memory"), "one host's network is its memory"
+    assert cluster.stragglers == measured_steps(quantiles_of([1.0, 1.1] * 100), 0.0)
+    assert cluster.busy_stragglers == measured_steps(quantiles_of([1.0, 3.0] * 100), 0.0)
 
     async def program(port: Port) -> tuple[float, float]:
         await port.all_reduce(torch.empty(1000))

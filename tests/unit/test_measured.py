@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from polytempo.cli.main import app
 from polytempo.cluster import Cluster, Link, ethernet
 from polytempo.cluster.faults import Crash
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of, from_toml, to_toml
+from polytempo.cluster.slow_spells import measured_steps
 from polytempo.jobs import find
 from polytempo.runs.probe import measured_of, pairs_of
 from polytempo.spec.catalogue import parse_cluster
@@ -124,6 +126,17 @@ def test_a_simulation_takes_the_file(tmp_path: Path) -> None:
     assert slow > fast
     with pytest.raises(ValueError, match="there is no such file; `polytempo doctor --engine"):
         parse_cluster(str(tmp_path / "other.toml"))
+
+
+def test_a_simulation_takes_the_stragglers_of_a_busy_machine(tmp_path: Path) -> None:
+    path, busy = tmp_path / "measured.toml", measured_steps((1.0, 2.0, 9.0), 0.5)
+    path.write_text(to_toml(replace(ethernet(), stragglers=measured_steps((1.0, 1.1)), busy_stragglers=busy)))
+    cluster = parse_cluster(str(path), "busy")
+    assert (cluster.stragglers, cluster.name) == (busy, "ethernet(gbit_per_s=10), busy")
+    for text in ("ethernet", str(path)):
+        path.write_text(GOOD)
+        with pytest.raises(ValueError, match=r"--stragglers busy: .* says nothing of hosts .* `polytempo calibrate`"):
+            parse_cluster(text, "busy")
 
 
 def test_which_ranks_talk() -> None:

@@ -125,6 +125,7 @@ def test_a_file_holds_all_that_was_measured() -> None:
         server_flops_per_s=3e9,
         collectives=(("memory all_reduce", CollectiveLink(2e9, (8.0, 4096.0), (1e-5, 3e-5))),),
         stragglers=steps,
+        busy_stragglers=measured_steps((0.5, 2.0, 9.0), 0.5),
         name="mine",
     )
     text = to_toml(cluster, spread={"steps": 0.1})
@@ -133,6 +134,7 @@ def test_a_file_holds_all_that_was_measured() -> None:
     for old, new, why in (
         ("call_s = 1e-06", 'call_s = "x"', "kernels 'elementwise'.call_s = 'x' must be a number from 0"),
         ("correlation = 0.25", "correlation = 1.0", "needs at least two ascending quantiles"),
+        ("quantiles = [0.5, 2.0, 9.0]", "quantiles = 9", r"\[busy_stragglers\] needs quantiles, a list"),
         ("quantiles = [0.5, 1.0, 3.0]", "quantiles = [0.5, 1.0, inf]", "quantiles above 0, none infinite"),
         ('name = "elementwise"', "name = 3", "kernels: name = 3 must be a text"),
         ("duplex = 0.75", "duplex = 0.1", "duplex is from 0.5"),

@@ -27,8 +27,7 @@ Delays = Callable[[Random], Sequence[float]]
 """After which times copies of one message arrive: none is a loss, two are a doubled message."""
 
 
-@dataclass(frozen=True, eq=False)
-class Hand(Op[None]):
+class Hand(Op[None], frozen=True, eq=False):
     """`worker` pushes the gradient of `pieces`; finished when the shard has answered."""
 
     worker: int
@@ -36,8 +35,7 @@ class Hand(Op[None]):
     alone: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Pass(Op[None]):
+class Pass(Op[None], frozen=True, eq=False):
     """Wait until no worker is so far behind `clock` that its bound forbids to go on."""
 
     clock: int

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from polytempo import engines, jobs
 from polytempo.spec.declaration import declared
+from polytempo.spec.names import BUSY
 
 CUT_GOALS = ("operations", "time", "memory", "traffic")
 REDUCTIONS = ("ring", "halving_doubling", "tree", "server")
@@ -41,7 +42,7 @@ def engine_names(incomplete: str) -> list[str]:
 
 def distribution_names(incomplete: str) -> list[str]:
     """The distributions of computing times."""
-    return _beginning(incomplete, declared().stragglers)
+    return _beginning(incomplete, [*declared().stragglers, BUSY])
 
 
 def cut_goals(incomplete: str) -> list[str]:

@@ -66,7 +66,8 @@ Stragglers = Annotated[
     str | None,
     typer.Option(
         metavar="D",
-        help="The distribution of computing times, such as 'lognormal(sigma=0.3)'. Default: all equal.",
+        help="The distribution of computing times, such as 'lognormal(sigma=0.3)'; 'busy': what calibrate measured "
+        "while other programs computed. Default: that of the cluster's file, or all equal.",
         autocompletion=distribution_names,
     ),
 ]

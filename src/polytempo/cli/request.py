@@ -17,7 +17,7 @@ from polytempo.engines.environment import recognise
 from polytempo.runs.folder_names import slug
 from polytempo.spec.call import split_calls
 from polytempo.spec.declaration import declared
-from polytempo.spec.names import COMPARED
+from polytempo.spec.names import BUSY, COMPARED
 
 _STOPS = ("step", "ticket", "version")
 _MOST_PER_CORE = 16
@@ -148,7 +148,7 @@ def check_cluster(cluster: str | None, stragglers: str | None) -> None:
             raise ValueError(f"--cluster {cluster}: there is no such file; `polytempo calibrate` writes one")
     elif cluster is not None:
         declared().cluster(cluster)
-    if stragglers is not None:
+    if stragglers is not None and stragglers != BUSY:  # which the file of a cluster may have
         declared().distribution(stragglers)
 
 

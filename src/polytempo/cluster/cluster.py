@@ -65,6 +65,8 @@ class Cluster:
     """What the world's own collectives reach, by place and kind (`memory all_reduce`, `network all_gather`, …), where
     that is not what messages reach. Kinds that are not named go by `network` and `memory`."""
     stragglers: Stragglers = field(default_factory=constant)
+    busy_stragglers: Stragglers | None = None
+    """What stragglers are while as many other programs compute on each host as workers do; None: not measured."""
     faults: tuple[Fault, ...] = ()
     detection_s: float = 1e-3
     """Seconds from a rank's death until its peers' operations fail."""

@@ -3,7 +3,7 @@
 [[kernels]]      name, call_s, byte_s, flop_s, error          `Cluster.speeds`; [[server_kernels]] likewise
 [[jobs]]         name, parameters, pace, workers              `Cluster.speeds.jobs`
 [[collectives]]  name, bytes_per_s, sizes, latencies_s        `Cluster.collectives`; one latency_s before version 4
-[stragglers]     quantiles, correlation                       `slow_spells.measured_steps`
+[stragglers]     quantiles, correlation                       `slow_spells.measured_steps`; [busy_stragglers] likewise
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polytempo.cluster.cluster import Cluster
 from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps, steps_of
 from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
-from polytempo.cluster.stragglers import Stragglers, constant
+from polytempo.cluster.stragglers import Stragglers
 
 Number = Callable[..., float]
 """`number(table, name, key, where, least)`: reads a number, or raises ValueError (`measured`)."""
@@ -37,11 +37,14 @@ def written(cluster: Cluster) -> list[str]:
         lines += ["", "[[collectives]]", f"name = {json.dumps(kind)}"]
         lines += [f"bytes_per_s = {link.bytes_per_s!r}", f"sizes = {list(link.sizes)!r}"]
         lines += [f"latencies_s = {list(link.latencies_s)!r}"]
-    stragglers = cluster.stragglers
-    steps = steps_of(stragglers) if isinstance(stragglers, CorrelatedStragglers) else None
-    if steps is not None:
-        lines += ["", "[stragglers]  # factors on the time of a step, from the least to the most"]
-        lines += [f"quantiles = {list(steps[0])!r}", f"correlation = {steps[1]!r}  # of a step with the next"]
+    for name, stragglers, when in (
+        ("stragglers", cluster.stragglers, ""),
+        ("busy_stragglers", cluster.busy_stragglers, ", while other programs compute"),
+    ):
+        steps = steps_of(stragglers) if isinstance(stragglers, CorrelatedStragglers) else None
+        if steps is not None:
+            lines += ["", f"[{name}]  # factors on the time of a step, from the least to the most{when}"]
+            lines += [f"quantiles = {list(steps[0])!r}", f"correlation = {steps[1]!r}  # of a step with the next"]
     return lines
 
 
@@ -94,22 +97,22 @@ def collectives_of(plain: Mapping[str, Any], where: str, number: Number) -> tupl
     return tuple(found)
 
 
-def stragglers_of(plain: Mapping[str, Any], where: str) -> Stragglers:
-    """The distribution in the table of stragglers; `constant()` where there is none."""
-    table = plain.get("stragglers")
+def stragglers_of(plain: Mapping[str, Any], where: str, name: str = "stragglers") -> Stragglers | None:
+    """The distribution in the table of that name; None where there is none."""
+    table = plain.get(name)
     if table is None:
-        return constant()
+        return None
     quantiles: Any
     correlation: Any
     quantiles, correlation = (
         table.get(key) if isinstance(table, dict) else None for key in ("quantiles", "correlation")
     )
     if not isinstance(quantiles, list) or not all(_is_number(each) for each in [*quantiles, correlation]):
-        raise ValueError(f"{where}: [stragglers] needs quantiles, a list of numbers, and correlation, a number")
+        raise ValueError(f"{where}: [{name}] needs quantiles, a list of numbers, and correlation, a number")
     try:
         return measured_steps(tuple(float(each) for each in quantiles), float(correlation))
     except ValueError as error:
-        raise ValueError(f"{where}: [stragglers]: {error}") from error
+        raise ValueError(f"{where}: [{name}]: {error}") from error
 
 
 def _rows(plain: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from polytempo.cluster import cluster_tables
 from polytempo.cluster.cluster import Cluster, Link
+from polytempo.cluster.stragglers import constant
 
 FORMAT = "polytempo-cluster"
 VERSION = 4
@@ -159,7 +160,8 @@ def from_toml(text: str, where: str = "the text") -> Cluster:
         speeds=cluster_tables.speeds_of(plain, "kernels", where, _number),
         server_speeds=cluster_tables.speeds_of(plain, "server_kernels", where, _number),
         collectives=cluster_tables.collectives_of(plain, where, _number),
-        stragglers=cluster_tables.stragglers_of(plain, where),
+        stragglers=cluster_tables.stragglers_of(plain, where) or constant(),
+        busy_stragglers=cluster_tables.stragglers_of(plain, where, "busy_stragglers"),
         name=name,
     )
 

@@ -14,7 +14,7 @@ from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
 from polytempo.partition import scheduled, schedules
 from polytempo.spec.call import split_calls
-from polytempo.spec.names import COMPARED, names
+from polytempo.spec.names import BUSY, COMPARED, names
 from polytempo.spec.resolution import Function
 
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
@@ -60,7 +60,8 @@ def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
     """The cluster that `text` describes, such as `ethernet(gbit_per_s=10)`, with the straggler distribution given.
 
     A text that ends in `.toml` names a file that `polytempo calibrate` has written. Errors: ValueError for wrong
-    names and arguments, and for a file that is not there or none of these.
+    names and arguments, and for a file that is not there or none of these. Stragglers may be `busy` where it was
+    measured what they are while other programs compute.
     """
     if text.endswith(".toml"):
         found = read_cluster(Path(text))
@@ -70,5 +71,12 @@ def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
         found = named
     if stragglers is None:
         return found
+    if stragglers == BUSY:
+        if found.busy_stragglers is None:
+            raise ValueError(
+                f"--stragglers {BUSY}: {text} says nothing of hosts on which other programs compute; "
+                "`polytempo calibrate` measures them, or give a distribution such as 'lognormal(sigma=0.3)'"
+            )
+        return replace(found, stragglers=found.busy_stragglers, name=f"{found.name}, {BUSY}")
     distribution = cast(Stragglers, NAMES.distribution(stragglers))
     return replace(found, stragglers=distribution, name=f"{found.name}, stragglers {stragglers}")

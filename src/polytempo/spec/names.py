@@ -14,6 +14,8 @@ from typing import NamedTuple
 from polytempo.spec.call import parse_call
 from polytempo.spec.resolution import Factory, Function, resolve
 
+BUSY = "busy"
+"""The stragglers that were measured while other programs computed: no name of a distribution."""
 COMPARED = (
     "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16, outer_momentum=0.5), gossip, delayed_sgd, "
     "adasum"

@@ -20,7 +20,7 @@ from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
 from polytempo.cluster.speeds import EXCHANGE, MESSAGE
-from polytempo.cluster.stragglers import constant
+from polytempo.cluster.stragglers import Stragglers, constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
 from polytempo.runs.calibration.measurement import (
@@ -80,10 +80,6 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
     within = tuple(_named(link, a, b, of_rank, names) for a, b, link, _ in each if of_rank[a] == of_rank[b])
     measured = Measured(name, hosts, between, within)
     kernels = _speeds([sample for one in told for sample in samples_of(one["samples"])])
-    factors = [one["steps"] for one in told]
-    steps = measured_steps(
-        quantiles_of([factor for one in factors for factor in one]), median(correlation_of(one) for one in factors)
-    )
     base = cluster_of(measured)
     machines = {host: one["machine"] for host, one in zip(of_rank, told, strict=True)}
     cluster = replace(
@@ -92,7 +88,8 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
         memory=replace(base.memory, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] == of_rank[b]])),
         speeds=Speeds(tuple(sorted(kernels.items()))),
         collectives=_collectives(told, "network" if between else "memory"),
-        stragglers=steps,
+        stragglers=_stragglers([one["steps"] for one in told]),
+        busy_stragglers=_stragglers([one["busy_steps"] for one in told]),
         cores=min(one["cores"] for one in told),
         hosts_per_machine=max(Counter(machines.values()).values()),
     )
@@ -103,6 +100,12 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
     if each:
         spread["messages"] = median(spread for *_, spread in each)
     return Calibration(cluster, measured, spread)
+
+
+def _stragglers(factors: Sequence[list[float]]) -> Stragglers:
+    """By each rank's factors, step by step."""
+    together = quantiles_of([factor for one in factors for factor in one])
+    return measured_steps(together, median(correlation_of(one) for one in factors))
 
 
 def _median(told: Sequence[dict[str, Any]], of_rank: Sequence[int], host: int) -> float:

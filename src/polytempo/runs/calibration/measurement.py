@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -42,6 +44,10 @@ _QUANTILES = 20
 _FEW = 5
 _TURNS, _TURNS_S = 6, 20.0
 """At most so many, and no other that would end after so many seconds."""
+
+
+_COMPUTING = "import time\nend_s = time.monotonic() + 30\nwhile time.monotonic() < end_s: sum(range(10_000))"
+"""A program that ends by itself, also if this process was killed."""
 
 
 class SmallRun(NamedTuple):
@@ -105,6 +111,7 @@ def calibration() -> dict[str, Any]:
         world.drive(barrier(port))
         samples += measure()
     speed, (steps, on_processor) = _in_turns(world, cores, lambda: (flops_per_s(), step_seconds()))
+    busy, on_busy_processor = _in_turns(world, cores, lambda: _beside_another(step_seconds))
     small = {kernel: median(step_times(run, time.thread_time)) for kernel, run in SMALL_RUNS.items()}
     world.drive(barrier(port))
     whole = _turns(world, WHOLE_RUNS, time.perf_counter)
@@ -118,6 +125,7 @@ def calibration() -> dict[str, Any]:
         "samples": [([list(use) for use in sample.uses], sample.seconds) for sample in samples],
         "flops_per_s": speed,
         "steps": [step / median(on_processor) for step in steps],
+        "busy_steps": [step / median(on_busy_processor) for step in busy],
         "small": small,
         "whole": whole,
         "on_processor": on_processor_s,
@@ -142,6 +150,16 @@ def _in_turns(world: ProcessWorld, cores: int, measure: Callable[[], T]) -> T:
             found.append(measure())
     world.drive(barrier(port))
     return found[0]
+
+
+def _beside_another(measure: Callable[[], T]) -> T:
+    """What `measure` answers while another process computes without end, on the same cores."""
+    other = subprocess.Popen([sys.executable, "-S", "-c", _COMPUTING])  # noqa: S603 - this interpreter
+    try:
+        return measure()
+    finally:
+        other.kill()
+        other.wait()
 
 
 async def _gathered(port: Port, value: Tensor) -> list[Tensor]:
