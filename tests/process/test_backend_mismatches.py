@@ -1,4 +1,4 @@
-"""The backend "polytempo": ranks whose calls do not match are told so, by name."""
+"""The backend "polytempo": where the calls of ranks do not match, an error names both calls and ranks."""
 
 from __future__ import annotations
 

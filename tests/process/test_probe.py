@@ -108,7 +108,6 @@ def test_what_a_byte_of_its_exchange_costs_besides(monkeypatch: pytest.MonkeyPat
         return result.seconds / result.steps
 
     taken_s = iter([said_s(NO_EXCHANGE), said_s(pt.strategies.sync_sgd()) + 2e-9 * num_bytes])
-    monkeypatch.setattr(job_pace, "_STEPS", 20)
     monkeypatch.setattr(job_pace, "steps_of_ranks", lambda events: [[next(taken_s)] * 20] * 2 if events else [])
     found = job_pace.with_pace(cluster, pt.engines.local(), job, 2, options).cluster.speeds
     assert found is not None

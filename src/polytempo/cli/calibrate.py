@@ -29,7 +29,7 @@ _SHOWN = ("product", "elementwise", "update SGD momentum", "encode feedback(one_
 
 
 class PacedJob(NamedTuple):
-    """A job whose own passes are measured, too."""
+    """A job whose own steps are measured, too."""
 
     job: str
     batch_size: int | None

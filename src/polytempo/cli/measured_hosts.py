@@ -10,13 +10,13 @@ from polytempo.cluster.prices import read_measured
 
 def measured_workers(cluster: str | None) -> int | None:
     """How many workers the file of a cluster was measured with; None for what is no such file."""
-    found = read_measured(Path(cluster)) if cluster is not None and cluster.endswith(".toml") else None
+    found = _measured(cluster)
     return None if found is None else found[1]
 
 
 def beyond_measured(cluster: str | None, workers: int) -> str | None:
     """A sentence where so many workers are more than the file was measured with; else None."""
-    found = read_measured(Path(cluster)) if cluster is not None and cluster.endswith(".toml") else None
+    found = _measured(cluster)
     if found is None or workers <= found[1]:
         return None
     hosts, measured = found
@@ -32,3 +32,8 @@ def say_beyond_measured(cluster: str | None, workers: int) -> None:
     said = beyond_measured(cluster, workers)
     if said is not None:
         print(f"note: {said}", file=sys.stderr)
+
+
+def _measured(cluster: str | None) -> tuple[int, int] | None:
+    """Hosts and workers that a file of a cluster was measured with; None for what is no such file."""
+    return read_measured(Path(cluster)) if cluster is not None and cluster.endswith(".toml") else None

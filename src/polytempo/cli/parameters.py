@@ -272,7 +272,7 @@ CalibratedJob = Annotated[
     typer.Option(
         "--job",
         metavar="JOB",
-        help="Measure this job's own passes, too: one that ships, my_module:job or path/to/file.py:job.",
+        help="Measure this job's own steps, too: one that ships, my_module:job or path/to/file.py:job.",
         autocompletion=job_names,
     ),
 ]

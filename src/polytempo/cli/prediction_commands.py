@@ -18,7 +18,7 @@ def calibrate(
     """Measure what training does on these hosts, for `simulate --cluster`.
 
     Kernels, codecs, optimizers, memory, messages and collectives, and how much steps vary; under a minute a host.
-    With --job also 90 steps of that job, so that its own passes are predicted as they are here.
+    With --job also 90 steps of that job, so that its own steps are predicted as they are here.
     """
     with exit_code():
         from polytempo.cli.calibrate import PacedJob  # imports torch, which takes seconds

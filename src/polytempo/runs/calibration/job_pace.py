@@ -73,7 +73,7 @@ def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, opti
         if count > 1 and cluster.network == cluster.memory and num_bytes >= _LEAST_BYTES:
             cluster = _with_exchange_of(cluster, setup, job, asked, ranks)
         elif count > 1:
-            measured = _measured_s(setup, job, sync_sgd(), count, replace(asked, steps=_CHECKED_STEPS))
+            measured = _measured_s(setup, job, sync_sgd(), count, asked, _CHECKED_STEPS)
             said_s = _simulated_s(cluster, job, sync_sgd(), count, asked, _CHECKED_STEPS - _WARM_UP)
             errors.append(abs(math.log(said_s / _mean_s(measured))))
     return Paced(cluster, max(errors))
@@ -139,11 +139,13 @@ def _paced(cluster: Cluster, pace: JobPace) -> Cluster:
     return replace(cluster, speeds=replace(cluster.speeds, jobs=(*others, pace)))
 
 
-def _measured_s(setup: EngineSetup, job: Job, strategy: Strategy, workers: int, asked: RunOptions) -> list[list[float]]:
+def _measured_s(
+    setup: EngineSetup, job: Job, strategy: Strategy, workers: int, asked: RunOptions, steps: int = _STEPS
+) -> list[list[float]]:
     """Each rank's steps on the hosts, after the first ones."""
     with tempfile.TemporaryDirectory(prefix="polytempo-calibrate-") as folder:
         out = Path(folder) / "run"
-        run(job, strategy, workers, replace(asked, steps=asked.steps or _STEPS, out=out), engine=setup)
+        run(job, strategy, workers, replace(asked, steps=steps, out=out), engine=setup)
         return [taken[_WARM_UP:] for taken in steps_of_ranks(load_run(out).events)]
 
 
