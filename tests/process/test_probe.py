@@ -15,7 +15,7 @@ from polytempo.cluster.slow_spells import steps_of
 from polytempo.core import Strategy
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
-from polytempo.runs.calibration import job_pace, kernel_samples, measurement
+from polytempo.runs.calibration import job_pace, kernel_samples, measurement, server_exchange
 from polytempo.runs.calibration.calibrate import calibrate
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, small_job
 from polytempo.runs.probe import measure
@@ -46,6 +46,8 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measurement, "SMALL_RUNS", few)
     short = {name: run._replace(steps=4) for name, run in measurement.WHOLE_RUNS.items()}
     monkeypatch.setattr(measurement, "WHOLE_RUNS", short)
+    brief = {name: run._replace(steps=20) for name, run in server_exchange._RUNS.items()}
+    monkeypatch.setattr(server_exchange, "_RUNS", brief)
     monkeypatch.setattr(measurement, "_TURNS", 1)
     monkeypatch.setattr(measurement, "_STEPS", 20)
     found = calibrate(pt.engines.local(), "here", 2)
@@ -60,6 +62,8 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
         "step",
         "sample",
         "message",
+        "server step",
+        "server exchange",
     )
     assert set(expected) <= set(kernels)
     assert all(min(speed) >= 0 for speed in kernels.values())

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, constant
+import polytempo as pt
+from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, constant, lognormal
 from polytempo.cluster.measured import to_toml
 from polytempo.cluster.slow_spells import measured_steps
 from polytempo.core import Port
 from polytempo.planner.forecast import uncertainty_of
+from polytempo.runs.calibration import server_exchange
 from polytempo.runs.calibration.calibrate import (
     assembled,
     exchange_speed,
@@ -130,6 +132,25 @@ def test_what_messages_take_besides_their_link() -> None:
     answer = {"whole": [{run: taken_s(run) for run in WHOLE_RUNS}]}
     speed = message_speed(cluster, [answer, answer])
     assert speed[:3] == pytest.approx((1e-3, 1e-8, 0.0))
+
+
+def test_what_a_server_costs_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By five runs that take as long as a simulation says with 1 ms a step, 2 ms an exchange and 1 ns a byte,
+    where the server shares its workers' cores."""
+    speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("serve", KernelSpeed(call_s=3e-4))))
+    link = Link(1e-5, 1e10)
+    cluster = Cluster(link, link, 2, cores=2, speeds=speeds, stragglers=lognormal(0.2))
+    steps, exchanges = KernelSpeed(call_s=1e-3), KernelSpeed(call_s=2e-3, byte_s=1e-9)
+    real = cluster.with_kernel("server step", steps).with_kernel("server exchange", exchanges)
+    monkeypatch.setattr(
+        server_exchange, "_measured_s", lambda run, setup, workers: server_exchange._simulated_s(run, real, workers)
+    )
+    found = server_exchange.with_server_exchange(cluster, pt.engines.local(), 2).speeds
+    assert found is not None
+    assert found.of("server step")[:3] == pytest.approx(steps[:3], rel=0.1)
+    assert found.of("server exchange")[:3] == pytest.approx(exchanges[:3], rel=0.1)
+    with pytest.raises(ValueError, match="has one speed for everything"):
+        replace(cluster, speeds=None).with_kernel("server step", steps)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])

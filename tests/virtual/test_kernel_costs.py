@@ -71,6 +71,26 @@ def test_a_worker_of_a_server_packs_and_copies() -> None:
     assert seconds_a_step({"check": KernelSpeed(call_s=1e-3)}, served) == pytest.approx(4e-3, rel=0.01)
     assert seconds_a_step({"scale": KernelSpeed(call_s=1e-3)}, served) == pytest.approx(4e-3, rel=0.01)
     assert seconds_a_step({"copy": KernelSpeed(call_s=1e-3)}, served) == pytest.approx(6e-3, rel=0.01)
+    seldom = strategies.downpour(2, 1, optimizer="sgd")
+    assert seconds_a_step({"copy": KernelSpeed(call_s=1e-3)}, seldom) == pytest.approx(5.5e-3, rel=0.01)
+
+
+def test_steps_and_exchanges_of_a_server_cost_something_besides() -> None:
+    """Each step; each push and each pull, which are half an exchange, and their bytes."""
+    in_each, in_two = strategies.async_sgd(), strategies.downpour(2, 2, optimizer="sgd")
+    call_s, byte_s = KernelSpeed(call_s=1e-3), KernelSpeed(byte_s=1e-6)
+    for strategy, share in ((in_each, 1.0), (in_two, 0.5)):
+        assert seconds_a_step({"server step": call_s}, strategy) == pytest.approx(1e-3, rel=0.01)
+        assert seconds_a_step({"server exchange": call_s}, strategy) == pytest.approx(share * 1e-3, rel=0.01)
+        expected_s = share * 4e-6 * PARAMETERS
+        assert seconds_a_step({"server exchange": byte_s}, strategy) == pytest.approx(expected_s, rel=0.01)
+
+
+def test_a_neighbours_model_is_weighted() -> None:
+    scale = KernelSpeed(byte_s=1e-6)
+    assert seconds_a_step({"scale": scale}, strategies.gossip()) == pytest.approx(2 * 4e-6 * PARAMETERS), (
+        "as it is packed"
+    )
 
 
 def test_a_profile_names_the_operators_of_both_passes() -> None:

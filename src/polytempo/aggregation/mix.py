@@ -14,6 +14,7 @@ from polytempo.aggregation.graphs import Graph, Neighbours, mixing_neighbours
 from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
 from polytempo.core.addition import add_
 from polytempo.core.cost import num_bytes
+from polytempo.core.kernel_use import KernelUse
 
 _IN_TURN_BYTES = 1 << 18
 
@@ -68,13 +69,18 @@ async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], l
             await coming[opposite]
             await sending[-1]
     first, *others = sorted(sources)
-    mixed = await term(first)
-    mixed = mixed if mixed.is_meta else mixed * sources[first]
+    mixed = await _times(port, await term(first), sources[first])
     for j in others:
         add_(mixed, await term(j), sources[j])
     for work in sending:
         await work
     return mixed
+
+
+async def _times(port: Port, values: Tensor, weight: float) -> Tensor:
+    """weight · values, in memory of its own; counted on clusters whose kernels were measured."""
+    uses = (KernelUse("scale", 1, values.nbytes),)
+    return await port.compute(lambda: values if values.is_meta else values * weight, 0.0, uses=uses)
 
 
 def _behind(port: Port, ranks: Iterable[int]) -> list[int]:

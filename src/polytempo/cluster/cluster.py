@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from polytempo.cluster.collective_link import CollectiveLink
 from polytempo.cluster.faults import Fault
-from polytempo.cluster.speeds import MESSAGE, Speeds
+from polytempo.cluster.speeds import MESSAGE, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
 if TYPE_CHECKING:  # this is read before torch is loaded
@@ -90,6 +90,12 @@ class Cluster:
         if speeds is not None and uses:
             return speeds.seconds(uses)
         return flops / (self.flops_per_s if not server or self.server_flops_per_s is None else self.server_flops_per_s)
+
+    def with_kernel(self, kernel: str, speed: KernelSpeed) -> Cluster:
+        """The same, but `kernel` at that speed. Raises ValueError where kernels were not measured."""
+        if self.speeds is None:
+            raise ValueError(f"{self.name} has one speed for everything; `polytempo calibrate` measures kernels")
+        return replace(self, speeds=self.speeds.with_kernel(kernel, speed))
 
     @property
     def handles_messages(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,8 @@ GENERAL = "elementwise"
 """The kernel that stands for those that were not measured: it reads and writes memory, element by element."""
 EXCHANGE = "exchange"
 """The kernel of what an exchange of gradients or parameters costs beside its parts."""
+SERVER_STEP, SERVER_EXCHANGE = "server step", "server exchange"
+"""The kernels of what a parameter server costs a worker in each step, and in each push and pull, beside their parts."""
 MESSAGE = "message"
 """The kernel of what a rank's processor does for a message that it receives, beside the link."""
 COLLECTIVE = "collective {kind}"
@@ -69,6 +71,10 @@ class Speeds:
         if found is None:
             found = self._by_name[kernel] = self._families.get(_family(kernel), self._by_name[GENERAL])
         return found
+
+    def with_kernel(self, kernel: str, speed: KernelSpeed) -> Speeds:
+        """These, but `kernel` at that speed."""
+        return replace(self, kernels=tuple(sorted((dict(self.kernels) | {kernel: speed}).items())))
 
     def measured(self, kernel: str) -> bool:
         """Whether it, or one with other arguments, was measured."""

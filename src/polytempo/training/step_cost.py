@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.cluster import Cluster
+from polytempo.cluster.speeds import EXCHANGE, SERVER_EXCHANGE, SERVER_STEP
+from polytempo.core import Bundle
 from polytempo.core.kernel_use import KernelUse, Uses, together
 from polytempo.core.state import residual_tensors
 from polytempo.spec.job import Data
@@ -47,6 +49,8 @@ class StepCost(NamedTuple):
     """What a step computes takes so many times what its kernels say, exchanges left out."""
     parameters: tuple[int, int] = (0, 0)
     """Tensors that are trained, and their bytes."""
+    served: tuple[float, float] = (1.0, 1.0)
+    """Pushes and pulls for each step, where a parameter server takes the gradients."""
 
     def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
         """What a step of `replica` on so many samples takes, `factor` times."""
@@ -70,8 +74,8 @@ class StepCost(NamedTuple):
     def gradients(self, samples: float) -> Uses:
         """Forward and backward on so many samples, where a parameter server takes the gradients.
 
-        Besides, a worker looks for NaN in them and packs them; and both the message with them and the one with the
-        parameters are copied, as are the parameters to where they belong.
+        Besides, a worker looks for NaN in them and packs them. A push copies them; a pull copies the parameters twice,
+        the second time to where they belong.
         """
         if self.profile is None:
             return ()
@@ -79,7 +83,14 @@ class StepCost(NamedTuple):
         tensors, num_bytes = self.parameters
         check = [KernelUse("check", tensors, num_bytes)] if self.checks else []
         own = self._paced([*_batch(samples), *check])
-        served = [KernelUse("scale", tensors, num_bytes), KernelUse("copy", 2 + tensors, 3 * num_bytes)]
+        pushes, pulls = self.served
+        served = [
+            KernelUse(SERVER_STEP),
+            KernelUse("scale", tensors, num_bytes),
+            KernelUse("copy", 1, num_bytes).times(pushes),
+            KernelUse("copy", 1 + tensors, 2 * num_bytes).times(pulls),
+            KernelUse(SERVER_EXCHANGE, 1, num_bytes).times((pushes + pulls) / 2),
+        ]
         return together([*own, *passes, *served])
 
     def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
@@ -95,7 +106,7 @@ class StepCost(NamedTuple):
         check = self._paced([KernelUse("check", len(tensors), num_bytes)]) if self.checks else ()
         residuals = list(residual_tensors(bucket.state))
         kept = [KernelUse("copy", len(residuals), _num_bytes(residuals))] if residuals else []
-        return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse("exchange", 1, num_bytes))
+        return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse(EXCHANGE, 1, num_bytes))
 
     def _checked(self, replica: Replica) -> Uses:
         """Without an exchange of gradients: to look for NaN in them, or in the parameters that are exchanged."""
@@ -110,8 +121,21 @@ def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> 
         return StepCost(flops)
     profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
     pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()), spec.workers)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return StepCost(flops, profile, not spec.options.allow_nan, pace, (len(trained), _num_bytes(trained)))
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    size = len(trained), _num_bytes(trained.values())
+    return StepCost(flops, profile, not spec.options.allow_nan, pace, size, _served(spec, Bundle(trained)))
+
+
+def _served(spec: RunSpec, parameters: Bundle) -> tuple[float, float]:
+    """Pushes and pulls for each step; one of each where a transform does not say."""
+    found = {"push": 0.0, "pull": 0.0}
+    for transform in (spec.strategy.gradients, spec.strategy.parameters):
+        if transform.cost is None:
+            return 1.0, 1.0
+        for exchange in transform.cost(parameters, spec.workers).exchanges:
+            if exchange.server:
+                found[exchange.server] += 1 / exchange.steps.period
+    return found["push"], found["pull"]
 
 
 def update_use(optimizer: Optimizer) -> KernelUse:

@@ -5,6 +5,7 @@
 3  the same with a large model                                               what each byte of an exchange costs besides
 4  the same with exchanges that are encoded                                  by how much codecs are slower than alone
 5  the same with messages, of a small and a large model                      what each message and byte of it costs
+6  on one host, the same with a parameter server                              what its steps and exchanges cost besides
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from polytempo.runs.calibration.measurement import (
     samples_of,
     spread_of,
 )
+from polytempo.runs.calibration.server_exchange import with_server_exchange
 from polytempo.runs.probe import answers, hosts_of
 from polytempo.runs.simulate import simulate
 from polytempo.spec.options import RunOptions
@@ -66,7 +68,11 @@ def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
     """
     spec = RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions(threads=1))
     told = answers(setup, spec, name, CALIBRATION, calibration, _TIMEOUT_S + _HOST_S * workers)
-    return _with_steps(assembled(name, told), told)
+    found = _with_steps(assembled(name, told), told)
+    cluster = found.cluster
+    if workers > 1 and cluster.network == cluster.memory:
+        cluster = with_server_exchange(cluster, setup, workers)
+    return found._replace(cluster=cluster)
 
 
 def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
@@ -156,18 +162,18 @@ def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibrati
     """With the kernels `step`, `sample`, `exchange`: what a small job takes beyond what is known of its parts."""
     cluster, workers = found.cluster, len(told)
     for kernel in SMALL_RUNS:
-        cluster = _with_kernel(cluster, kernel, KernelSpeed())
+        cluster = cluster.with_kernel(kernel, KernelSpeed())
     for kernel, run in SMALL_RUNS.items():
         if kernel == "exchange" and workers == 1:
             continue
         undisturbed = replace(_on_processors(cluster), stragglers=constant())
         besides_s = median(one["small"][kernel] for one in told) - simulated_s(run, undisturbed, workers)
         calls = run.batch_size if kernel == "sample" else 1
-        cluster = _with_kernel(cluster, kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
+        cluster = cluster.with_kernel(kernel, KernelSpeed(call_s=max(0.0, besides_s) / calls))
     if workers > 1:
-        cluster = _with_kernel(cluster, EXCHANGE, exchange_speed(cluster, told))
+        cluster = cluster.with_kernel(EXCHANGE, exchange_speed(cluster, told))
         cluster = with_transforms_pace(cluster, told)
-        cluster = _with_kernel(cluster, MESSAGE, message_speed(cluster, told))
+        cluster = cluster.with_kernel(MESSAGE, message_speed(cluster, told))
     return found._replace(cluster=cluster)
 
 
@@ -188,7 +194,7 @@ def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSp
         return cluster.speeds.of(EXCHANGE)
     run, alone = WHOLE_RUNS["large native"], WHOLE_RUNS["large alone"]
     besides_s = _taken_s(told, "large native") - _said_s(cluster, run, alone, len(told))
-    return cluster.speeds.of(EXCHANGE)._replace(byte_s=max(0.0, besides_s) / _num_bytes(run))
+    return cluster.speeds.of(EXCHANGE)._replace(byte_s=max(0.0, besides_s) / run.num_bytes)
 
 
 def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cluster:
@@ -216,10 +222,10 @@ def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpe
         said_s = _said_s(cluster, by_ring, alone, workers)
         besides_s = max(0.0, _taken_s(told, f"{size} ring") - said_s)
         guess_s = max(besides_s / (2 * (workers - 1)), 1e-6)
-        charged = _with_kernel(cluster, MESSAGE, KernelSpeed(call_s=guess_s))
+        charged = cluster.with_kernel(MESSAGE, KernelSpeed(call_s=guess_s))
         charged_s = _said_s(charged, by_ring, alone, workers) - said_s
         message_s.append(guess_s * besides_s / charged_s if charged_s > 0 else 0.0)
-        num_bytes.append(_num_bytes(by_ring) / workers)
+        num_bytes.append(by_ring.num_bytes / workers)
     byte_s = max(0.0, message_s[1] - message_s[0]) / (num_bytes[1] - num_bytes[0])
     return KernelSpeed(call_s=max(0.0, message_s[0] - byte_s * num_bytes[0]), byte_s=byte_s)
 
@@ -243,10 +249,6 @@ def _on_processors(cluster: Cluster) -> Cluster:
     return replace(found, network=_NO_LINK, memory=_NO_LINK, collectives=())
 
 
-def _num_bytes(run: SmallRun) -> int:
-    return 4 * sum(p.numel() for p in run.job.model().parameters())
-
-
 def _slowed(cluster: Cluster, kernels: tuple[str, ...], factor: float) -> Cluster:
     """Those whose names begin so take so many times as long."""
     assert cluster.speeds is not None
@@ -257,8 +259,3 @@ def _slowed(cluster: Cluster, kernels: tuple[str, ...], factor: float) -> Cluste
         for name, speed in cluster.speeds.kernels
     }
     return replace(cluster, speeds=Speeds(tuple(found.items()), cluster.speeds.jobs))
-
-
-def _with_kernel(cluster: Cluster, kernel: str, speed: KernelSpeed) -> Cluster:
-    assert cluster.speeds is not None
-    return replace(cluster, speeds=Speeds(tuple(sorted((dict(cluster.speeds.kernels) | {kernel: speed}).items()))))

@@ -128,9 +128,7 @@ def _mean_s(ranks: list[list[float]]) -> float:
 
 def _with_exchange(cluster: Cluster, byte_s: float) -> Cluster:
     assert cluster.speeds is not None
-    kernels = dict(cluster.speeds.kernels)
-    kernels[EXCHANGE] = cluster.speeds.of(EXCHANGE)._replace(byte_s=byte_s)
-    return replace(cluster, speeds=replace(cluster.speeds, kernels=tuple(kernels.items())))
+    return cluster.with_kernel(EXCHANGE, cluster.speeds.of(EXCHANGE)._replace(byte_s=byte_s))
 
 
 def _paced(cluster: Cluster, pace: JobPace) -> Cluster:

@@ -65,6 +65,11 @@ class SmallRun(NamedTuple):
         """What is trained."""
         return small_job(*self.sizes)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its parameters."""
+        return 4 * sum(p.numel() for p in self.job.model().parameters())
+
     def options(self, steps: int) -> RunOptions:
         """Of so many steps."""
         return RunOptions(steps=steps, epochs=1000, threads=1, batch_size=self.batch_size)
@@ -78,10 +83,10 @@ SMALL_RUNS = {
     "exchange": SmallRun(sync_sgd(), 4),
 }
 """By the kernel that follows from it, once those before are known."""
-_SIZES = {"small": (64, 64), "large": (512, 2048)}
+SMALL_SIZES = {"small": (64, 64), "large": (512, 2048)}
 """Of a model of 5,000 parameters, and of one of a million."""
 WHOLE_RUNS = {
-    name: SmallRun(strategy, 4, _SIZES[name.split()[0]], 30)
+    name: SmallRun(strategy, 4, SMALL_SIZES[name.split()[0]], 30)
     for name, strategy in {
         "small alone": NO_EXCHANGE,
         "small ring": sync_sgd(route=ring),
