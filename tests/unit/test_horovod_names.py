@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import socket
+import stat
 import threading
 from pathlib import Path
 
@@ -138,6 +141,80 @@ def test_links_carry_messages_longer_than_a_socket_holds_and_tell_of_a_rank_that
     assert ends[0].wait(20.0) == [(1, None)]
     ends[0].send(1, b"dropped")
     ends[0].close()
+
+
+def test_strangers_that_greet_slowly_never_or_wrongly_delay_no_rank() -> None:
+    """Each of them has connected before the rank comes, and none of them has been dismissed for its silence by then."""
+    store, strangers, kept, ends = HashStore(), [], [], {}
+
+    def join() -> None:
+        ends[1] = RankLink(1, 2, store, address="", timeout_s=20)
+
+    rank = threading.Thread(target=join)
+
+    def look() -> None:
+        if not strangers:
+            host, port, _ = store.get("link").decode().split("|")
+            strangers.extend(socket.create_connection((host, int(port))) for _ in range(3))
+            strangers[1].sendall(b"a")
+            strangers[2].sendall(bytes(36))
+        elif rank.ident is None and not stranger_is_open(strangers[2]):
+            kept.extend(map(stranger_is_open, strangers))
+            rank.start()
+
+    ends[0] = RankLink(0, 2, store, address="127.0.0.1", timeout_s=20, look=look)
+    rank.join()
+    assert kept == [True, True, False]
+    assert [stranger_is_open(one) for one in strangers] == [False] * 3
+    for one in (*ends.values(), *strangers):
+        one.close()
+
+
+def stranger_is_open(one: socket.socket) -> bool:
+    one.setblocking(False)
+    try:
+        return one.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+def test_a_flood_of_connections_closes_the_oldest_of_them() -> None:
+    store, strangers = HashStore(), []
+
+    def look() -> None:
+        host, port, _ = store.get("link").decode().split("|")
+        if len(strangers) < 100:
+            strangers.append(socket.create_connection((host, int(port))))
+        elif not stranger_is_open(strangers[30]):
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        RankLink(0, 2, store, address="127.0.0.1", timeout_s=20, look=look)
+    for one in strangers:
+        one.close()
+
+
+def test_ranks_of_one_host_meet_where_no_other_user_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is private, and a process of another user that is inside nevertheless is a stranger."""
+    store, strangers = HashStore(), []
+
+    def look() -> None:
+        where, token = store.get("link").decode().split("|")
+        if not strangers:
+            assert stat.S_IMODE(os.stat(os.path.dirname(where)).st_mode) == 0o700
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[0].connect(where)
+            strangers[0].sendall(bytes.fromhex(token) + (1).to_bytes(4, "little"))
+        elif not stranger_is_open(strangers[0]):
+            raise StopIteration
+
+    user = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: user + 1)
+    with pytest.raises(StopIteration):
+        RankLink(0, 2, store, address="", timeout_s=20, look=look)
+    strangers[0].close()
 
 
 def test_the_log_has_levels_ranks_and_times_unless_they_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,8 @@
 """`RankLink`: messages between rank 0 and each other rank, in order: UNIX sockets on one host, TCP between hosts.
 
+The UNIX socket is a file in a private folder, so other users cannot connect to it. Over TCP anyone can: a connection
+counts once it has sent the token from the store, delays no other before, and is closed where there are many of them.
+
 One thread at a time waits; any thread may send, and `interrupt` lets the one that waits return. Nothing blocks but
 `wait`: what a socket does not take at once is left to a thread, which also sends while the program is in a collective
 that other ranks join only when they have the whole message.
@@ -14,6 +17,7 @@ import select
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,12 +30,18 @@ from polytempo.core import TimedOut
 from polytempo.worlds.threads import ended
 
 Look = Callable[[], None]
+_Ends = list[tuple[int, socket.socket]]
 
 MOST_BYTES = 256 << 20
 """The longest message."""
 _LENGTH = struct.Struct("<I")
 _TOKEN_BYTES = 32
 _READ_BYTES = 1 << 18
+_GREETING_BYTES = _TOKEN_BYTES + _LENGTH.size
+_SPARE_GUESTS = 64
+"""So many connections beside the ranks' own may be open without a greeting; then the oldest is closed."""
+_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group at the other end of a UNIX socket, as Linux tells them."""
 _SLICE_S = 0.1
 _SPIN_S = 100e-6
 """How long `wait` looks again and again before it lets the kernel wake it."""
@@ -57,6 +67,11 @@ class RankLink:
     def __init__(
         self, rank: int, size: int, store: Store, *, address: str, timeout_s: float, look: Look | None = None
     ) -> None:
+        ends: _Ends = []
+        if size > 1 and rank:
+            ends = _connected(rank, store, timeout_s)
+        elif size > 1:
+            ends = _accepted(size, store, address, timeout_s, look or (lambda: None))
         self.rank, self.size = rank, size
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
@@ -70,14 +85,8 @@ class RankLink:
         self._thread: threading.Thread | None = None
         self._peers: dict[int, _Peer] = {}
         self._by_descriptor: dict[int, _Peer] = {}
-        if size > 1:
-            until_s = time.monotonic() + timeout_s
-            if rank == 0:
-                ends = _accepted(rank, size, store, address, until_s, look or (lambda: None))
-            else:
-                ends = _connected(rank, store, until_s)
-            for peer, each in ends:
-                self._add(peer, each)
+        for peer, each in ends:
+            self._add(peer, each)
 
     def _add(self, rank: int, found: socket.socket) -> None:
         found.setblocking(False)
@@ -197,70 +206,119 @@ def _sent(to: socket.socket, data: bytes) -> int:
         return len(data)
 
 
-_Ends = list[tuple[int, socket.socket]]
-
-
-def _accepted(rank: int, size: int, store: Store, address: str, deadline_s: float, look: Look) -> _Ends:
+def _accepted(size: int, store: Store, address: str, timeout_s: float, look: Look) -> _Ends:
     """Rank 0's ends, once all others have come."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    if address or sys.platform != "linux":
-        host = address or "127.0.0.1"
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=size)
-        where = f"{host}|{listener.getsockname()[1]}"
-    else:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where = f"polytempo-{secrets.token_hex(16)}"
-        listener.bind(f"\0{where}")  # a name that is no file
-        listener.listen(size)
+    token, until_s = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + timeout_s
     ends: dict[int, socket.socket] = {}
-    with listener, ExitStack() as open_ends:
+    with ExitStack() as listening, ExitStack() as open_ends:
+        listener, where = _listening(address, size, listening)
+        guests = listening.enter_context(_Guests(listener, token, size))
         store.set("link", f"{where}|{token.hex()}")
         while len(ends) < size - 1:
             look()
-            left_s = deadline_s - time.monotonic()
-            listener.settimeout(min(max(left_s, 0.001), _SLICE_S))
-            try:
-                one, _ = listener.accept()
-            except TimeoutError:
-                if left_s > 0:
-                    continue
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
                 late = sorted(set(range(1, size)) - set(ends))
-                raise TimedOut(rank, None, "init", max(left_s, 0), f"ranks {late} have not come") from None
-            who = _greeting(one, token, size)
-            if who is None or who in ends:
-                one.close()
-            else:
-                ends[who] = open_ends.enter_context(one)
+                raise TimedOut(0, None, "init", timeout_s, f"ranks {late} have not come")
+            for who, one in guests.greeted(min(left_s, _SLICE_S)):
+                if who in ends:
+                    one.close()
+                else:
+                    ends[who] = open_ends.enter_context(one)
         open_ends.pop_all()
     return list(ends.items())
 
 
-def _greeting(one: socket.socket, token: bytes, size: int) -> int | None:
-    """The rank that is at the other end; None for a stranger."""
-    one.settimeout(5.0)
-    data = b""
-    try:
-        while len(data) < _TOKEN_BYTES + _LENGTH.size:
-            more = one.recv(_TOKEN_BYTES + _LENGTH.size - len(data))
-            if not more:
-                return None
-            data += more
-    except OSError:
+def _listening(address: str, size: int, listening: ExitStack) -> tuple[socket.socket, str]:
+    """Rank 0's socket, and where others find it: `host|port`, or a path that only this user can follow."""
+    if address or sys.platform != "linux":
+        host = address or "127.0.0.1"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = listening.enter_context(socket.create_server((host, 0), family=family, backlog=size))
+        where = f"{host}|{listener.getsockname()[1]}"
+    else:
+        home = listening.enter_context(tempfile.TemporaryDirectory(prefix="polytempo-link-"))  # with mode 0700
+        folder = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        listening.callback(os.close, folder)
+        where = f"/proc/{os.getpid()}/fd/{folder}/link"  # short, whatever TMPDIR is, and the same in any container
+        listener = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(where)
+        listener.listen(size)
+    listener.setblocking(False)
+    return listener, where
+
+
+class _Guests:
+    """Connections to rank 0 that have not greeted yet, the oldest first. None of them can let it wait."""
+
+    def __init__(self, listener: socket.socket, token: bytes, size: int) -> None:
+        self._listener, self._token, self._size = listener, token, size
+        self._said: dict[socket.socket, bytes] = {}
+
+    def __enter__(self) -> _Guests:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for one in self._said:
+            one.close()
+
+    def greeted(self, timeout_s: float) -> _Ends:
+        """(rank, connection) of those that have greeted; waits for the first news, which may be no greeting."""
+        ready = select.poll()
+        for one in (self._listener, *self._said):
+            ready.register(one, select.POLLIN)
+        if not ready.poll(1000 * timeout_s):
+            return []
+        with suppress(OSError):  # no other is there, or it has gone already
+            one, _ = self._listener.accept()
+            one.setblocking(False)
+            self._said[one] = b""
+        found = [(who, one) for one in list(self._said) if (who := self._heard(one)) is not None]
+        if len(self._said) > self._size + _SPARE_GUESTS:
+            self._dismiss(next(iter(self._said)))
+        return found
+
+    def _heard(self, one: socket.socket) -> int | None:
+        """Read on; the rank at the other end, if its greeting is complete. A stranger is dismissed."""
+        try:
+            more = one.recv(_GREETING_BYTES - len(self._said[one]))
+        except BlockingIOError:
+            return None
+        except OSError:
+            more = b""
+        said = self._said[one] = self._said[one] + more
+        if more and len(said) < _GREETING_BYTES:
+            return None
+        if more and hmac.compare_digest(said[:_TOKEN_BYTES], self._token) and _is_own(one):
+            (rank,) = _LENGTH.unpack(said[_TOKEN_BYTES:])
+            if 0 < rank < self._size:
+                del self._said[one]
+                return int(rank)
+        self._dismiss(one)
         return None
-    (rank,) = _LENGTH.unpack(data[_TOKEN_BYTES:])
-    known = hmac.compare_digest(data[:_TOKEN_BYTES], token) and 0 < rank < size
-    return rank if known else None
+
+    def _dismiss(self, one: socket.socket) -> None:
+        del self._said[one]
+        one.close()
 
 
-def _connected(rank: int, store: Store, deadline_s: float) -> _Ends:
+def _is_own(one: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, where the kernel says so."""
+    if sys.platform != "linux" or one.family != socket.AF_UNIX:
+        return True
+    _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.geteuid())
+
+
+def _connected(rank: int, store: Store, timeout_s: float) -> _Ends:
+    until_s = time.monotonic() + timeout_s
     where, *port, token = store.get("link").decode().split("|")
-    left_s = max(deadline_s - time.monotonic(), 0.001)
+    left_s = max(until_s - time.monotonic(), 0.001)
     if port:
         one = socket.create_connection((where, int(port[0])), timeout=left_s)
     else:
         one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         one.settimeout(left_s)
-        one.connect(f"\0{where}")
+        one.connect(where)
     one.sendall(bytes.fromhex(token) + _LENGTH.pack(rank))
     return [(0, one)]
