@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
-    "report": {"core", "worlds"},
+    "report": {"core", "worlds", "spec.plain_text", "spec.result"},
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
     "training": {*BELOW_TRAINING, "large_batch", "one_host", "report.metrics"},
     "interop": {*BELOW_TRAINING, "training"},

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
+from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import polytempo as pt
+from polytempo.cli.main import app
+from polytempo.cli.top import status_in
 from polytempo.replay.records import read_facts, read_run
+from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus, status_of_result
+from polytempo.report.live_view import view
+from polytempo.report.runs import read_events
 from polytempo.runs.served import run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.record import RecordError
 from polytempo.server.shard import snapshot
 from polytempo.server.shard.snapshot import SnapshotError
+from polytempo.spec.plain_text import plain_text
 from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
 from polytempo.training.checkpoint_folders import CheckpointError
 
@@ -45,6 +56,9 @@ def forge(folder: Path, **entries: Any) -> None:
 MANIFESTS: dict[str, dict[str, Any]] = {
     "a step in letters": {"step": "x"},
     "a step of truth": {"step": True},
+    "a step before the first": {"step": -5},
+    "a step beyond 64 bits": {"step": 2**63},
+    "a negative size": {"parts": [{"name": "rank-0.safetensors", "num_bytes": -1, "sha256": ""}]},
     "a list as step": {"step": []},
     "parts that are numbers": {"parts": [1, 2]},
     "parts that are a billion": {"parts": 10**9},
@@ -178,6 +192,96 @@ def test_a_snapshot_that_holds_no_shard_is_refused(tmp_path: Path) -> None:
         snapshot.write(tmp_path, 1, 0, b"no state of a shard", tensors)
         with pytest.raises(SnapshotError, match=r"snapshot-00000001-shard-0\.safetensors is not what a shard has"):
             run_snapshot.resumed(tmp_path, 1, {})
+
+
+@pytest.mark.parametrize(
+    "entries", [{"number": 2}, {"step": -5}, {"step": 2**63}, {"generation": -1}, {"seconds": -1.0}], ids=str
+)
+def test_a_forged_part_of_a_launcher_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:
+    run_snapshot.write_run_snapshot(tmp_path, run_snapshot.RunSnapshot(1, 0, 4, {}, ""))
+    path = run_snapshot.run_snapshot_path(tmp_path, 1)
+    document = json.loads(path.read_text())
+    body = json.dumps(document["standing"] | entries).encode()
+    document |= {"sha256": hashlib.sha256(body).hexdigest(), "standing": msgspec.Raw(body)}
+    path.write_bytes(msgspec.json.encode(document))
+    with pytest.raises(SnapshotError):
+        run_snapshot.read_run_snapshot(tmp_path, 1)
+
+
+# ---- what a finished run has left, and a run says of itself
+
+ODD: list[Any] = [None, -1, 2**70, 1e308, "x", "\x1b[2J", [], {}, [{}], {"a": 1}]
+
+
+def asked(*words: str) -> None:
+    """The command ends well or with a refusal, and nothing that it prints steers a terminal."""
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code in (0, 2), done.output
+    assert not any(sign in done.output for sign in "\x1b\x9b\x07\u202e"), done.output
+
+
+@pytest.mark.parametrize("file", ["live.json", "result.json"])
+def test_forged_entries_of_a_finished_run_are_shown_or_refused(run: Path, tmp_path: Path, file: str) -> None:
+    good = json.loads((run / "result.json").read_text())
+    if file == "live.json":
+        good = msgspec.to_builtins(status_of_result(good, [])) | {"launcher_pid": 7}
+    refused = 0
+    for name, odd in product(good, ODD):
+        (tmp_path / file).write_text(json.dumps(good | {name: odd}))
+        try:
+            status = status_in(tmp_path)
+        except ValueError:
+            refused += 1
+            continue
+        Console(file=StringIO()).print(view(status, now_s=9.0))
+    assert refused > len(ODD)
+
+
+def test_what_steers_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
+    text = "\x1b]0;owned\x07\x9b2J[/red]\u202e\ud800"
+    process = ProcessStatus(text, "worker", text, "running")
+    status = LiveStatus(
+        *(1, text, text, "process", 1, "failed", 2.0, 1.0, text, 7, text),
+        processes=(process,),
+        events=(ProcessEvent(text, text, 1.0, text),),
+    )
+    (tmp_path / "live.json").write_text(json.dumps(msgspec.to_builtins(status)))
+    asked("top", str(tmp_path), "--once")
+    asked("top", str(tmp_path) + text)
+    assert plain_text("a\tb\nü 語 \x1b[2J\ud800") == "a\tb\nü 語 \\x1b[2J\\ud800"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"steps": -5},
+        {"workers": "x"},
+        {"workers": 2**40},
+        {"precision": {}},
+        {"seed": 2**70},
+        {"job": "\x1b[2J"},
+        {"samples": None},
+    ],
+    ids=str,
+)
+def test_a_forged_result_is_not_simulated(run: Path, tmp_path: Path, entries: dict[str, Any]) -> None:
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    result = json.loads((run / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps(result | entries))
+    done = CliRunner().invoke(app, ["validate", str(tmp_path), "--cluster", "ethernet"])
+    assert done.exit_code == 2, done.output
+    assert "\x1b" not in done.output
+
+
+@pytest.mark.parametrize(
+    "entries", [{"pid": "x"}, {"ts": None}, {"dur": 1e300}, {"args": []}, {"args": {"step": -1}}], ids=str
+)
+def test_a_forged_trace_is_refused(run: Path, tmp_path: Path, entries: dict[str, Any]) -> None:
+    trace = json.loads((run / "trace.json").read_text())
+    next(line for line in trace["traceEvents"] if line["ph"] == "X").update(entries)
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    with pytest.raises(ValueError, match=r"trace\.json, "):
+        read_events(tmp_path / "trace.json")
 
 
 def facts(**entries: Any) -> dict[str, Any]:

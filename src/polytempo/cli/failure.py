@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import typer
 
 from polytempo.engines.environment import recognise
+from polytempo.spec.plain_text import plain_text
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 _VALUE_ERROR = "ValueError: "
@@ -100,5 +101,5 @@ def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
     if isinstance(error, KeyboardInterrupt):
         print("terminated" if isinstance(error, Terminated) else "interrupted", file=sys.stderr)
     else:
-        print(f"error: {message or str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"error: {plain_text(message or str(error)) or type(error).__name__}", file=sys.stderr)
     return typer.Exit(code)

@@ -17,6 +17,7 @@ from polytempo.replay.replay import PushSeen, Replayed
 from polytempo.replay.replay import replay as replayed_of
 from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
+from polytempo.spec.plain_text import plain_text
 
 _SHOWN = 20
 _COLUMNS = ("entry", "worker", "step", "tickets", "basis", "version", "stale", "loss", "norm", "what became of it")
@@ -57,18 +58,18 @@ def _job(origin: str | None) -> Job:
 
 def _show(done: Replayed, stop: Stop | None, pushes: Sequence[PushSeen], shards: int, *, inspect: bool) -> None:
     resumed = f", from its resume number {done.generation} on" if done.generation else ""
-    print(f"{done.run}: {done.strategy} on {done.job}, {done.workers} workers{resumed}")
+    print(plain_text(f"{done.run}: {done.strategy} on {done.job}, {done.workers} workers{resumed}"))
     for note in done.notes:
-        print(f"note: {note}")
+        print(plain_text(f"note: {note}"))
     if inspect or stop is not None or done.difference or done.errors:
         of = "" if shards == 1 else f" of shard {pushes[0].shard if pushes else 0}"
         shown = pushes if inspect else pushes[-_SHOWN:]
         print(f"{counted(len(shown), len(pushes))}{of}:")
         show_table(_COLUMNS, [_row(push, done.workers) for push in shown])
     for life, error in done.errors.items():
-        print(f"worker {life.partition('.')[0]} (life {life.partition('.')[2]}) ended by {error}")
+        print(plain_text(f"worker {life.partition('.')[0]} (life {life.partition('.')[2]}) ended by {error}"))
     for line in _verdict(done, stop):
-        print(line)
+        print(plain_text(line))
 
 
 def counted(shown: int, pushes: int) -> str:

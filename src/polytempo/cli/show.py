@@ -12,6 +12,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from polytempo.spec.plain_text import plain_text
+
 _RESULT_ROWS = (
     ("strategy", "strategy"),
     ("world", "world"),
@@ -47,7 +49,8 @@ def say_unreached(results: Sequence[Mapping[str, object]]) -> bool:
     """Say on standard error which runs ended without reaching what `--until` asked for; whether there is one."""
     unreached = [result["strategy"] for result in results if result.get("reached") is False]
     for strategy in unreached:
-        print(f"{strategy}: ended before --until was reached; allow more --epochs or --steps", file=sys.stderr)
+        said = plain_text(f"{strategy}: ended before --until was reached; allow more --epochs or --steps")
+        print(said, file=sys.stderr)
     return bool(unreached)
 
 
@@ -55,7 +58,7 @@ def say_diverged(results: Sequence[Mapping[str, object]]) -> bool:
     """Say on standard error which runs ended at a value that was not finite; whether there is one."""
     diverged = [result for result in results if result.get("diverged")]
     for result in diverged:
-        print(f"error: {result['strategy']}: {result['diverged']}", file=sys.stderr)
+        print(plain_text(f"error: {result['strategy']}: {result['diverged']}"), file=sys.stderr)
     return bool(diverged)
 
 
@@ -74,6 +77,7 @@ def show_results(results: Sequence[Mapping[str, object]]) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, header: bool = True) -> None:
     """A rich table on a terminal; elsewhere plain columns that grep and cut can read."""
+    rows = [tuple(map(plain_text, row)) for row in rows]
     if not sys.stdout.isatty():
         lines = [tuple(columns), *map(tuple, rows)] if header else list(map(tuple, rows))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -16,7 +16,7 @@ from polytempo.core.url_path import Place, place
 from polytempo.report.live_status import LiveStatus, read_status, status_of_result
 from polytempo.report.live_view import view
 from polytempo.report.metrics import read_metrics
-from polytempo.report.runs import load_result
+from polytempo.report.runs import as_written, load_result
 
 
 def top(folder: str, *, once: bool, as_json: bool, every_s: float) -> None:
@@ -55,7 +55,9 @@ def status_in(run: Place) -> LiveStatus:
             "has not begun; name the folder that the run was given as --out"
         )
     metrics = run / "metrics.jsonl"
-    return status_of_result(load_result(run), read_metrics(metrics) if metrics.is_file() else [])
+    result, rows = load_result(run), read_metrics(metrics) if metrics.is_file() else []
+    with as_written(run / "result.json", "what a run says of itself"):
+        return status_of_result(result, rows)
 
 
 def launcher_lives(status: LiveStatus) -> bool | None:

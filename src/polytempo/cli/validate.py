@@ -11,7 +11,7 @@ from polytempo.cli.measured_hosts import say_beyond_measured
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.core import Strategy
-from polytempo.report.runs import load_run
+from polytempo.report.runs import as_written, load_run
 from polytempo.report.validation import PredictedTime, Validation, validation
 from polytempo.runs.simulate import simulate
 from polytempo.spec.catalogue import parse_cluster, parse_strategy
@@ -19,6 +19,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.precision import parse_precision
 
 _SHOWN = 10
+_NEEDED = ("job", "workers", "steps", "samples", "batch_size", "seed")
 
 
 def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_json: bool) -> None:
@@ -29,14 +30,17 @@ def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_
         raise ValueError(f"{run} is a simulation; name the folder of a run on real processes")
     if not measured.events:
         raise ValueError(f"{run} has no trace.json; name the folder of a run that has finished")
+    with as_written(run / "result.json", "what the run was"):
+        precision = None if result.get("precision") is None else parse_precision(str(result["precision"]["dtype"]))
+        result = {name: result[name] for name in _NEEDED} | result
     described, strategy = parse_cluster(cluster), parse_strategy(result["strategy"])
     _check_even(run, result, strategy)
     say_beyond_measured(cluster, result["workers"])
     with notes_on_stderr(), tempfile.TemporaryDirectory(prefix="polytempo-validate-") as folder:
         out = Path(folder) / "simulated"
         options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": data}
-        if (precision := result.get("precision")) is not None:
-            options["precision"] = parse_precision(precision["dtype"])
+        if precision is not None:
+            options["precision"] = precision
         simulate(
             _job_of(run, result["job"], job),
             strategy,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
 from polytempo.engines.engine import EngineProcess
+from polytempo.spec.plain_text import plain_text
 
 _LAST_LINES = 20
 _LITTLE_BYTES = 64 << 10
@@ -82,9 +83,9 @@ def how(worker: EngineProcess) -> str:
         return f"was killed by {_signal_name(-code)}"
     if failure := worker.failure:
         if failure.error == JobFailed.__name__:
-            return f"failed: {failure.message} (exit code {code})"
+            return f"failed: {plain_text(failure.message)} (exit code {code})"
         said = f": {failure.message}" if failure.message else ""
-        return f"raised {failure.error}{said} (exit code {code})"
+        return plain_text(f"raised {failure.error}{said} (exit code {code})")
     return f"ended without a result (exit code {code})"
 
 
@@ -103,6 +104,6 @@ def last_lines(log: Path, stack: str) -> list[str]:
         return []
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        lines = [plain_text(line) for line in file.read().decode(errors="replace").splitlines()]
     begin = max((i for i, line in enumerate(lines) if stack in line), default=max(0, len(lines) - _LAST_LINES))
     return lines[begin : begin + _LAST_LINES]

@@ -6,12 +6,13 @@ launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from polytempo.core import files
 from polytempo.core.url_path import Place
+from polytempo.report.metrics import check_row
 from polytempo.report.noise import last_noise
 
 FILE = "live.json"
@@ -19,6 +20,8 @@ VERSION = 1
 MOST_EVENTS = 50
 """The file holds the last so many."""
 _MOST_BYTES = 16 << 20
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 ProcessState = Literal["running", "stopped", "ended", "killed", "failed", "unknown"]
 RunState = Literal["running", "finished", "preempted", "failed"]
@@ -34,11 +37,11 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """The name of its host; "" where that is not known."""
     state: ProcessState = "unknown"
     """`stopped`: by a signal, or its host is silent; `killed`: it ended by a signal, or with its host."""
-    samples_per_s: float | None = None
+    samples_per_s: _Number | None = None
     """A worker's own, over its last row of metrics; None: it has told none."""
-    idle_share: float | None = None
+    idle_share: _Number | None = None
     """A worker's part of its time that it waited for the server, 0 to 1."""
-    staleness: float | None = None
+    staleness: _Number | None = None
     """τ, the mean over a worker's pushes, or a stage's updates, in its last row: updates between reading weights and
     applying a gradient."""
 
@@ -48,7 +51,7 @@ class ProcessEvent(msgspec.Struct, frozen=True):
 
     who: str
     how: str
-    at_s: float
+    at_s: _Number
     then: str
 
 
@@ -71,15 +74,15 @@ class LiveStatus(msgspec.Struct, frozen=True):
     world: str
     workers: int
     state: RunState
-    written_s: float
-    began_s: float
+    written_s: _Seconds
+    began_s: _Seconds
     launcher_host: str
-    launcher_pid: int
+    launcher_pid: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     why: str = ""
     """Of a run that failed or was preempted: the first line of its error."""
     steps: int | None = None
     """After so many it ends; None: its epochs say when. Counted, as in rows, as if all workers took them together."""
-    epochs: float | None = None
+    epochs: _Number | None = None
     train: dict[str, Any] | None = None
     """The last row of metrics about training: step, epoch, samples, seconds, loss, samples_per_s."""
     test: dict[str, Any] | None = None
@@ -121,7 +124,9 @@ def read_status(folder: Place) -> LiveStatus | None:
         return None
     try:
         status = msgspec.json.decode(files.read(path, _MOST_BYTES), type=LiveStatus)
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        for row in (status.train, status.test):
+            check_row({} if row is None else row)
+    except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{path} is no status of a run ({error}); remove it to see what else the run left") from error
     if status.version != VERSION:
         raise ValueError(

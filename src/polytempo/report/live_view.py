@@ -13,6 +13,7 @@ from rich.text import Text
 from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus
 from polytempo.report.progress import status_line
 from polytempo.report.summary import human_seconds
+from polytempo.spec.plain_text import plain_text
 
 _COLOURS = {
     "running": "green",
@@ -46,7 +47,8 @@ def view(status: LiveStatus, *, now_s: float, launcher_lives: bool | None = None
 
 def _title(status: LiveStatus) -> Text:
     kind = "virtual " if status.world == "virtual" else ""
-    return Text(f"{status.job}, {status.strategy}, {status.workers} {kind}worker{'s' * (status.workers != 1)}", "bold")
+    told = f"{status.job}, {status.strategy}, {status.workers} {kind}worker{'s' * (status.workers != 1)}"
+    return Text(plain_text(told), "bold")
 
 
 def _heading(status: LiveStatus, now_s: float, launcher_lives: bool | None) -> Text:
@@ -55,7 +57,7 @@ def _heading(status: LiveStatus, now_s: float, launcher_lives: bool | None) -> T
     gone = status.state == "running" and launcher_lives is False
     text = Text("launcher gone" if gone else status.state, "red" if gone else _COLOURS[status.state])
     if status.why:
-        text.append(f": {status.why}", "default")
+        text.append(f": {plain_text(status.why)}", "default")
     if status.began_s:
         end_s = now_s if status.state == "running" and not gone else status.written_s
         text.append(f", {human_seconds(max(0.0, end_s - status.began_s))} since its start", "default")
@@ -114,12 +116,13 @@ def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
     usual = ("running", "ended")
     ordered = sorted(processes, key=lambda each: each.state in usual)  # stable: otherwise by their numbers
     for each in ordered[:room]:
-        cells: list[str | Text] = [each.who, *([each.host] if hosts else [])]
+        cells = [Text(plain_text(told)) for told in (each.who, *([each.host] if hosts else []))]
         cells.append(Text(each.state, _COLOURS.get(each.state, "default")))
-        cells += [_number(each.samples_per_s, ",.0f")] * told["samples_per_s"]
-        cells += [_number(None if each.idle_share is None else 100 * each.idle_share, ".0f", " %")] * told["idle_share"]
-        cells += [_number(each.staleness, ".2f")] * told["staleness"]
-        table.add_row(*cells)
+        numbers = [_number(each.samples_per_s, ",.0f")] * told["samples_per_s"]
+        waits = None if each.idle_share is None else 100 * each.idle_share
+        numbers += [_number(waits, ".0f", " %")] * told["idle_share"]
+        numbers += [_number(each.staleness, ".2f")] * told["staleness"]
+        table.add_row(*cells, *numbers)
     if (more := len(ordered) - room) > 0:
         table.add_row(f"and {more} more")
     return table
@@ -130,7 +133,7 @@ def _faults(status: LiveStatus, events: Sequence[ProcessEvent]) -> Text:
     heading = "faults" if status.group is None else "lost, left and joined"
     text = Text(f"{heading}{f', the last {len(events)} of {status.num_events}' if earlier > 0 else ''}\n", "bold")
     lines = [f"  {event.at_s:8.1f} s  {event.who} {event.how}; {event.then}" for event in events]
-    return text.append("\n".join(lines), "default")
+    return text.append("\n".join(map(plain_text, lines)), "default")
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -12,6 +12,13 @@ from polytempo.core import files
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.report.grown_object import GrownObject
 
+_NUMBERS = frozenset(
+    {"step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "idle_share", "staleness"}
+    | {"noise_trace", "gradient_square", "noise_scale"}
+)
+"""Entries of rows that readers calculate with."""
+_MOST, _SHOWN = 1e300, 40
+
 
 class MetricsWriter:
     """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
@@ -68,14 +75,23 @@ def read_metrics(path: Place) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not a JSON object")
+            check_row(row)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: {error}; remove that line to read the others") from error
         rows.append(row)
     return rows
+
+
+def check_row(row: Any) -> None:
+    """ValueError for what is no row of metrics: no object, or one in which a number is something else."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    for name in _NUMBERS & row.keys():
+        value = row[name]
+        if value is not None and (type(value) not in (int, float) or not abs(value) < _MOST):
+            raise ValueError(f"{name} is {str(value)[:_SHOWN]!r}, and not a number")
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

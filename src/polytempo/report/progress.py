@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 
 from polytempo.report.forecast import Forecast
 from polytempo.report.summary import human_seconds
+from polytempo.spec.plain_text import plain_text
 
 BAR_INTERVAL_S = 0.1
 PLAIN_INTERVAL_S = 3.0
@@ -58,7 +59,7 @@ class Progress:
         self.finish()
         self._forecast.begin(self._clock())
         number = f"[{self._forecast.number}/{self._num_runs}] " if self._num_runs > 1 else ""
-        self._total_steps, self._description = total_steps, number + description
+        self._total_steps, self._description = total_steps, number + plain_text(description)
         self._total_epochs, self._at_most = total_epochs, at_most
         if _is_terminal(self._stream):
             self._bar = _bar(self._stream)
@@ -104,9 +105,9 @@ class Progress:
     def note(self, text: str) -> None:
         """Say `text` on a line of its own, at once."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(plain_text(text), markup=False, highlight=False)
         else:
-            self._tell(text)
+            self._tell(plain_text(text))
 
     def finish(self) -> None:
         """End the run that was started, if there is one; the last state stays to be read."""

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import msgspec
 
 from polytempo.core import files
 from polytempo.core.url_path import Place
 from polytempo.report.metrics import read_metrics
+from polytempo.spec.result import Result
 from polytempo.worlds.trace import Event
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_TYPES: dict[str, Any] = get_type_hints(Result) | {
+    "workers": Annotated[int, msgspec.Meta(ge=1, le=1 << 20)],
+    "steps": _Count,
+    "epochs": Annotated[float, msgspec.Meta(ge=0, le=1e300)],
+    "samples": _Count,
+    "batch_size": Annotated[int, msgspec.Meta(ge=1, lt=2**53)],
+    "seed": Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)],
+    "seconds": _Seconds,
+    "samples_per_s": Annotated[float, msgspec.Meta(ge=0, le=1e300)],
+    "bytes_sent_per_rank": Annotated[float, msgspec.Meta(ge=0, le=1e300)],
+}
+"""What a result's entries must be. A result of an earlier version may lack some."""
 
 
 class RunRecord(NamedTuple):
@@ -46,23 +66,54 @@ def load_result(folder: Place) -> dict[str, Any]:
     result = files.parsed(path)
     if not isinstance(result, dict) or not {"world", "strategy"} <= set(result):
         raise ValueError(f"{path} is no run's result; it cannot be mended, so begin the run again")
+    for name in result.keys() & _TYPES.keys():
+        with as_written(path, name):
+            msgspec.convert(result[name], _TYPES[name])
     return result
+
+
+@contextmanager
+def as_written(path: Place, where: str) -> Iterator[None]:
+    """ValueError that names the file, and `where` in it, for what comes of reading what no run has written."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError, ValueError) as error:
+        raise ValueError(
+            f"{path}, {where}: {type(error).__name__}: {error}; no run has written this, so begin the run again"
+        ) from error
 
 
 def read_events(path: Place) -> tuple[list[Event], int]:
     """The events of a Chrome trace that `worlds.trace` has written, and how many before them were left out."""
     trace = files.parsed(path)
-    events = [
-        Event(
-            rank=line["pid"],
-            step=line["args"]["step"],
-            op=line["name"],
-            bytes=line["args"]["bytes"],
-            start_s=line["ts"] / 1e6,
-            end_s=(line["ts"] + line["dur"]) / 1e6,
-            peer=line["args"]["peer"],
-        )
-        for line in trace["traceEvents"]
-        if line["ph"] == "X"
-    ]
-    return events, trace.get("otherData", {}).get("dropped", 0)
+    with as_written(path, "traceEvents"):
+        found = [line for line in trace["traceEvents"] if line["ph"] == "X"]
+        events = [
+            Event(
+                rank=line.pid,
+                step=line.args.step,
+                op=line.name,
+                bytes=line.args.bytes,
+                start_s=line.ts / 1e6,
+                end_s=(line.ts + line.dur) / 1e6,
+                peer=line.args.peer,
+            )
+            for line in msgspec.convert(found, list[_TraceLine])
+        ]
+        return events, msgspec.convert(trace.get("otherData", {}).get("dropped", 0), int)
+
+
+class _OpArguments(msgspec.Struct):
+    step: _Count
+    bytes: int
+    peer: int
+
+
+class _TraceLine(msgspec.Struct):
+    """A line of an operation."""
+
+    pid: _Count
+    name: str
+    ts: Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+    dur: Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+    args: _OpArguments

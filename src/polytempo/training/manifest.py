@@ -30,6 +30,7 @@ COMPLETE = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder."""
 BY_CONTENT = re.compile(r"rank-\d+\.[0-9a-f]{16}\.safetensors")
 """The name of a part where it says what the part holds (see `checkpoint_objects`)."""
+_MOST = 1 << 63
 LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
 """Names of what is no complete checkpoint, or none any more."""
 
@@ -93,6 +94,8 @@ def decoded(content: bytes) -> Manifest:
     parts = tuple(PartFile(**entry) for entry in entries)
     if type(document["step"]) is not int or any([*map(type, part)] != [str, int, str] for part in parts):
         raise ValueError("a step, a size or a hash that is none")
+    if not all(0 <= number < _MOST for number in (document["step"], *(part.num_bytes for part in parts))):
+        raise ValueError("a step or a size that is negative or beyond 64 bits")
     if not parts:
         raise ValueError("no part of any rank")
     if [part.name for part in parts] != [part_name(rank) for rank in range(len(parts))]:

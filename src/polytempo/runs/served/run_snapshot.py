@@ -17,7 +17,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -49,22 +49,23 @@ _PATIENCE_S = 30.0
 _LOOK_AT_URL_S = 0.5
 """How often it is looked whether the shards have written, where that is a request to another host."""
 _MAX_BYTES = 64 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _NAME = re.compile(r"snapshot-(\d{8,})-run\.json(\.partial)?")
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, rename={"scheduler": "scheduler"}):
     """The launcher's part of snapshot `number`."""
 
-    number: int
-    generation: int
+    number: _Count
+    generation: _Count
     """How often the run had been resumed."""
-    step: int
+    step: _Count
     """The last step that a row of metrics was about."""
     facts: dict[str, Any]
     """What a resumed run must have in common: job, strategy, seed, batch size, …"""
     scheduler: str
     """`BatchScheduler.dump` as base64."""
-    seconds: float = 0.0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """How long the run had lasted, on the clock of its rows."""
 
 
@@ -215,7 +216,10 @@ def read_run_snapshot(folder: Place, number: int) -> RunSnapshot:
             raise SnapshotError(f"{path} is {file.format!r} version {file.version}; this program reads {VERSION}")
         if hashlib.sha256(file.run_snapshot).hexdigest() != file.sha256:
             raise SnapshotError(f"{path} is damaged; resume from an earlier snapshot")
-        return msgspec.json.decode(file.run_snapshot, type=RunSnapshot)
+        found = msgspec.json.decode(file.run_snapshot, type=RunSnapshot)
+        if found.number != number:
+            raise SnapshotError(f"{path} says that it is of snapshot {found.number}; resume from an earlier snapshot")
+        return found
     except (OSError, RecursionError, msgspec.MsgspecError) as error:
         raise SnapshotError(f"{path} cannot be read ({error}); resume from an earlier snapshot") from error
 
