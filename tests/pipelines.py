@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import polytempo as pt
-from polytempo.core import Port
+from polytempo.core import Port, Strategy
+from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import (
@@ -28,8 +31,10 @@ from polytempo.partition.schedules import (
     zero_bubble,
 )
 from polytempo.partition.wires import AS_THEY_ARE, Wires
+from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.pipeline.estimators import estimators_of
 from polytempo.training.pipeline.late_stage import late_stage
+from polytempo.training.pipeline.pipeline_stage import Loss, MakeOptimizer, PipelineStage, laid_out, schedule_of
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 
@@ -165,3 +170,59 @@ def plainly_trained(*, steps: int = 6, lr: float = 0.05, momentum: float = 0.9) 
 def two_versions(stages: int) -> Schedule:
     """PipeDream-2BW with as many micro-batches as the tests' batches are cut into."""
     return pipedream_2bw(stages, 4)
+
+
+class Ended(NamedTuple):
+    """Losses of the batches, and the whole model's state afterwards."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Of the parameters that are trained."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def staged(
+    make: Callable[[], nn.Module],
+    strategy: Strategy,
+    loss: Loss,
+    given: Sequence[tuple[Tensor, Tensor]],
+    *,
+    optimizer: MakeOptimizer = sgd,
+    max_norm: float | None = None,
+    resumed_after: int = 0,
+) -> Ended:
+    """Train by `strategy` in a virtual world; with `resumed_after` in two runs, the second from the first's state."""
+    schedule, losses, found = schedule_of(strategy), list[float](), list[dict[str, Tensor]]()
+    saved: dict[int, tuple[dict[str, Tensor], Saved, Saved]] = {}
+
+    def run(coming: Sequence[tuple[Tensor, Tensor]], *, ends: bool) -> None:
+        model = make()
+        parts = cut(model, schedule.stages * schedule.parts, sample=given[0][0])
+
+        async def program(port: Port) -> None:
+            whole = laid_out(port, schedule.stages)
+            stage = PipelineStage(model, parts, optimizer, loss, strategy, whole, seed=0, max_norm=max_norm)
+            if port.rank in saved:
+                tensors, steps, under_way = saved[port.rank]
+                stage.model.load_state_dict(tensors)
+                optimizer_restore(stage.optimizer, steps)
+                stage.restore(under_way)
+            for x, y in coming:
+                answer = await stage.step((x,), y)
+                losses.extend([] if answer is None else [float(answer)])
+            if ends:
+                await stage.finish()
+                found.append(await stage.state_dict())
+            else:
+                kept = dict(stage.model.state_dict()), optimizer_saved(stage.optimizer), stage.state()
+                saved[port.rank] = deepcopy(kept)
+
+        VirtualWorld(pt.cluster.ethernet(gbit_per_s=1000), schedule.stages).run(program)
+
+    if resumed_after:
+        run(given[:resumed_after], ends=False)
+    run(given[resumed_after:], ends=True)
+    return Ended(losses, found[0])

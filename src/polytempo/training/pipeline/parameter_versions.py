@@ -45,7 +45,7 @@ class ParameterVersions:
         overtaken: bool = True,
         late: LateStage | None = None,
     ) -> None:
-        self._parameters, self.stashes, self._overtaken, self._late = list(parameters), stashes, overtaken, late
+        self._parameters, self.stashes, self.overtaken, self._late = list(parameters), stashes, overtaken, late
         self.current = 0
         self.oldest: float = math.inf
         """The first version that a later pass begins with, where that may be an old one."""
@@ -162,7 +162,7 @@ class ParameterVersions:
 
         `instead`: other memory, which the backward pass is to multiply by.
         """
-        if not self._overtaken and keep is as_it_is:
+        if not self.overtaken and keep is as_it_is:
             yield
             return
         own = {p.untyped_storage().data_ptr(): place for place, p in enumerate(self._parameters) if p.numel()}

@@ -58,6 +58,7 @@ def saved_state(state: ProgramState, about: Mapping[str, Any]) -> Saved:
             )
         for kind, several in (("inputs", kept.inputs), ("taken", kept.taken), ("saved", kept.saved or ())):
             tensors |= _listed(f"{path}/{kind}", several)
+        tensors |= {f"{path}/buffer/{name}": buffer for name, buffer in kept.buffers.items()}
         passes.append([part, number, kept.version, kept.saved is not None])
     for version, several in state.older.items():
         tensors |= _listed(f"version/{version}", several)
@@ -92,7 +93,9 @@ def restored_state(source: Saved) -> tuple[ProgramState, dict[str, Any]]:
         taken = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in _list(tensors, f"{path}/taken")]
         saved = _list(tensors, f"{path}/saved") if has_saved else None
         inputs = tuple(_list(tensors, f"{path}/inputs"))
-        under_way[part, number] = UnderWay(inputs, taken, [], version, None, _unseeded, saved=saved)
+        kept = UnderWay(inputs, taken, [], version, None, _unseeded, saved=saved)
+        kept.buffers = dict(source.under(f"{path}/buffer").tensors)
+        under_way[part, number] = kept
     layouts: dict[int, dict[str, Layout]] = {}
     for number, name, shape, dtype in plain["layouts"]:
         layouts.setdefault(number, {})[name] = (tuple(shape), getattr(torch, dtype))

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from polytempo.partition.cut import Layout, Stage
 from polytempo.partition.schedules.action import Schedule
@@ -40,6 +39,8 @@ class UnderWay:
     later: deque[Gradient] = field(default_factory=deque)
     saved: list[Tensor] | None = None
     """What autograd keeps of it; None: it can be computed anew, for the parameters of its forward pass are held."""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those that its forward pass has changed, as they were before, where it may be computed anew."""
 
 
 class PartWork(Protocol):
@@ -122,8 +123,12 @@ class StageWork:
         if not (self._recomputes or self._versions.stashes):
             kept.saved = []
             keep = partial(_noted, kept.saved)
+        again = self._recomputes or (self._versions.overtaken and kept.saved is None)  # by a run that is resumed
+        before = {name: (b, b._version, b.clone()) for name, b in _buffers(self.module) if again}
         with self._versions.forward(version, keep), torch.set_grad_enabled(not self._recomputes):
             given, loss = self._computed(kept)
+        now = {name: (id(b), b._version) for name, b in _buffers(self.module)}
+        kept.buffers = {name: copy for name, (b, number, copy) in before.items() if now.get(name) != (id(b), number)}
         if not self._recomputes:
             kept.given, kept.loss = given, loss
         self.under_way[number] = kept
@@ -136,7 +141,7 @@ class StageWork:
         """
         kept = self.under_way[number]
         if self._recomputes:
-            with self._versions.seen(kept.version), torch.enable_grad(), _same_statistics(self.module):
+            with self._versions.seen(kept.version), torch.enable_grad(), _lent_buffers(self.module, kept.buffers):
                 kept.given, kept.loss = self._computed(kept)
         answers = list(zip(kept.given, gradients, strict=True))
         roots: list[tuple[Tensor, Tensor | None]] = [
@@ -163,14 +168,10 @@ class StageWork:
     def resume(self, number: int, kept: UnderWay) -> None:
         """Go on as behind the forward pass of which `kept` was saved: its graph is made anew. Buffers stay."""
         keep = as_it_is if kept.saved is None else partial(_next_of, iter(kept.saved))
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         with self._versions.forward(kept.version, keep):
             if not self._recomputes:
-                with torch.enable_grad():
+                with torch.enable_grad(), _lent_buffers(self.module, kept.buffers):
                     kept.given, kept.loss = self._computed(kept)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         self.under_way[number] = kept
 
     def _done(self, number: int) -> None:
@@ -196,15 +197,24 @@ def _next_of(saved: Iterator[Tensor], tensor: Tensor) -> Tensor:
     return next(saved)
 
 
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """By all of their names."""
+    return list(module.named_buffers(remove_duplicate=False))
+
+
 @contextmanager
-def _same_statistics(module: nn.Module) -> Iterator[None]:
-    """Inside, batch norm computes as it does in training, and its running statistics stay as they are."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    before = [(m.momentum, m.num_batches_tracked) for m in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+def _lent_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, buffers are copies, of `values` where these have them; afterwards they are as if nothing had been."""
+    own = _buffers(module)
+    copies = {id(buffer): values.get(name, buffer).clone() for name, buffer in own}
+    _set_buffers(module, [(name, copies[id(buffer)]) for name, buffer in own])
     try:
         yield
     finally:
-        for norm, (momentum, tracked) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, tracked
+        _set_buffers(module, own)
+
+
+def _set_buffers(module: nn.Module, buffers: list[tuple[str, Tensor]]) -> None:
+    for name, buffer in buffers:
+        owner, _, field_name = name.rpartition(".")
+        module.get_submodule(owner)._buffers[field_name] = buffer
