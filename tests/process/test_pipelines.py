@@ -82,6 +82,29 @@ def test_every_schedule_computes_the_bits_of_the_virtual_world(
         assert first[name][1] == last[name][1]
 
 
+def test_a_pipeline_never_receives_what_another_one_has_sent() -> None:
+    """Also behind one that is left with messages under way, and in one that goes on from the state of that."""
+
+    def work(world: ProcessWorld) -> Any:
+        found = {}
+        for name, make in EVERY.items():
+            left, fresh, again = (pt.pipeline(perceptron(), sgd, mse, make(2), sample=SAMPLE) for _ in range(3))
+            for x, y in batches(3):
+                left.step(x, y)
+            again.load_training_state(left.training_state())
+            for step, (x, y) in enumerate(batches(6)):  # in turns
+                fresh.step(x, y)
+                if step >= 3:
+                    again.step(x, y)
+            found[name] = [plain(fresh.state_dict()), plain(again.state_dict())]
+        return found
+
+    for found in together(2, work):
+        for name in EVERY:
+            expected = plain(dict(virtually(name).model.named_parameters()))
+            assert found[name] == [expected, expected], name
+
+
 def test_codecs_compute_the_bits_of_the_virtual_world_and_send_the_bytes_that_they_claim() -> None:
     both = {
         "int8, bf16": (pt.compression.int8(block=WIDTH), pt.compression.bf16()),

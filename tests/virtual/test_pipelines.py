@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import polytempo as pt
-from pipelines import DELAYED, SAMPLES, WAITING, batches, perceptron, plainly_trained, trained, two_versions
+from pipelines import DELAYED, SAMPLES, WAITING, batches, chain, perceptron, plainly_trained, trained, two_versions
 from polytempo.core import Port
 from polytempo.partition import cut, striped, unstriped
 from polytempo.partition.schedules import Action, Schedule, ddg, features_replay, pipedream, pipelined_backprop
 from polytempo.partition.schedules.facts import facts
 from polytempo.partition.schedules.timetable import StageTimes, played
+from polytempo.training.pipeline.pipeline import strategy_of
+from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out, of_parameters
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 
@@ -96,6 +99,26 @@ def by_hand(stages: int, steps: int, lr: float, distance: int, weights: str) -> 
                 error = error @ now[n][0]
     ended = [versions[max(0, steps - late)] for versions, late in zip(layers, delay, strict=True)]
     return [tensor for pair in ended for tensor in pair], losses
+
+
+@every
+def test_two_pipelines_of_a_world_send_each_other_nothing(name: str) -> None:
+    """Behind one that is left with messages under way a pipeline is what it would be alone."""
+    schedule, models = EVERY[name](2), (perceptron(), perceptron())
+    strategy = strategy_of(schedule, None)
+    sgd = partial(SGD, lr=0.05, momentum=0.9)
+    cuts = [chain(model, schedule.stages * schedule.parts) for model in models]
+
+    async def program(port: Port) -> None:
+        for number, (model, parts) in enumerate(zip(models, cuts, strict=True)):
+            whole, loss = laid_out(port, 2), nn.functional.mse_loss
+            stage = PipelineStage(model, parts, of_parameters(sgd), loss, strategy, whole, seed=0, pipeline=number)
+            for x, y in batches(3 + 3 * number):
+                await stage.step((x,), y)
+
+    VirtualWorld(pt.cluster.ethernet(gbit_per_s=1), 2).run(program)
+    for mine, other in zip(models[1].parameters(), trained(schedule).model.parameters(), strict=True):
+        assert torch.equal(mine, other)
 
 
 @every

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polytempo.core import Port
 from polytempo.core.op import Work
+from polytempo.training.pipeline.stage_mail import DELAY_TAG
 
-_CHANNEL = 961
 _MOST_LEAVING = 8
 
 
@@ -47,13 +47,14 @@ class DelayMail:
         """
         new, self._told = delays - self._told, Counter(delays)
         counted = [sum(delay * times for delay, times in new.items()), new.total()]
-        port, own = stages.on_channel(_CHANNEL), torch.tensor(counted, dtype=torch.float64)
+        own = torch.tensor(counted, dtype=torch.float64)
         if stages.rank:
-            self._leaving.append(await port.start(port.send(own, 0)))
+            self._leaving.append(await stages.start(stages.send(own, 0, DELAY_TAG)))
             while len(self._leaving) > _MOST_LEAVING + self._late:
                 await self._leaving.popleft()
             return []
-        others = [await port.start(port.recv(torch.empty_like(own), stage)) for stage in range(1, stages.size)]
+        ranks = range(1, stages.size)
+        others = [await stages.start(stages.recv(torch.empty_like(own), rank, DELAY_TAG)) for rank in ranks]
         self._rows.append(_Row(step, own, others))
         known = torch.zeros(stages.size, 2, dtype=torch.float64)
         while self._rows and self._rows[0].step <= step - self._late:

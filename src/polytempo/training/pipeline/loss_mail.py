@@ -13,8 +13,8 @@ from torch import Tensor
 
 from polytempo.core import Port
 from polytempo.core.op import Work
+from polytempo.training.pipeline.stage_mail import LOSS_TAG
 
-_CHANNEL = 960
 _MOST_LEAVING = 8
 
 
@@ -40,19 +40,20 @@ class LossMail:
         """
         if stages.size == 1:
             return loss
-        port, last = stages.on_channel(_CHANNEL), stages.size - 1
+        last = stages.size - 1
         if stages.rank == last:
             assert loss is not None, "the last stage has forwarded a batch"
             sent = loss.detach().reshape(1).to("cpu", torch.float64, copy=True)
             self.under_way.append(sent)
             for each in [*self._again, sent]:
-                self._leaving.append(await port.start(port.send(each, 0)))
+                self._leaving.append(await stages.start(stages.send(each, 0, LOSS_TAG)))
             while len(self._leaving) > self._late + _MOST_LEAVING:
                 await self._leaving.popleft()
             self._again = []
         elif stages.rank == 0:
             for _ in range(1 + self._missing):
-                self._arriving.append(await port.start(port.recv(torch.empty(1, dtype=torch.float64), last)))
+                like = torch.empty(1, dtype=torch.float64)
+                self._arriving.append(await stages.start(stages.recv(like, last, LOSS_TAG)))
             self._missing = 0
             if len(self._arriving) > self._late:
                 return (await self._arriving.popleft())[0]

@@ -56,7 +56,8 @@ class Pipeline:
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
-        self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, seed=seed, max_norm=max_norm)
+        options: dict[str, Any] = {"seed": seed, "max_norm": max_norm, "pipeline": next_pipeline(world)}
+        self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, **options)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
 
@@ -161,6 +162,14 @@ class Pipeline:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def next_pipeline(world: ProcessWorld) -> int:
+    """The number of one more pipeline, whose messages are its own. All ranks call it. Errors: `Mismatch`."""
+    number = world.num_pipelines
+    world.drive(agree(world.port, {"number of pipelines so far": number}))
+    world.num_pipelines += 1
+    return number
 
 
 def agreed_cut(

@@ -29,6 +29,7 @@ from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.split_stage import cut_parameters, split_stage
+from polytempo.training.pipeline.stage_mail import own_messages
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.training.ports import DATA, Ports, ports_of
@@ -57,6 +58,7 @@ class PipelineStage:
     """The stage that rank `port.rank` has of `model`, which is cut as `parts` says. It begins nothing itself.
 
     `strategy` has the schedule; `port` is laid out (`laid_out`). `optimizer` makes that of the stage's model.
+    `pipeline`: its number among the pipelines of a world (`next_pipeline`).
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class PipelineStage:
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
         precision: Precision | None = None,
+        pipeline: int = 0,
     ) -> None:
         self.schedule, self.cut, self.ports = schedule_of(strategy), parts, _stage_ports(port)
         self.number = self.ports.model.rank
+        self._stages = own_messages(self.ports.model, pipeline)
         self.split = isinstance(strategy.parted, SplitLayers)
         """Whether the layers of stages are split."""
         self.holders = _holders(port) if self.split else port.among([port.rank])
@@ -121,7 +125,7 @@ class PipelineStage:
         step = self.program.step_number
         split = self.micro_batches(inputs, target)
         self._shares.append(self.replica.share)
-        loss = await self.program.step(self.ports.model, split)
+        loss = await self.program.step(self._stages, split)
         self.replica.step = step + 1  # also where no gradient has come back yet, and so no update was made
         return loss
 
@@ -131,19 +135,19 @@ class PipelineStage:
 
     async def reported(self, loss: Tensor | None) -> Tensor | None:
         """The loss of the batch that is back at the first stage, there; `loss` is what `step` has answered."""
-        return await self._losses.step(self.ports.model, loss)
+        return await self._losses.step(self._stages, loss)
 
     async def delays(self) -> list[float | None]:
         """The mean delay of each stage's updates since the last call, as far as it is known; see `DelayMail.row`."""
         if self.ports.data.rank:
             return []
-        return await self._delays.row(self.ports.model, self.program.step_number, self.program.delays)
+        return await self._delays.row(self._stages, self.program.step_number, self.program.delays)
 
     async def finish(self) -> list[Tensor]:
         """Take the gradients that are under way back, and update by them. Answers losses that were not reported."""
         step = self.replica.step
         for _ in range(self.late):
-            await self.program.step(self.ports.model, [])
+            await self.program.step(self._stages, [])
         self.replica.step = step
         await self.program.settle()
         await self._delays.settle()

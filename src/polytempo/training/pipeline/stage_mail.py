@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,12 @@ from polytempo.partition.cut import Cut, Value
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import facts
 from polytempo.partition.wires import Way
+
+LOSS_TAG, DELAY_TAG = 0, 1
+"""Of a stage's messages that are no tensors of the model."""
+_FIRST_TAG = 2
+_FIRST_CHANNEL, _NUM_CHANNELS, _PIPELINES_OF_A_CHANNEL = 500, 380, 1000
+"""Behind the channels of buckets, and before those that `SharedGradients` and others have."""
 
 
 class _Lane(NamedTuple):
@@ -48,6 +55,7 @@ class StageMail:
         every = [facts(schedule, each) for each in range(schedule.stages)]
         self._held = max(each.held + each.target_delay for each in every)
         self._numbers = {value.name: number for number, value in enumerate(cut.values)}
+        self._tags = _tags(cut, schedule.stages)
         self._arriving: dict[_Lane, deque[Tensor | Work[Tensor] | _Encoded]] = defaultdict(deque)
         self._leaving: dict[_Lane, deque[Work[None]]] = defaultdict(deque)
         self._last: tuple[EncodeContext, Tensor] | None = None
@@ -61,7 +69,7 @@ class StageMail:
             return
         codec = self._wires.codec(way, like)
         room = like if codec is None else wire_like(codec, like)
-        work = await port.start(port.borrow(room, peer, self._tag(lane)))
+        work = await port.start(port.borrow(room, peer, self._tags[lane]))
         when = self._when(port, lane, source, micro_batch)
         self._arriving[lane].append(work if codec is None else _Encoded(work, like, codec, when, port))
 
@@ -85,7 +93,7 @@ class StageMail:
         when = self._when(port, lane, value.source if way == "forward" else target, micro_batch)
         wire = await self._wire(port, lane, tensor, when)
         leaving = self._leaving[lane]
-        leaving.append(await port.start(port.lend(wire, peer, self._tag(lane))))
+        leaving.append(await port.start(port.lend(wire, peer, self._tags[lane])))
         if len(leaving) > self._held:
             await leaving.popleft()
 
@@ -106,11 +114,41 @@ class StageMail:
 
     def _when(self, port: Port, lane: _Lane, source: int, micro_batch: int) -> EncodeContext:
         """The same for all who use a tensor, also in a run that goes on; another for each replica."""
-        tensor = self._tag(_Lane(lane.name, source, lane.way))
+        tensor = 2 * (self._numbers[lane.name] * self._num_parts + source) + (lane.way == "backward")
         return EncodeContext(step=micro_batch + 1, rank=port.members[self._stage_of(source)], tensor=tensor)
 
     def _stage_of(self, part: int) -> int:
         return part % self._num_stages
 
-    def _tag(self, lane: _Lane) -> int:
-        return 2 * (self._numbers[lane.name] * self._num_parts + lane.target) + (lane.way == "backward")
+
+def own_messages(stages: Port, pipeline: int) -> Port:
+    """The port of the stages of a world's pipeline with this number: what another one has sent never comes to it.
+
+    A schedule that does not wait leaves messages under way after every step, also in a pipeline that is abandoned.
+    Errors: ValueError where there were too many pipelines in the world.
+    """
+    channel, place = divmod(pipeline, _PIPELINES_OF_A_CHANNEL)
+    if channel >= _NUM_CHANNELS:
+        raise ValueError(
+            f"a world has channels for {_NUM_CHANNELS * _PIPELINES_OF_A_CHANNEL} pipelines, and this is number "
+            f"{pipeline}; start the processes anew"
+        )
+    return stages.on_channel(_FIRST_CHANNEL + channel).on_channel(place)
+
+
+def _tags(cut: Cut, num_stages: int) -> dict[_Lane, int]:
+    """Different ones for the lanes from one stage to another, and small, for a transport has few of them."""
+    found, used = dict[_Lane, int](), Counter[tuple[int, int]]()
+    for lane, *ends in _lanes(cut):
+        sender, receiver = (part % num_stages for part in ends)
+        found[lane] = _FIRST_TAG + used[sender, receiver]
+        used[sender, receiver] += sender != receiver
+    return found
+
+
+def _lanes(cut: Cut) -> Iterator[tuple[_Lane, int, int]]:
+    """Each with the parts that send and receive."""
+    for value in cut.values:
+        for target in value.targets:
+            yield _Lane(value.name, target, "forward"), value.source, target
+            yield _Lane(value.name, target, "backward"), target, value.source
