@@ -197,3 +197,26 @@ def stepping(optimizer: SGD) -> Callable[[], Any]:
         optimizer.zero_grad()
 
     return update
+
+
+@pytest.mark.parametrize("strategy", [pt.strategies.gpipe(2, 1), pt.strategies.zero_bubble(2, 1)], ids=str)
+def test_stages_of_16_bits_with_norms_that_stay_float32_are_the_whole_model(strategy: pt.Strategy) -> None:
+    """To the bit, where no batch is cut and what crosses the cut has 16 bits anyway."""
+    x, y = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    job = pt.Job(
+        model=model,
+        data=lambda path: pt.Data(torch.utils.data.TensorDataset(x, y)),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+        batch_size=8,
+        lr=0.01,
+    )
+    ours, plain = (
+        pt.simulate(job, each, workers, pt.cluster.one_host(), steps=5, precision="bf16", threads=1)
+        for each, workers in ((strategy, 2), (pt.strategies.sync_sgd(), 1))
+    )
+    assert ours.parameters_sha256 == plain.parameters_sha256

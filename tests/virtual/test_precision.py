@@ -29,6 +29,12 @@ def network() -> nn.Module:
     )
 
 
+def normed() -> nn.Module:
+    """The first layer's norm stays float32 beside 16-bit parameters."""
+    first, *others = network().children()
+    return nn.Sequential(first, nn.LayerNorm(16), *others)
+
+
 def sgd(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr)
 
@@ -75,7 +81,8 @@ def test_every_strategy_trains_or_is_refused_by_name(row: Row) -> None:
             trained(strategy, "bf16")
         return
     workers = strategy.stages if strategy.stages > 1 else 4
-    of = job(optimizer=momentum) if "spectrain" in str(strategy) else job()
+    model = normed if strategy.stages > 1 else network
+    of = job(model=model, optimizer=momentum if "spectrain" in str(strategy) else sgd)
     whole, low = (trained(strategy, precision, workers=workers, of=of, steps=8) for precision in (None, "bf16"))
     assert low.precision is not None
     assert low.parameters_sha256 != whole.parameters_sha256

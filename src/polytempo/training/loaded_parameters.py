@@ -35,8 +35,9 @@ class Loaded:
 
     def _fingerprint(self) -> bytes:
         digest = hashlib.sha256()
-        for parameter in self._replica.trainable.values():
-            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        with self._replica.in_float32():
+            for parameter in self._replica.trainable.values():
+                digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
     def _before_load(self, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -32,13 +33,22 @@ class _Answer(NamedTuple):
 class ParameterExchange:
     """Exchanges `trainable` parameters after steps of `optimizer`, one bundle for each dtype and device.
 
-    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. Raises ValueError where there
-    are several bundles and the transform needs one.
+    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. `in_float32`: what is exchanged
+    and remembered are the parameters as they are inside (`Replica.in_float32`). Raises ValueError where there are
+    several bundles and the transform needs one.
     """
 
-    def __init__(self, strategy: Strategy, optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        trainable: Mapping[str, nn.Parameter],
+        in_float32: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._strategy, self._optimizer, self._trainable = strategy, optimizer, trainable
-        layouts = self._layouts()
+        self._in_float32 = in_float32
+        with in_float32():
+            layouts = self._layouts()
         if len(layouts) > 1 and not strategy.parameters.separable:
             raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(layouts)} dtypes")
         self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
@@ -62,11 +72,13 @@ class ParameterExchange:
 
     async def exchange(self, data: Port, weight: float | None) -> AppliedTransform | None:
         """Run the transform over the parameters as they are now; by what ranks met, if they did."""
-        return await self._exchange(data, weight, None)
+        with self._in_float32():
+            return await self._exchange(data, weight, None)
 
     async def meet_at_once(self, data: Port, step: int) -> None:
         """As `exchange` after `step`, in which ranks meet, whether it is a step in which they would or not."""
-        await self._exchange(data, None, step)
+        with self._in_float32():
+            await self._exchange(data, None, step)
 
     async def _exchange(self, data: Port, weight: float | None, at_step: int | None) -> AppliedTransform | None:
         met, transform = None, self._strategy.parameters
@@ -102,11 +114,12 @@ class ParameterExchange:
     def take(self) -> None:
         """Put what the last exchange answered in the place of the parameters, and of the state."""
         found, self._held = self._held, []
-        for i, (group, (after, answer)) in enumerate(zip(self.groups(), found, strict=True)):
-            if i < len(self.states):  # moments of another dtype than any parameter have no state of their own
-                self.states[i] = after
-            if answer is not None:
-                self._take(i, group, answer)
+        with self._in_float32():
+            for i, (group, (after, answer)) in enumerate(zip(self.groups(), found, strict=True)):
+                if i < len(self.states):  # moments of another dtype than any parameter have no state of their own
+                    self.states[i] = after
+                if answer is not None:
+                    self._take(i, group, answer)
         if any(each.answer is not None for each in found):
             self._frozen = frozenset(name for name, p in self._trainable.items() if not p.requires_grad)
 
@@ -135,6 +148,10 @@ class ParameterExchange:
         ranks need not know (None): what all have changed shows. Cost: a number to all where they know, and a broadcast
         of the parameters where they changed.
         """
+        with self._in_float32():
+            await self._renew(data, changed, at_start)
+
+    async def _renew(self, data: Port, changed: bool | None, at_start: bool) -> None:
         for i, group in enumerate(self.groups()):
             state = self.states[i] = await settled(self.states[i])
             begun = self._strategy.parameters.init(Bundle(group))
@@ -160,7 +177,9 @@ class ParameterExchange:
 
     def restore(self, source: Saved, residual_sources: Sequence[Saved] | None) -> None:
         """Take over what was saved; what was not, begins anew."""
-        for i, layout in enumerate(self._layouts()):
+        with self._in_float32():
+            layouts = self._layouts()
+        for i, layout in enumerate(layouts):
             state = self._strategy.parameters.init(layout)
             held = source.holds(_path(i))
             self.states[i] = restored(state, source, _path(i), layout, residual_sources) if held else state

@@ -86,9 +86,9 @@ class Replica:
         self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
         self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
         self.buckets = self._made_buckets(bucket_bytes, empty) if self.exchanges_gradients else []
-        with self.in_float32():
-            exchanges = self.exchanges_parameters
-            self.parameters = ParameterExchange(strategy, optimizer, self.trainable) if exchanges else None
+        self.parameters: ParameterExchange | None = None
+        if self.exchanges_parameters:
+            self.parameters = ParameterExchange(strategy, optimizer, self.trainable, self.in_float32)
         self.restored = False
         """Whether the state was taken over from a saved one since the last step."""
         self._applied: AppliedTransform | None = None
@@ -208,10 +208,10 @@ class Replica:
         applied = self._applied or (self._tentative if any(committed) else None)
         self._applied = self._tentative = None
         if self.parameters is not None:
-            with self.in_float32():
-                if self.guard is not None:
+            if self.guard is not None:
+                with self.in_float32():
                     self.guard.parameters(self.step - 1, data.world_rank)
-                applied = await self.parameters.exchange(data, self.member.weight) or applied
+            applied = await self.parameters.exchange(data, self.member.weight) or applied
         await self.buffers.meet(data, applied, self.member)
         if self.noise is not None:
             self.noise.after_step(self.step, met=applied is not None)
@@ -312,8 +312,8 @@ class Replica:
                 state = self.strategy.gradients.init(layout)
                 held = source.holds("gradients")
                 bucket.begin(restored(state, source, "gradients", layout, residual_sources) if held else state)
-            if self.parameters is not None:
-                self.parameters.restore(source, residual_sources)
+        if self.parameters is not None:
+            self.parameters.restore(source, residual_sources)
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step, self.restored = step, True

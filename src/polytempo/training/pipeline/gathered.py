@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Port
-from polytempo.partition.cut import Cut
+from polytempo.partition.cut import Cut, Stage
 from polytempo.partition.tensor.parted_model import joined
 from polytempo.training.pipeline.split_stage import cut_parameters
 from polytempo.training.ports import Ports
@@ -26,12 +28,17 @@ async def gathered(
     mine |= await replica.consensus_buffers(ports.data)
     if holders is not None:
         mine = await joined(holders, mine, cut_parameters(replica.model))
+    with replica.in_float32():  # what other stages have in 16 bits is float32 here
+        likes = [_tensors(cut.stages[stage::num_stages]) for stage in range(num_stages)]
     found: dict[str, Tensor] = {}
-    for stage in range(num_stages):
-        parts = cut.stages[stage::num_stages]
-        likes = {n: t for part in parts for n, t in [*part.module.named_parameters(), *part.module.named_buffers()]}
-        for group in by_kind({name: tensor.detach() for name, tensor in likes.items()}).values():
+    for stage, tensors in enumerate(likes):
+        for group in by_kind(tensors).values():
             bundle = Bundle({name: mine[name] if stage == ports.model.rank else t for name, t in group.items()}).copy()
             flat = await ports.model.broadcast(bundle.flat, stage)
             found |= {name: torch.clone(view) for name, view in bundle.with_flat(flat).views.items()}
     return found
+
+
+def _tensors(parts: Iterable[Stage]) -> dict[str, Tensor]:
+    modules = [part.module for part in parts]
+    return {n: t.detach() for module in modules for n, t in [*module.named_parameters(), *module.named_buffers()]}
