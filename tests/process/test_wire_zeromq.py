@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
+import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import torch
 import zmq
 
 from polytempo.server.message import Beat, Message, Pulled
-from polytempo.wire.frames import Frame, FrameLimits, encode
+from polytempo.wire.frames import FrameLimits, encode
+from polytempo.wire.guard import MOST_STRANGERS, Strangers
 from polytempo.wire.keys import Keys, make_keys
+from polytempo.wire.parts import PART_BYTES, Frame
 from polytempo.wire.zeromq import Mailbox
 
 pytestmark = pytest.mark.process
@@ -236,6 +239,65 @@ def test_who_lacks_the_keys_is_refused_and_counted(box: Open, wrong: str) -> Non
     assert a.take(0.05) is None  # of the stranger, who knocked before the friend
     assert a.counts.refused > 0
     assert a.counts.malformed == 0
+
+
+def left_open(connections: Sequence[socket.socket], most: int) -> list[socket.socket]:
+    """Those on which the other end has not hung up, once they are at most `most`."""
+    here = list(connections)
+    for _ in range(2000):
+        over, _, _ = select.select(here, [], [], 0.01)
+        here = [each for each in here if each not in over or each.recv(64, socket.MSG_DONTWAIT)]  # else it greets
+        if len(here) <= most:
+            return here
+    pytest.fail(f"{len(here)} are open")
+
+
+def test_of_many_connections_without_keys_the_newest_few_stay(box: Open) -> None:
+    a, before, after = box(0, LOOPBACK, KEYS), box(1, LOOPBACK, KEYS), box(2, LOOPBACK, KEYS)
+    before.connect(0, a.address)
+    before.post(0, beat(1))
+    assert number(a.take(WAIT_S)) == 1
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port_of(a)))) for _ in range(3 * MOST_STRANGERS)
+        ]
+        open_ones = left_open(strangers, MOST_STRANGERS)
+        assert open_ones[-1] is strangers[-1]
+        before.post(0, beat(2))
+        assert number(a.take(WAIT_S)) == 2  # on the same connection: what is under way on a closed one is lost
+        after.connect(0, a.address)
+        after.post(0, beat(3))
+        assert number(a.take(WAIT_S)) == 3
+
+
+def test_without_descriptors_no_stranger_stays() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        port = listener.getsockname()[1]
+        near = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
+        far = [stack.enter_context(listener.accept()[0]) for _ in near]
+        strangers = Strangers(1 << 20)
+        for each in far[:2]:
+            strangers.come(each.fileno(), port)
+        far[1].sendall(bytes(300))  # more than is sent to one who has no keys
+        near[1].recv(300, socket.MSG_WAITALL)
+        Strangers(64).come(listener.fileno(), port)  # no connection
+        few = Strangers(64)
+        few._here.extend(strangers._here)
+        few.come(far[2].fileno(), port)
+        assert [each.recv(1) for each in (near[0], near[2])] == [b"", b""]
+        far[1].sendall(b"x")
+        assert near[1].recv(1) == b"x"
+
+
+@pytest.mark.parametrize("num_bytes", [PART_BYTES + 257, 1 << 30])
+def test_no_stranger_makes_it_hold_more_than_a_part(box: Open, num_bytes: int) -> None:
+    a = box(0, LOOPBACK, KEYS)
+    with socket.create_connection(("127.0.0.1", port_of(a))) as raw:
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
+        raw.settimeout(WAIT_S)
+        assert len(raw.recv(64, socket.MSG_WAITALL)) == 64
+        raw.sendall(b"\x06" + num_bytes.to_bytes(8, "big"))  # a command so long
+        assert raw.recv(1) == b""
 
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["without keys", "with keys"])

@@ -21,6 +21,7 @@ from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from polytempo.core.descriptors import open_descriptor
 from polytempo.core.url_path import P, Place, UrlPath
 
 MAX_JSON_BYTES = 1 << 30
@@ -66,7 +67,7 @@ def create(path: Path) -> BinaryIO:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOSED
     with suppress(FileNotFoundError):
         path.unlink()
-    return open(os.open(path, flags, 0o666), "wb", buffering=0)
+    return open(open_descriptor(path, flags, 0o666), "wb", buffering=0)
 
 
 def replace(path: Place, content: str | bytes) -> None:
@@ -115,12 +116,12 @@ def aside(path: Place) -> Iterator[BinaryIO]:
 
 def append(path: Path) -> BinaryIO:
     """Write behind what is in `path`."""
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _CLOSED, 0o666), "wb", buffering=0)
+    return open(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _CLOSED, 0o666), "wb", buffering=0)
 
 
 def opened(path: Path) -> BufferedReader:
     """`path` to read from. Neither a link nor a device nor a pipe, which would wait for its writer for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _CLOSED)
+    descriptor = open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | _CLOSED)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "this is no plain file", str(path))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from polytempo.core import descriptors
 from polytempo.data.plan import check_enough
 from polytempo.spec.job import Data
 
@@ -47,7 +48,7 @@ def limits() -> ProcessLimits:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
         processes.append(soft)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = descriptors.raised()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     no_limit = files == resource.RLIM_INFINITY
     return ProcessLimits(min(processes, default=None), None if no_limit else files, min(memory, default=None), cores)

@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polytempo.core import Mesh, files
+from polytempo.core.descriptors import open_descriptor
 from polytempo.core.state import Scalar
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.training.checkpoint_folders import (
@@ -88,7 +89,7 @@ def write_part(root: Place, step: int, rank: int, part: CheckpointPart) -> str:
     file = folder / part_name(rank)
     try:
         make_partial(folder)
-        files.remove(file)  # a link of that name would be followed
+        files.create(file).close()  # a link of that name would be followed
         save_file(tensors, file, metadata=metadata)
         _sync(file)
         return _sha256(file)
@@ -197,6 +198,7 @@ def _put(folder: UrlPath, rank: int, tensors: dict[str, Tensor], metadata: dict[
     try:
         with tempfile.TemporaryDirectory(prefix="polytempo-part-") as scratch:
             file = Path(scratch) / part_name(rank)
+            files.create(file).close()
             save_file(tensors, file, metadata=metadata)
             sha256 = _sha256(file)
             put_part(folder, rank, file, sha256)
@@ -245,7 +247,7 @@ def _declared_bytes(file: Path) -> int:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_descriptor(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -21,10 +21,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
+from polytempo.wire.parts import MOST_FRAME_BYTES, PART_BYTES, cut, received
 from polytempo.wire.silence import watch_by_tcp
 
 MOST_BYTES = 128 << 20
 """More than a result may have, which is the largest that travels (see `engines.worker.MAX_RESULT_BYTES`)."""
+_MOST_PARTS = MOST_BYTES // PART_BYTES + 1
 HIGH_WATER = 10_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
 """Of the clients alone: a server answers them, and closes silent connections by TCP (see `watch_by_tcp`)."""
@@ -69,7 +71,7 @@ class ChannelServer(Generic[In, Out]):
     def send(self, peer: bytes, message: Out) -> bool:
         """Send without waiting; False where the peer is not connected or does not read."""
         try:
-            self._router.send_multipart([peer, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+            self._router.send_multipart([peer, *cut(msgspec.msgpack.encode(message))], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -78,10 +80,10 @@ class ChannelServer(Generic[In, Out]):
         """The next (peer, message); None if none comes within `wait_s`."""
         until_s = time.monotonic() + wait_s
         while True:
-            parts = _received(self._router)
-            if parts is not None and len(parts) == 2:
+            parts = received(self._router, MOST_BYTES, _MOST_PARTS)
+            if parts is not None and 2 <= len(parts) <= _MOST_PARTS:
                 with suppress(msgspec.DecodeError):
-                    return parts[0], self._decoder.decode(parts[1])
+                    return bytes(parts[0]), self._decoder.decode(b"".join(parts[1:]))
             if parts is not None:
                 self.malformed += 1
                 continue
@@ -130,7 +132,7 @@ class ChannelClient(Generic[In, Out]):
     def send(self, message: Out) -> bool:
         """Send without waiting; False where the line is full, because the server does not read."""
         try:
-            self._dealer.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+            self._dealer.send_multipart(cut(msgspec.msgpack.encode(message)), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -139,10 +141,10 @@ class ChannelClient(Generic[In, Out]):
         """The next message; None if none comes within `wait_s`."""
         if wait_s > 0 and not self._dealer.poll(math.ceil(1e3 * wait_s)):
             return None
-        parts = _received(self._dealer)
-        if parts is not None and len(parts) == 1:
+        parts = received(self._dealer, MOST_BYTES, _MOST_PARTS)
+        if parts is not None and len(parts) <= _MOST_PARTS:
             with suppress(msgspec.DecodeError):
-                return self._decoder.decode(parts[0])
+                return self._decoder.decode(b"".join(parts))
         return None
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -158,15 +160,8 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, addre
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    socket.maxmsgsize = MOST_BYTES
+    socket.maxmsgsize = MOST_FRAME_BYTES
     socket.ipv6 = "[" in address
     socket.handshake_ivl = _HANDSHAKE_MS
     socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _LONGEST_RECONNECT_MS
     return socket
-
-
-def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None

@@ -2,12 +2,13 @@
 
 frame 0        │ version │ msgpack: ["Push", 0, 1, 7, …, [code, shape, 1], [[0, [code, shape, 2], …]]] │
 frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
+the last n     │ the rest of a header that is longer than a part; then frame 0 begins │ version + 128 │ n │
 
 A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
-`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. On encrypted lines a large one
-is cut into frames, `[dtype, shape, first frame, frames]`, so that one part is encrypted while another travels; there it
-is copied once, when it has arrived. The schema is fixed: a header holds a message that `server.message` or
-`flexrr.message` declares. Every length is compared with its limit before memory is taken for it.
+`[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. Over TCP a large one is cut into
+frames, `[dtype, shape, first frame, frames]` (see `wire.parts`); there it is copied once, when it has arrived. The
+schema is fixed: a header holds a message that `server.message` or `flexrr.message` declares. Every length is compared
+with its limit before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ import torch
 from torch import Tensor
 
 from polytempo.server.message import Message
+from polytempo.wire.parts import PART_BYTES, Frame, cut
 
-VERSION = 2
+VERSION = 3
 """The protocol's version. A header of another version is refused."""
-
-Frame = bytes | memoryview
-"""One part of a ZeroMQ message."""
+_CUT = 128
 
 _DTYPES = (
     torch.float32,
@@ -43,7 +43,6 @@ _DTYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _MAX_DIMS = 8
-_MOST_PARTS = 512
 _REASON_LENGTH = 200
 
 
@@ -53,19 +52,21 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """The largest message. `total_bytes` also bounds every single frame before ZeroMQ takes memory for it."""
+    """The largest message."""
 
     total_bytes: int = 4 << 30
     header_bytes: int = 4 << 20
-    num_frames: int = 4096
+    num_frames: int = 1 << 16
 
 
 _HEADROOM_BYTES = 16 << 20
+_MOST_TENSORS = 4096
 
 
 def limits_of(most_bytes: int) -> FrameLimits:
     """The limits where no message carries tensors of more than `most_bytes`, in all."""
-    return FrameLimits(total_bytes=most_bytes + _HEADROOM_BYTES)
+    total_bytes = most_bytes + _HEADROOM_BYTES
+    return FrameLimits(total_bytes=total_bytes, num_frames=total_bytes // PART_BYTES + _MOST_TENSORS)
 
 
 class References(Protocol):
@@ -79,7 +80,7 @@ class References(Protocol):
 
 
 def encode(message: Message, references: References | None = None, part_bytes: int | None = None) -> list[Frame]:
-    """`message` as frames. `part_bytes`: larger tensors are cut into frames of this size, or of a 512th of theirs.
+    """`message` as frames. `part_bytes`: no frame is larger.
 
     The frames after the first *are* the tensors' memory: leave it unchanged until the message has left. A shard and its
     workers do so by their contract: gradients are lent until the push is answered, weights until the next request. The
@@ -103,12 +104,15 @@ def encode(message: Message, references: References | None = None, part_bytes: i
         if part_bytes is None or whole.nbytes <= part_bytes:
             frames.append(whole)
             return [code, shape, first]
-        step = max(part_bytes, -(-whole.nbytes // _MOST_PARTS))
-        frames.extend(whole[begin : begin + step] for begin in range(0, whole.nbytes, step))
+        frames.extend(cut(whole, part_bytes))
         return [code, shape, first, len(frames) - first]
 
     frames[0] = bytes([VERSION]) + msgspec.msgpack.Encoder(enc_hook=described).encode(message)
-    return frames
+    if part_bytes is None or len(frames[0]) <= part_bytes:
+        return frames
+    first, *rest = cut(frames[0][1:], part_bytes - 2)
+    frames[0] = bytes([_CUT + VERSION, len(rest)]) + first
+    return [*frames, *rest]
 
 
 def decode(frames: Sequence[Frame], limits: FrameLimits, references: References | None = None) -> Message:
@@ -121,7 +125,7 @@ def decode(frames: Sequence[Frame], limits: FrameLimits, references: References 
         reader = _Reader(frames, limits, references)
         token = _reading.set(reader)
         try:
-            message: Message = _decoder(Message.num_kinds).decode(memoryview(frames[0])[1:])
+            message: Message = _decoder(Message.num_kinds).decode(reader.header)
         finally:
             _reading.reset(token)
         reader.finish()
@@ -138,13 +142,21 @@ class _Reader:
     def __init__(self, frames: Sequence[Frame], limits: FrameLimits, references: References | None) -> None:
         if not 1 <= len(frames) <= limits.num_frames:
             raise Malformed(f"a message has 1 to {limits.num_frames} frames, not {len(frames)}")
-        if not 1 <= len(frames[0]) <= limits.header_bytes:
-            raise Malformed(f"a header has 1 to {limits.header_bytes} bytes, not {len(frames[0])}")
+        head, rest = memoryview(frames[0]), 0
+        if not 1 <= len(head) <= limits.header_bytes:
+            raise Malformed(f"a header has 1 to {limits.header_bytes} bytes, not {len(head)}")
         if (total := sum(map(len, frames))) > limits.total_bytes:
             raise Malformed(f"a message has up to {limits.total_bytes} bytes, not {total}")
-        if frames[0][0] != VERSION:
-            raise Malformed(f"version {frames[0][0]} of the protocol, this is version {VERSION}")
-        self._frames, self._limits, self._references = frames, limits, references
+        if head[0] & ~_CUT != VERSION:
+            raise Malformed(f"version {head[0] & ~_CUT} of the protocol, this is version {VERSION}")
+        self.header: Frame = head[1:]
+        if head[0] & _CUT:
+            rest = head[1] if len(head) > 1 else 0
+            if not 1 <= rest < len(frames) or sum(map(len, frames[-rest:])) + len(head) > limits.header_bytes:
+                raise Malformed(f"a header in {rest} frames more, or one of more than {limits.header_bytes} bytes")
+            self.header = b"".join([head[2:], *frames[-rest:]])
+        self._frames = frames[: len(frames) - rest]
+        self._limits, self._references = limits, references
         self._next = 1
 
     def finish(self) -> None:
@@ -194,7 +206,7 @@ class _Reader:
 
     def _joined(self, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int, number: Any, parts: Any) -> Tensor:
         """The tensor that lies in several frames."""
-        if type(number) is not int or type(parts) is not int or number != self._next or not 2 <= parts <= _MOST_PARTS:
+        if type(number) is not int or type(parts) is not int or number != self._next or parts < 2:
             raise Malformed(
                 "tensors are in frames 1, 2, 3, … in the header's order, the parts of one behind each other"
             )

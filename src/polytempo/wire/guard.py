@@ -1,7 +1,10 @@
-"""`ConnectionGuard`: admits connections with the run's keys, and counts those that it refuses.
+"""`ConnectionGuard`: admits connections with the run's keys, counts those that it refuses, and bounds the others.
 
 ZeroMQ asks it about every new connection (ZAP, rfc.zeromq.org/spec/27), and reports accepted connections and finished
 handshakes. It has a thread of its own, so that nodes connect while their programs compute.
+
+    accepted ──▶ at most `MOST_STRANGERS` wait, each with at most one part's bytes (`wire.parts`) ── keys ──▶ admitted
+                      └── the oldest is closed for a new one; all are, where descriptors run short
 
 It does not subscribe to failed handshakes: to report one, libzmq (4.3.5) overwrites its own note of the error, and then
 sometimes leaves the connection open but dead instead of closing it.
@@ -9,16 +12,35 @@ sometimes leaves the connection open but dead instead of closing it.
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import struct
+import sys
 import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from polytempo.core import descriptors
 from polytempo.wire.keys import Keys
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"polytempo"
 _JOIN_S = 5.0
+MOST_STRANGERS = 32
+"""Connections of one socket that have not shown keys. A handshake takes a few round trips, and is tried again."""
+_SPARE = 64
+"""So few descriptors left, and none of them is for a stranger."""
+_WELCOME_BYTES = 270
+"""After a greeting (64), a welcome (170) and an error (12) a server has sent fewer, after accepting keys (301) more."""
+_SENT = struct.Struct("@Q")
+_SENT_AT = 200
+"""Of `tcpi_bytes_sent` in Linux's `struct tcp_info`."""
 
 
 class ConnectionGuard:
@@ -27,6 +49,7 @@ class ConnectionGuard:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: Keys | None) -> None:
         self._come = self._let_in = 0
         self._client = keys.client if keys is not None else None
+        self._strangers = Strangers(descriptors.raised())
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED)
         self._questions: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._questions.linger = self._monitor.linger = 0
@@ -54,9 +77,7 @@ class ConnectionGuard:
             while True:
                 ready = dict(poller.poll())
                 if self._monitor in ready:
-                    event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-                    self._come += event == zmq.Event.ACCEPTED
-                    self._let_in += event == zmq.Event.HANDSHAKE_SUCCEEDED
+                    self._hear(parse_monitor_message(self._monitor.recv_multipart()))
                 if self._questions in ready:
                     self._questions.send_multipart(self._answer(self._questions.recv_multipart()))
         except zmq.ContextTerminated:
@@ -65,9 +86,66 @@ class ConnectionGuard:
             self._questions.close()
             self._monitor.close()
 
+    def _hear(self, report: Mapping[str, Any]) -> None:
+        self._let_in += report["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+        if report["event"] == zmq.Event.ACCEPTED:
+            self._come += 1
+            if self._client is not None:
+                self._strangers.come(report["value"], int(report["endpoint"].rpartition(b":")[2]))
+
     def _answer(self, question: list[bytes]) -> list[bytes]:
         """Yes to the run's client key, no to all else."""
         version, number, domain, _, _, mechanism, *credentials = question  # ZeroMQ itself asks, not the peer
         known = mechanism == b"CURVE" and domain == _DOMAIN and credentials == [self._client]
         status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
         return [version, number, status, text, b"", b""]
+
+
+class Strangers:
+    """Accepted connections, the oldest first, of which at most `MOST_STRANGERS` have not shown keys.
+
+    ZeroMQ owns their descriptors, and may close one at any time: each look takes a copy of the descriptor, and believes
+    it where its ends are those of the connection. `limit`: how many descriptors this process may have.
+    On Linux alone: elsewhere the system does not say how far a handshake is, and only time bounds them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._here: deque[tuple[int, Any]] = deque()
+
+    def come(self, descriptor: int, port: int) -> None:
+        """A connection was accepted at `port`. Close the oldest that have no keys, where they are too many."""
+        if sys.platform != "linux":
+            return
+        with suppress(OSError), _copy(descriptor) as connection:  # it may have gone already
+            if connection.getsockname()[1] == port:
+                self._here.append((descriptor, connection.getpeername()))
+        most = 0 if descriptor >= self._limit - _SPARE else MOST_STRANGERS
+        while len(self._here) > most:
+            _close_unless_known(*self._here.popleft())
+
+
+def _close_unless_known(descriptor: int, peer: Any) -> None:
+    with suppress(OSError), _copy(descriptor) as connection:
+        if connection.getpeername() == peer and not _has_keys(connection):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _has_keys(connection: socket.socket) -> bool:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AT + _SENT.size)
+    return len(info) < _SENT_AT + _SENT.size or _SENT.unpack_from(info, _SENT_AT)[0] > _WELCOME_BYTES
+
+
+@contextmanager
+def _copy(descriptor: int) -> Iterator[socket.socket]:
+    """The TCP socket behind `descriptor`. OSError where there is none."""
+    copy = os.dup(descriptor)
+    try:
+        found = socket.socket(fileno=copy)
+    except BaseException:
+        os.close(copy)
+        raise
+    with found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError(errno.ENOTSOCK, "this is no TCP connection")
+        yield found

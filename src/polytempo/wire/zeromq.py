@@ -23,17 +23,16 @@ import zmq
 
 from polytempo.server.message import Message
 from polytempo.wire.address import checked
-from polytempo.wire.frames import Frame, FrameLimits, Malformed, References, decode, encode
+from polytempo.wire.frames import FrameLimits, Malformed, References, decode, encode
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
 from polytempo.wire.memory import keep_memory
+from polytempo.wire.parts import MOST_FRAME_BYTES, PART_BYTES, Frame, received
 from polytempo.wire.silence import watch_by_tcp
 
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")
 _LENT_BYTES = 65536
 """Frames from this size on are lent to ZeroMQ, shorter ones copied (its own default threshold)."""
-_PART_BYTES = 1 << 20
-"""ZeroMQ encrypts a whole frame before it sends any of it."""
 _UNCONFIRMED_S = 30.0
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
@@ -121,7 +120,7 @@ class Mailbox:
             socket.curve_serverkey = self._keys.server_public
             socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
         socket.connect(address)
-        part_bytes = None if local or self._keys is None else _PART_BYTES
+        part_bytes = None if local else PART_BYTES
         self._peers[node] = _Peer(socket, self._references if local else None, part_bytes)
 
     def forget(self, node: int) -> None:
@@ -169,7 +168,7 @@ class Mailbox:
         """The next (source, message); None if none comes within `wait_s` (None: wait without end)."""
         until_s = math.inf if wait_s is None else time.monotonic() + wait_s
         while True:
-            parts = self._parts()
+            parts = received(self._router, self.limits.total_bytes, self.limits.num_frames)
             mail = None if parts is None else self._opened(parts)
             if mail is not None:
                 self._counts.taken += 1
@@ -184,27 +183,6 @@ class Mailbox:
     def arrivals(self) -> zmq.Socket[bytes]:
         """The socket on which one can wait for mail, together with others; `take` alone reads it."""
         return self._router
-
-    def _parts(self) -> list[Frame] | None:
-        """The next message's parts, the first being the sender's number.
-
-        Of a message with too many parts it keeps one part too many, of one with too many bytes only the sender's
-        number: both are then malformed.
-        """
-        try:
-            part = self._router.recv(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        parts: list[Frame] = [part.buffer]
-        num_bytes = 0
-        while part.more:
-            part = self._router.recv(copy=False)
-            num_bytes += len(part)
-            if num_bytes > self.limits.total_bytes:
-                del parts[1:]
-            elif len(parts) <= self.limits.num_frames + 1:
-                parts.append(part.buffer)
-        return parts
 
     def _opened(self, parts: list[Frame]) -> tuple[int, Message] | None:
         sender = bytes(parts[0])
@@ -242,6 +220,7 @@ class Mailbox:
         socket.maxmsgsize = self.limits.total_bytes
         socket.ipv6 = "[" in address
         if not address.startswith("ipc:"):
+            socket.maxmsgsize = min(self.limits.total_bytes, MOST_FRAME_BYTES)
             socket.handshake_ivl = _HANDSHAKE_MS
             watch_by_tcp(socket, _UNCONFIRMED_S)
         return socket

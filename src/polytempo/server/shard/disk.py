@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from polytempo.core import files
+from polytempo.core.descriptors import open_descriptor
 from polytempo.core.url_path import Place, local_path
 
 Content = bytes | bytearray | memoryview
@@ -89,7 +90,7 @@ class LocalDisk:
 
     def sync_folder(self, folder: Place) -> None:
         """See `Disk`."""
-        descriptor = os.open(local_path(folder), os.O_RDONLY)
+        descriptor = open_descriptor(local_path(folder), os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
