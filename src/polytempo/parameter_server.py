@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from polytempo.engines.fork import default_signals, die_with, ignore_ending_signals
+from polytempo.engines.fork import default_signals, die_with, ignore_ending_signals, reserve_standard_files
 from polytempo.runs.own_loop.loop_server import LoopServer
 from polytempo.runs.own_loop.server_process import LENGTHS
 from polytempo.training.loop_facts import LoopFacts
@@ -28,6 +28,7 @@ _MOST_BYTES = 1 << 40
 
 def main() -> int:
     """Serve until the loop ends; the exit code."""
+    reserve_standard_files()
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print belongs to rank 0's log
     default_signals()

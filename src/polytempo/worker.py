@@ -30,7 +30,7 @@ from polytempo import jobs
 from polytempo.core.notice import ignore_hangup
 from polytempo.engines import janitor
 from polytempo.engines.engine import Role
-from polytempo.engines.fork import default_signals, die_with
+from polytempo.engines.fork import default_signals, die_with, reserve_standard_files
 from polytempo.engines.worker import encoded, exit_code_of, failure_by, show_error
 from polytempo.runs.program import perform
 from polytempo.spec.run_spec import RunSpec
@@ -38,6 +38,7 @@ from polytempo.spec.run_spec import RunSpec
 
 def main() -> int:
     """Do what standard input says; the exit code."""
+    reserve_standard_files()
     order = json.loads(sys.stdin.buffer.read())
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever the job prints belongs into the log

@@ -194,6 +194,14 @@ def test_every_address_of_a_name_is_tried(
         assert listener.getsockname()[0] == expected
 
 
+def test_a_rank_does_not_wait_for_a_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where the launcher has ended: torch's file store would look for the file for five minutes."""
+    for name, value in {"RANK": "0", "SIZE": "2", "RENDEZVOUS": str(tmp_path / "gone")}.items():
+        monkeypatch.setenv(f"POLYTEMPO_{name}", value)
+    with pytest.raises(pt.PeerLost):
+        pt.init(quiet=True, timeout_s=0.1)
+
+
 ENDING = """
 import atexit, os, pathlib, sys
 

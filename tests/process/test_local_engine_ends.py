@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import select
 import signal
@@ -60,6 +61,30 @@ def test_a_killed_worker_takes_its_data_loaders_along(private: Path) -> None:
     os.close(speaking)
     assert [process for process in loaders if is_running(process)] == []
     assert shared_memory_of(loaders) == []
+    assert list(private.iterdir()) == []
+
+
+@pytest.mark.parametrize("closed", [(0,), (1, 2), (0, 1, 2)])
+def test_a_launcher_may_have_no_standard_files(closed: tuple[int, ...], private: Path) -> None:
+    """As a daemon's: the janitor and the workers redirect them, and must not find a pipe of the run there."""
+    listening, speaking = os.pipe()
+
+    def launcher() -> None:
+        for standard in closed:
+            os.close(standard)
+            setattr(sys, ("stdin", "stdout", "stderr")[standard], None)
+        files = launch(lambda rank_info: [os.readlink(f"/proc/self/fd/{file}") for file in range(3)], 2)
+        print("said")
+        os.write(speaking, json.dumps(files).encode())
+
+    process = fork(launcher)
+    os.close(speaking)
+    with os.fdopen(listening, "rb") as answer:
+        files = json.loads(answer.read())
+    os.waitpid(process, 0)
+    assert [[os.path.basename(file) for file in each] for each in files] == [
+        ["null", f"rank-{rank}.log", f"rank-{rank}.log"] for rank in range(2)
+    ]
     assert list(private.iterdir()) == []
 
 

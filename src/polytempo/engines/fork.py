@@ -17,7 +17,22 @@ from typing import Any
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 _PR_SET_PDEATHSIG = 1
 
+_STANDARD_ERROR = 2
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def reserve_standard_files() -> None:
+    """Open the null device as those of standard input, output and error that are closed, as `<&-` leaves them.
+
+    Else the next file, pipe or socket gets descriptor 0, 1 or 2, and a child that redirects its standard files
+    overwrites it. Call it first in a program, and before a fork.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # as Python says that it was closed
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for good
 
 
 def fork(child: Callable[[], None]) -> int:

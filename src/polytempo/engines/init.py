@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # holds the group as default arguments if it is loaded after joining: see _leave
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from polytempo.core import Mesh, TimedOut, world_port
+from polytempo.core import Mesh, PeerLost, TimedOut, world_port
 from polytempo.engines.elastic_round import name_of_round
 from polytempo.engines.environment import RankPlace, recognise
 from polytempo.engines.returned_rank import count_life, running
@@ -166,6 +166,8 @@ def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> 
 def _kept(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:
     """A file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
     if place.rendezvous is not None:
+        if not place.rendezvous.is_dir():  # a FileStore would wait for it for five minutes, whatever `timeout` is
+            raise PeerLost(place.rank, None, "meeting", None, f"{place.rendezvous} is gone with the run")
         store: Store = FileStore(str(place.rendezvous / "store"), place.size)
         store.set_timeout(timeout)
         return store

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from polytempo.engines.fork import fork, ignore_ending_signals
+from polytempo.engines.fork import fork, ignore_ending_signals, reserve_standard_files
 
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.05
@@ -34,6 +34,7 @@ def swept(home: Path) -> Iterator[int]:
     the launcher dies. The janitor exists before the folder does: no moment at which the launcher is
     killed leaves one behind. Where both are killed, the next run of this user removes the folder.
     """
+    reserve_standard_files()
     read_end, write_end = os.pipe()
     janitor = fork(lambda: _watch(read_end, home))
     os.close(read_end)
