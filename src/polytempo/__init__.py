@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.explanation import explain
     from polytempo.spec.job import Data, Job, of_batch
+    from polytempo.spec.loss_divisor import divided_by
     from polytempo.spec.options import RunOptions
     from polytempo.spec.precision import precision
     from polytempo.spec.result import Result
@@ -135,6 +136,7 @@ _HOMES = {
     "polytempo.training.handle": ("Handle",),
     "polytempo.training.pipeline.pipeline": ("Pipeline",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
+    "polytempo.spec.loss_divisor": ("divided_by",),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.precision": ("precision",),
     "polytempo.spec.result": ("Result",),
@@ -189,6 +191,7 @@ __all__ = [
     "compression",
     "core",
     "data",
+    "divided_by",
     "elastic",
     "engines",
     "explain",

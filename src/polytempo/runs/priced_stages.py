@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 from polytempo.cluster import Cluster
@@ -10,7 +9,7 @@ from polytempo.core import Port
 from polytempo.core.port import world_port
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of, replica_of
-from polytempo.spec.objective import loss_of_pair
+from polytempo.spec.objective import pair_loss
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.flops import flops_per_sample
 from polytempo.training.pipeline.micro_batches import MicroBatches
@@ -40,7 +39,7 @@ def priced_stages(spec: RunSpec, cluster: Cluster, data: Data, steps: int) -> Pr
     size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
     inputs, target = first_batch(job, data, size, spec.seed)
     flops = flops_per_sample(job, model, data, spec.seed)
-    batch = MicroBatches(parts, schedule, partial(loss_of_pair, job), spec.seed, 0, flops).of((inputs,), target, 0)
+    batch = MicroBatches(parts, schedule, pair_loss(job), spec.seed, 0, flops).of((inputs,), target, 0)
     priced = on_meta(parts)
     models = [StageModel(priced.stages[number :: schedule.stages]) for number in range(schedule.stages)]
     optimizers = [optimizer_of(job, each, lr=spec.lr) for each in models]

@@ -29,7 +29,7 @@ from polytempo.training.evaluate import Evaluation, tensors_of
 from polytempo.training.goals import check_goals
 from polytempo.training.parted_training import check_parted_model
 from polytempo.training.precision.masters import masters_of
-from polytempo.training.requirements import check_model, fitted
+from polytempo.training.requirements import check_loss, check_model, fitted
 from polytempo.training.staged_training import cut_of
 
 _PATIENCE_S = 60.0
@@ -111,6 +111,7 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
         for each in specs:
             fitted(each.strategy, optimizer_of(job, model, spec.lr))
             check_model(model, each.strategy)
+            check_loss(job.loss, each.strategy)
             if each.strategy.schedule is not None:
                 cut_of(each, model, data)
             if each.strategy.parted is not None:

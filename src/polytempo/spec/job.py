@@ -51,6 +51,8 @@ class OfBatch:
     """A function of the model and a whole batch; see `of_batch`."""
 
     function: Callable[[nn.Module, Any], Tensor]
+    divisor: Any = None
+    """Of a loss: what it divides by (`spec.loss_divisor.Divisor`); None: it is not known."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """What the function answers."""
@@ -90,7 +92,7 @@ class Job:
     """Reads the data; its argument is the folder or file given as `--data`."""
     loss: Callable[[Any, Any], Tensor]
     """`loss(output, target)`: the mean over the batch, which is a pair (input, target). Or `of_batch(loss)`, which is
-    called as `loss(model, batch)`."""
+    called as `loss(model, batch)`. One that is no mean over samples says by `divided_by` what it divides by."""
     optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]
     """Makes the optimizer from the parameters and the learning rate."""
     lr: float = 0.1

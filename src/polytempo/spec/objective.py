@@ -7,6 +7,7 @@ of_batch(loss)(model, batch)  a batch is whatever the loss understands
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch._C._functorch import is_batchedtensor
 
 from polytempo.spec.job import Job, OfBatch
 from polytempo.spec.job_calls import called, described, who, wrong
+from polytempo.spec.loss_divisor import DividedLoss, divisor_of, weights
 
 _LOSS, _LOSS_OF_BATCH = "loss(output, target)", "loss(model, batch)"
 _CORRECT, _CORRECT_OF_BATCH = "correct(output, target)", "correct(model, batch)"
@@ -78,6 +80,27 @@ def loss_of_pair(job: Job, output: Any, target: Any) -> Tensor:
     """The mean loss of a model's `output`, as `loss_of` has it."""
     value = called(job, _LOSS, job.loss, output, target, facts=lambda: _facts(output=output, target=target))
     return _checked(job, value, _LOSS, job.loss)
+
+
+def pair_loss(job: Job) -> DividedLoss:
+    """`loss_of_pair` of that job, with what its loss divides by."""
+    return DividedLoss(partial(loss_of_pair, job), divisor_of(job.loss))
+
+
+def part_weights(job: Job, batches: Sequence[Any]) -> list[float] | None:
+    """How much the losses of parts of a batch count in its loss; None: as much as they have samples."""
+    if (divisor := divisor_of(job.loss)) is None:
+        return None
+    whole = isinstance(job.loss, OfBatch)
+    return weights(divisor, [batch if whole else pair_of(job, batch)[1] for batch in batches])
+
+
+def part_weight(job: Job, batch: Any, samples: int) -> float:
+    """What the loss of a batch divides by: by how much it counts in the mean over several; a sum's by its samples."""
+    divisor = divisor_of(job.loss)
+    if divisor is None or divisor.function is None:
+        return samples
+    return float(divisor.function(batch if isinstance(job.loss, OfBatch) else pair_of(job, batch)[1]))
 
 
 def _facts(**values: Any) -> str:

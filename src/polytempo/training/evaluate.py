@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from polytempo.collectives import tree
 from polytempo.core import Port
 from polytempo.spec.job import Data, Job
-from polytempo.spec.objective import judged
+from polytempo.spec.objective import judged, part_weight
 from polytempo.spec.precision import Precision
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.precision.reduced_forward import dtype_of, install
@@ -52,7 +52,7 @@ class Evaluation:
             install(self._model, dtype_of(precision))
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
-        """[samples, summed loss, summed accuracy, predictions] of `rank`'s part of the test set, float64.
+        """[what the loss divides by, its sum, right ones, predictions] of `rank`'s part of the test set, float64.
 
         `tensors`: the parameters and buffers to score, by name. They are not written to.
         """
@@ -81,7 +81,9 @@ class Evaluation:
             for batch, samples in self._test.between(start, stop):
                 loss, right = judged(self._job, self._model, batch)
                 counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
-                sums += torch.tensor([samples, float(loss) * samples, *counts], dtype=torch.float64)
+                weight = part_weight(self._job, batch, samples)
+                total = float(loss) * weight if weight else 0.0
+                sums += torch.tensor([weight, total, *counts], dtype=torch.float64)
         return sums
 
     @contextmanager
@@ -114,9 +116,9 @@ async def of_first_part(model: Port, score: Score) -> Score:
 
 def means(sums: Tensor) -> Score:
     """What `Evaluation.sums`, added up over all parts, says."""
-    samples, total_loss, num_correct, num_predictions = sums.tolist()
+    divisor, total_loss, num_correct, num_predictions = sums.tolist()
     accuracy = num_correct / num_predictions if num_predictions else None
-    return Score(total_loss / max(samples, 1), accuracy)
+    return Score(total_loss / (divisor or 1), accuracy)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.spec.batch_growth import BatchGrowth, NormTest
 from polytempo.spec.job import Job
+from polytempo.spec.objective import part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.noise_post import check_measured
 from polytempo.training.sliced_step import BatchSlice, next_slices
@@ -32,6 +33,8 @@ class Pieces(NamedTuple):
     """A worker's batch in pieces."""
 
     pieces: list[BatchSlice]
+    weights: list[float] | None = None
+    """How much their losses count in the batch's; None: as much as they have samples."""
 
     @property
     def samples(self) -> int:
@@ -46,9 +49,10 @@ class Pieces(NamedTuple):
     def computed(self, backward: Backward, silent: Callable[[], AbstractContextManager[None]] = nullcontext) -> Tensor:
         """The mean loss of the worker's samples; `.grad` is its gradient. `silent`: around all passes but the last."""
         total, own = torch.zeros(()), self.share
-        for number, piece in enumerate(self.pieces, start=1):
-            weight = piece.share / own if own else 1 / len(self.pieces)
-            with nullcontext() if number == len(self.pieces) else silent():
+        each = self.weights or [piece.share / own if own else 1 / len(self.pieces) for piece in self.pieces]
+        counting = [(piece, weight) for piece, weight in zip(self.pieces, each, strict=True) if weight]
+        for number, (piece, weight) in enumerate(counting, start=1):  # a mean of nothing is NaN, and times 0 still is
+            with nullcontext() if number == len(counting) else silent():
                 total = total + weight * backward(piece.batch, weight).detach()
         return total
 
@@ -56,7 +60,10 @@ class Pieces(NamedTuple):
 def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, step: int) -> Pieces | None:
     """The next batch of a rank whose batches come in pieces; None at the end of the epoch."""
     found = next_slices(job, shard, batches, seed, step)
-    return None if found is None else Pieces(found)
+    if found is None:
+        return None
+    counting = [piece for piece in found if piece.share]
+    return Pieces(counting, part_weights(job, [piece.batch for piece in counting])) if counting else Pieces(found)
 
 
 def times_by(growth: BatchGrowth, epoch: float) -> float:

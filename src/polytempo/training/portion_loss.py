@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polytempo.large_batch.points import LossSurface
 from polytempo.spec.job import Data, Job
+from polytempo.spec.loss_divisor import check_by_samples
 from polytempo.spec.objective import loss_of
 from polytempo.training.randomness import seed_step
 from polytempo.training.sample_batches import SampleBatches
@@ -28,6 +29,7 @@ class PortionLoss:
                 "L-BFGS needs a loss that is the sum of its samples', and with batch norms "
                 f"({', '.join(norms[:3])}) it depends on which are computed together; use group or layer norms"
             )
+        check_by_samples(job.loss, "L-BFGS")
         self._job, self._model, self._seed = job, model.train(), seed
         self._samples = SampleBatches(data.train, data.collate, "training data of L-BFGS")
         self._begin = self._end = 0

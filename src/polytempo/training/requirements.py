@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Strategy
 from polytempo.flexrr.reassignment import Reassignment
+from polytempo.spec.loss_divisor import check_by_samples
 from polytempo.training.trainable_parameters import sparse_tables
 
 
@@ -85,6 +86,12 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
                 "first_offer=1.0, later_offers=1.0), which hands over whole batches, a norm that looks at one sample, "
                 "such as GroupNorm, or backup_workers(backups=0), which helps no one"
             )
+
+
+def check_loss(loss: object, strategy: Strategy) -> None:
+    """Raise ValueError where a strategy computes a batch in slices and the loss is known to be no mean over samples."""
+    if strategy.slices is not None or (strategy.server is not None and strategy.server.reassigns is not None):
+        check_by_samples(loss, str(strategy))
 
 
 def check_sliced(model: nn.Module, who: str) -> None:

@@ -13,7 +13,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.job_calls import next_batch, optimizer_of
-from polytempo.spec.objective import loss_of_pair, pair_of
+from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, schedule_of
 from polytempo.training.program import TakeStep
@@ -31,7 +31,7 @@ def staged(
         model,
         parts,
         partial(optimizer_of, spec.job, lr=spec.lr),
-        partial(loss_of_pair, spec.job),
+        pair_loss(spec.job),
         spec.strategy,
         port,
         seed=spec.seed,

@@ -17,9 +17,9 @@ _BATCH = 512
 class TrainingLoss:
     """A job's mean loss over its training data, or over so many `samples` of them that are drawn from the seed.
 
-    A call computes it with the parameters of that moment, in parts that add up to it (see `large_batch.points.Loss`).
-    The model is as its mode says, and so are the data: what a data set draws at random, each call draws anew. Errors:
-    ValueError for data without a length.
+    A call computes it with the parameters of that moment, in parts that add up to it, by their samples (see
+    `large_batch.points.Loss`). The model is as its mode says, and so are the data: what a data set draws at random,
+    each call draws anew. Errors: ValueError for data without a length.
     """
 
     def __init__(self, job: Job, model: nn.Module, data: Data, samples: int | None = None, seed: int = 0) -> None:

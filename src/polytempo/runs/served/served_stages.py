@@ -23,7 +23,7 @@ from polytempo.server.service import check_service
 from polytempo.server.stage_layout import stage_spans
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
-from polytempo.spec.objective import loss_of_pair, pair_of
+from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.loop_facts import LoopStage
 from polytempo.training.pipeline.micro_batches import MicroBatches
@@ -192,7 +192,7 @@ def stages_of_job(
     training = StagedTraining(
         strategy=spec.strategy,
         optimizer=partial(optimizer_of, job, lr=spec.lr),
-        loss=partial(loss_of_pair, job),
+        loss=pair_loss(job),
         pair=pair,
         seed=spec.seed,
         who=f"job {job.name}",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from polytempo.partition.cut import Cut, Layout
 from polytempo.partition.schedules.action import Schedule
+from polytempo.spec.loss_divisor import divisor_of, weights
 from polytempo.training.pipeline.stage_program import MicroBatch
 from polytempo.training.randomness import seed_step
 
@@ -19,8 +21,10 @@ from polytempo.training.randomness import seed_step
 class MicroBatches:
     """Cuts batches along their first dimension, which is that of samples, into parts as equal as can be.
 
-    The loss of a part counts by its samples, so the sum over parts is the batch's mean. Dropout draws from a seed of
-    its own in every part of the model, for every micro-batch, step and replica.
+    The loss of a part counts by what it divides by (`spec.loss_divisor`), so the sum over parts is the batch's. Of a
+    loss of which that is not known, the mean over samples is assumed, and a UserWarning says so where the first two
+    micro-batches have another one together. Dropout draws from a seed of its own in every part of the model, for every
+    micro-batch, step and replica.
     """
 
     def __init__(
@@ -32,7 +36,10 @@ class MicroBatches:
         replica: int,
         flops_per_sample: float = 0.0,
     ) -> None:
-        self._cut, self._count, self._loss = cut, schedule.micro_batches, loss
+        self._cut, self._count, self._loss, self._divisor = cut, schedule.micro_batches, loss, divisor_of(loss)
+        self._first: tuple[Any, Any, Tensor] | None = None
+        """Output, target and loss of the first micro-batch, until the second one is compared with it."""
+        self._compares = self._divisor is None
         self._seed, self._replica, self._flops = seed, replica, flops_per_sample
         self._layouts: dict[tuple[Any, ...], dict[str, Layout]] = {}
 
@@ -54,23 +61,55 @@ class MicroBatches:
         sizes = [samples // count + (number < samples % count) for number in range(count)]  # as `tensor_split` has them
         layouts: dict[int, dict[str, Layout]] = {}
         found = []
-        for number, own in enumerate(sizes):
-            inputs_of_it, target_of_it = tree_unflatten([piece[number] for piece in pieces], structure)
+        each = [tree_unflatten([piece[number] for piece in pieces], structure) for number in range(count)]
+        shares = self._shares([target for _, target in each], sizes)
+        for number, (own, (inputs_of_it, target_of_it)) in enumerate(zip(sizes, each, strict=True)):
             if own not in layouts:
                 layouts[own] = self._layouts_of(inputs_of_it)
-            head = self._head(target_of_it, own, samples)
+            head = self._head(target_of_it, number, shares, sizes)
             seeded, flops = self.seeded(step, number), self._flops * own
             found.append(MicroBatch(inputs_of_it, layouts[own], head, seeded, flops, target_of_it))
         return found
 
-    def _head(self, target: Any, own: int, samples: int) -> Callable[[Any], Tensor]:
-        """The loss of `own` of a batch's samples, as their part of the batch's mean."""
+    def _shares(self, targets: Sequence[Any], sizes: Sequence[int]) -> Callable[[], list[float]]:
+        """The parts of the micro-batches in the batch's loss, worked out where they are first needed."""
+        if self._divisor is not None:
+            return cache(partial(weights, self._divisor, targets))
+        return lambda: [own / sum(sizes) for own in sizes]
+
+    def _head(
+        self, target: Any, number: int, shares: Callable[[], list[float]], sizes: Sequence[int]
+    ) -> Callable[[Any], Tensor]:
+        """The loss of a micro-batch as its part of the batch's."""
 
         def head(output: Any) -> Tensor:
+            share = shares()[number]
+            if not share:  # a mean of nothing is NaN, and times 0 still is
+                leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+                return torch.zeros((), device=leaves[0].device)
             loss = self._loss(output, target)
-            return loss * (own / samples) if own < samples else loss
+            if self._compares and len(sizes) > 1:
+                self._compare(output, target, loss.detach(), sizes, number)
+            return loss if share == 1 else loss * share
 
         return head
+
+    def _compare(self, output: Any, target: Any, loss: Tensor, sizes: Sequence[int], number: int) -> None:
+        """Warn, once, where the first two micro-batches have another loss together than the mean of theirs."""
+        if number == 0:
+            self._first = (tree_map(_detached, output), target, loss)
+        elif self._first is not None:
+            (before, its_target, its_loss), self._first, self._compares = self._first, None, False
+            expected = (its_loss * sizes[0] + loss * sizes[1]) / (sizes[0] + sizes[1])
+            with torch.no_grad():
+                found = self._loss(tree_map(_joined, before, output), tree_map(_joined, its_target, target))
+            if not torch.isclose(found, expected, rtol=torch.finfo(loss.dtype).eps ** 0.5, equal_nan=True):
+                warnings.warn(
+                    f"the loss of the first two micro-batches together is {float(found):g}, and the mean of theirs, by "
+                    f"samples, is {float(expected):g}: it is no mean over samples, so a pipeline descends another loss "
+                    "than one process; say what it divides by: pt.divided_by(loss, lambda target: …)",
+                    stacklevel=2,
+                )
 
     def seeded(self, step: int, number: int) -> Callable[[int], None]:
         """Sets the random state with which micro-batch `number` of `step` enters a part of the model."""
@@ -88,3 +127,11 @@ class MicroBatches:
 
 def _is_cut(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _joined(first: Any, second: Any) -> Any:
+    return torch.cat([first, second]) if _is_cut(first) else first

@@ -18,6 +18,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.spec.loss_divisor import DividedLoss, divisor_of
 from polytempo.spec.precision import Precision
 from polytempo.training.divided_tensors import Cuts
 from polytempo.training.pipeline.delay_mail import DelayMail
@@ -276,7 +277,7 @@ class PipelineStage:
             guard.loss(answer, self.replica.step, self.ports.whole.world_rank)
             return answer
 
-        return looked_at
+        return DividedLoss(looked_at, divisor_of(loss))
 
 
 def schedule_of(strategy: Strategy) -> Schedule:

@@ -18,7 +18,7 @@ from polytempo.large_batch.noise_scale import Squares, of_workers
 from polytempo.large_batch.sketch import sketch
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import replica_of, schedule_of
-from polytempo.spec.objective import loss_of
+from polytempo.spec.objective import loss_of, part_weights
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
@@ -128,15 +128,17 @@ class Trial:
         total, mean_loss = [torch.zeros_like(p) for p in parameters], 0.0
         norms: list[float] = []
         sketches: list[Tensor] = []
-        for piece in pieces:
-            mean_loss += piece.share * self._whole(piece)
+        weights = part_weights(self.job, [piece.batch for piece in pieces]) or [piece.share for piece in pieces]
+        counting = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight]
+        for piece, weight in counting:
+            mean_loss += weight * self._whole(piece)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
             flat = pack([each.reshape(-1) for each in gradients])
             norms.append(float(torch.linalg.vector_norm(flat)) ** 2)
             sketches.append(sketch(flat, seed=self.steps))
-            torch._foreach_add_(total, gradients, alpha=piece.share)
+            torch._foreach_add_(total, gradients, alpha=weight)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
         if math.isfinite(sum(norms)):
-            self.noise.append(of_workers([piece.samples for piece in pieces], norms, torch.stack(sketches)))
+            self.noise.append(of_workers([piece.samples for piece, _ in counting], norms, torch.stack(sketches)))
         return mean_loss
