@@ -78,7 +78,13 @@ class Store(AbstractFileSystem):
         file = self._file(path)
         aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         aside.write_bytes(value)
-        aside.replace(file)
+        if mode == "create":  # one of several is first, as with If-None-Match
+            try:
+                os.link(aside, file)
+            finally:
+                aside.unlink()
+        else:
+            aside.replace(file)
 
     def put_file(self, lpath: str, rpath: str, *_: Any, **__: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())

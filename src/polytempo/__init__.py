@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
+    from polytempo.core.folder_lock import FolderTaken
     from polytempo.core.notice import Preempted
     from polytempo.engines.collective import RunTimedOut
     from polytempo.engines.failures import WorkerDied
@@ -109,6 +110,7 @@ _HOMES = {
         "Transform",
     ),
     "polytempo.core.errors": ("JobFailed",),
+    "polytempo.core.folder_lock": ("FolderTaken",),
     "polytempo.core.notice": ("Preempted",),
     "polytempo.runs.own_loop.attach": ("attach",),
     "polytempo.runs.own_loop.pipeline": ("pipeline",),
@@ -157,6 +159,7 @@ __all__ = [
     "Deadlock",
     "Drifted",
     "ElasticState",
+    "FolderTaken",
     "Handle",
     "Job",
     "JobFailed",

@@ -24,13 +24,18 @@ def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:
             raise ValueError(
                 f"--out {folder}: this folder holds a run; continue it with --resume, or name another folder"
             )
-    elif folder.exists() and (others := sorted(entry.name for entry in folder.iterdir())) and not force:
+    elif folder.exists() and (others := _others(folder)) and not force:
         named = ", ".join(others[:_MOST_NAMED]) + (", …" if len(others) > _MOST_NAMED else "")
         raise ValueError(
             f"--out {folder}: this folder holds other files ({named}); name another folder, or use this one "
             "with --force"
         )
     return folder
+
+
+def _others(folder: Path) -> list[str]:
+    """All names but that of a lock, which a run that was killed at its start may have left (see `core.folder_lock`)."""
+    return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".lock-"))
 
 
 def _is_taken(folder: Path) -> bool:

@@ -120,6 +120,16 @@ class UrlPath:
         """Put a whole object, in place of another one of this name."""
         self._put(lambda fs, path: fs.pipe_file(path, content))
 
+    def create(self, content: bytes) -> None:
+        """Put a new object. FileExistsError where there is one, and then that stays.
+
+        The filesystem decides which of two is first, if it can (objects of S3, Google and Azure by a condition);
+        elsewhere both may be.
+        """
+        if self.exists():
+            raise FileExistsError(errno.EEXIST, "there is such an object", self.url)
+        self._put(lambda fs, path: _created(fs, path, content))
+
     def upload(self, file: Path) -> None:
         """Put the content of a local file, in parts where the filesystem has parts."""
         self._put(lambda fs, path: fs.put_file(str(file), path))
@@ -157,9 +167,22 @@ class UrlPath:
             raise OSError(_number(error), str(error) or type(error).__name__, self.url) from error
 
 
+def _created(fs: Any, path: str, content: bytes) -> None:
+    try:
+        fs.pipe_file(path, content, mode="create")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # it is there, or the filesystem takes no `mode`
+        if fs.exists(path):
+            raise FileExistsError(errno.EEXIST, "there is such an object", path) from error
+        fs.pipe_file(path, content)
+
+
 def _number(error: Exception) -> int:
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
+    if isinstance(error, FileExistsError):
+        return errno.EEXIST
     if isinstance(error, PermissionError):
         return errno.EACCES
     return (error.errno if isinstance(error, OSError) else None) or errno.EIO

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ import torch.distributed.nn.functional  # holds the group as default arguments i
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import Mesh, PeerLost, TimedOut, world_port
+from polytempo.core.folder_lock import machine_identity
 from polytempo.engines.elastic_round import name_of_round
 from polytempo.engines.environment import RankPlace, recognise
 from polytempo.engines.returned_rank import count_life, running
@@ -237,13 +237,6 @@ def host_identity() -> str:
         with suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{space}"))
     return "\n".join(parts)
-
-
-def machine_identity() -> str:
-    """Of the kernel that runs: hosts with one identity share a machine's cores. The host's name where it has none."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return socket.gethostname()
 
 
 def host_digest() -> str:

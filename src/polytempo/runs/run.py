@@ -39,7 +39,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.trainer import Trainer
+from polytempo.training.trainer import Trainer, held_by_first
 
 
 def run(
@@ -142,9 +142,10 @@ def join(
     options = with_keywords(options, more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None
-    with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
-        result = Trainer(job, strategy, options, world=world).fit(on_row=show)
-    return reported(result, options.out) if options.out is not None and world.rank == 0 else result
+    with held_by_first(world, options.out):
+        with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
+            result = Trainer(job, strategy, options, world=world).fit_held(on_row=show)
+        return reported(result, options.out) if options.out is not None and world.rank == 0 else result
 
 
 def compare(
@@ -167,6 +168,18 @@ def compare(
     for strategy in strategies:
         check_strategy(strategy)
     _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies], setup)
+    with began(options.out):
+        return _compared(job, strategies, workers, options, setup, progress)
+
+
+def _compared(
+    job: Job,
+    strategies: Sequence[Strategy],
+    workers: int,
+    options: RunOptions,
+    setup: EngineSetup,
+    progress: Progress | None,
+) -> list[Result]:
     results, folders = [], []
     for number, strategy in enumerate(strategies, start=1):
         folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"

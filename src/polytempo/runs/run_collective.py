@@ -86,7 +86,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:
     """Be one rank of the world that this process was started in; rank 0 says how the run went."""
     world = init(timeout_s=spec.options.timeout_s, quiet=True)
-    result = Trainer(spec.job, spec.strategy, spec.options, world=world).fit()
+    result = Trainer(spec.job, spec.strategy, spec.options, world=world).fit_held()
     return result.as_json() if world.rank == 0 else None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
+from polytempo.core.folder_lock import FolderTaken, Owner, held
 from polytempo.core.notice import noticed
+from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.large_batch.probe import NoiseProbe
@@ -139,7 +141,15 @@ class Trainer:
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
-        """Train to the end of the options, and say how it went. `on_row` sees rank 0's metrics as they come."""
+        """Train to the end of the options, and say how it went. `on_row` sees rank 0's metrics as they come.
+
+        Rank 0 holds the folder `out` meanwhile: `FolderTaken` on all ranks where another run has it.
+        """
+        with held_by_first(self.world, self.options.out):
+            return self.fit_held(on_row=on_row)
+
+    def fit_held(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
+        """`fit` in a folder that the caller holds already."""
         out, world, context = self.options.out, self.world, self.context
         resumed_at = None
         if out is not None:
@@ -200,6 +210,24 @@ class Trainer:
                 )
                 result.write(out)
         return result
+
+
+@contextmanager
+def held_by_first(world: ProcessWorld, out: Place | None) -> Iterator[None]:
+    """Inside, rank 0 holds the folder `out`. All ranks raise `FolderTaken` where another run has it."""
+    with ExitStack() as stack:
+        refused: FolderTaken | None = None
+        if out is not None and world.rank == 0:
+            try:
+                stack.enter_context(held(run_folder(out)))
+            except FolderTaken as error:
+                refused = error
+        if out is not None:
+            mine = None if refused is None else [refused.host, refused.pid, refused.since_s]
+            owner = world.drive(gather_json(world.port, mine))[0]
+            if owner is not None:
+                raise FolderTaken(out, Owner(owner[0], "", owner[1], owner[2], ""))
+        yield
 
 
 class _Part(NamedTuple):

@@ -21,9 +21,10 @@ from torch.utils.data import TensorDataset
 from polytempo.cluster.fit import Sample
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
+from polytempo.core.folder_lock import machine_identity
 from polytempo.core.kernel_use import KernelUse
 from polytempo.core.port import barrier
-from polytempo.engines.init import init, machine_identity
+from polytempo.engines.init import init
 from polytempo.native.arena import shared_empty
 from polytempo.runs.calibration.kernel_samples import around, operators, transforms
 from polytempo.runs.calibration.link_samples import collectives, links
