@@ -168,6 +168,30 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"correct": lambda output, target: 0.9},
         r"correct\(output, target\) returned 0.9 .*; expected a tensor with a boolean, or a number from 0 to 1",
     ),
+    "correct is a sum": (
+        {"correct": lambda output, target: (output.argmax(1) == target).sum()},
+        r"correct\(output, target\) returned int64 \(\) for 4 samples, a sum or a mean .*; expected a tensor",
+    ),
+    "correct is a mean": (
+        {"correct": lambda output, target: (output.argmax(1) == target).float().mean()},
+        r"correct\(output, target\) returned float32 \(\) for 4 samples, a sum or a mean",
+    ),
+    "correct is a mean of the batch": (
+        {"correct": pt.of_batch(lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).float().mean())},
+        r"correct\(model, batch\) returned float32 \(\) for 4 samples, a sum or a mean",
+    ),
+    "correct is percent": (
+        {"correct": lambda output, target: 100.0 * (output.argmax(1) == output.argmax(1))},
+        r"returned float32 \(4,\) for 4 samples, with numbers from 100 to 100 .*; expected .* from 0 to 1",
+    ),
+    "correct is not a number": (
+        {"correct": lambda output, target: target / 0.0 * 0.0},
+        r"returned float32 \(4,\) for 4 samples, with numbers from nan to nan",
+    ),
+    "correct compares each with each": (
+        {"correct": lambda output, target: output.argmax(1, keepdim=True) == target},
+        r"returned bool \(4, 4\) for 4 samples, each output beside each target",
+    ),
     "batches are no pairs": (
         {"data": lambda path: pt.Data(TensorDataset(torch.zeros(8, FEATURES)))},
         r"job own: loss\(output, target\) needs batches that are pairs \(input, target\), but this one is a list of 1",

@@ -42,8 +42,12 @@ def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
     return loss_of_pair(job, output_of(job, model, inputs), target)
 
 
-def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
-    """Loss and right predictions of `model` on `batch`: one forward pass for both where the batch is a pair."""
+def judged(job: Job, model: nn.Module, batch: Any, samples: int) -> Judged:
+    """Loss and right predictions of `model` on `batch`: one forward pass for both where the batch is a pair.
+
+    `samples`: how many the batch has. Errors: those of `loss_of`, and ValueError for a `correct` that answers a sum, a
+    mean, or each prediction beside each target.
+    """
     loss, correct = job.loss, job.correct
     output = target = None
     if not (isinstance(loss, OfBatch) and (correct is None or isinstance(correct, OfBatch))):
@@ -59,11 +63,25 @@ def judged(job: Job, model: nn.Module, batch: Any) -> Judged:
         right = called(job, _CORRECT_OF_BATCH, correct.function, model, batch, facts=lambda: _facts(batch=batch))
     else:
         right = called(job, _CORRECT, correct, output, target, facts=lambda: _facts(output=output, target=target))
-    if not isinstance(right, Tensor) or right.is_complex():
+    if returned := _no_predictions(right, target, samples):
         form = _CORRECT_OF_BATCH if isinstance(correct, OfBatch) else _CORRECT
         expected = "a tensor with a boolean, or a number from 0 to 1, for each prediction"
-        raise wrong(job, form, right, expected, getattr(correct, "function", correct))
+        raise wrong(job, form, returned, expected, getattr(correct, "function", correct))
     return Judged(value, right)
+
+
+def _no_predictions(right: Any, target: Any, samples: int) -> str:
+    """What `right` is, in words, where it does not say of each prediction how right it is; else nothing."""
+    if not isinstance(right, Tensor) or right.is_complex():
+        return described(right)
+    said = f"{described(right)} for {samples} samples"
+    if samples > 1 and right.dim() == 0:
+        return f"{said}, a sum or a mean"
+    if samples > 1 and isinstance(target, Tensor) and target.dim() == 1 and right.shape == (samples, samples):
+        return f"{said}, each output beside each target: a dim of 1 in the output, or one that the target lacks"
+    if right.dtype == torch.bool or bool(((right >= 0) & (right <= 1)).all()):
+        return ""
+    return f"{said}, with numbers from {float(right.min()):g} to {float(right.max()):g}"
 
 
 def output_of(job: Job, model: nn.Module, inputs: Any) -> Any:

@@ -79,7 +79,7 @@ class Evaluation:
         start, stop = (self.length * r // scorers for r in (rank, rank + 1))
         with torch.no_grad():
             for batch, samples in self._test.between(start, stop):
-                loss, right = judged(self._job, self._model, batch)
+                loss, right = judged(self._job, self._model, batch, samples)
                 counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
                 weight = part_weight(self._job, batch, samples)
                 total = float(loss) * weight if weight else 0.0
