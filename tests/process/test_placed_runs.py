@@ -49,6 +49,7 @@ def trained(net: nn.Module, batches: list[Tensor]) -> None:
     for batch in batches:
         optimizer.zero_grad()
         squares(net(batch)).backward()
+        assert nn.utils.clip_grad_norm_(net.parameters(), 0.5) > 0.5
         optimizer.step()
 
 
@@ -66,6 +67,7 @@ def test_two_models_on_two_ranks_each() -> None:
     for _ in range(2):
         optimizer.zero_grad()
         torch.stack([squares(whole(half)) for half in X.chunk(2)]).mean().backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         optimizer.step()
     for found in in_mesh(4, work, data=2, model=2):
         for name, parameter in whole.named_parameters():

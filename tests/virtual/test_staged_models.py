@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +81,21 @@ def test_what_is_under_way_goes_on_with_the_buffers_that_it_began_with(strategy:
     straight, again = (staged(make, strategy, mse, BATCHES, resumed_after=at).state for at in (0, 3))
     for key, expected in straight.items():
         assert torch.equal(again[key], expected), key
+
+
+def test_a_stage_cannot_be_clipped_by_its_own_norm() -> None:
+    """Neither by torch's function in a hook of the optimizer."""
+
+    def clipping(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(model)
+
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    make = model_with(Codebook)
+    with pytest.raises(ValueError, match="max_norm="):
+        staged(make, s.one_f_one_b(2, 4), mse, BATCHES, optimizer=clipping)
+    staged(make, s.one_f_one_b(1, 4), mse, BATCHES, optimizer=clipping)

@@ -33,8 +33,9 @@ def place(model: nn.Module, *, sample: Any, world: ProcessWorld | None = None, p
     than a process world, such as a virtual one. There, `place`, forward and backward passes are called inside of
     `await suspendable(…)` (`polytempo.core.suspension`).
 
-    What is computed is what one process computes, but for random numbers: a dropout draws from its own rank's.
-    Clipping by a global norm sees this rank's branches alone. The first pass with inputs of new sizes sends the sizes.
+    What is computed is what one process computes, but for random numbers: a dropout draws from its own rank's. Clipping
+    by `handle.clip_grad_norm_`, or by torch's, which all ranks call, is by the whole model's norm. The first pass with
+    inputs of new sizes sends the sizes.
 
     Errors: `Mismatch` where ranks have other models; ValueError for a model without branches, for one that cannot be
     traced, for a parameter that branches of two ranks would share, and, in a pass, for inputs that need a gradient.

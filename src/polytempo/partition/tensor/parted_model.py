@@ -11,6 +11,7 @@ from polytempo.core import Port
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.layer import SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup, gathered_parts
+from polytempo.partition.tensor.whole_norm import norms_are_whole
 
 
 class PartedModel(nn.Module):
@@ -23,6 +24,8 @@ class PartedModel(nn.Module):
             self.__dict__[each] = model.__dict__[each]
         self.__dict__["model"], self.group = model, group
         self.training = model.training
+        if group.size > 1:
+            norms_are_whole(self)
 
     def __getattr__(self, name: str) -> Any:
         """What the model has besides."""
@@ -50,6 +53,11 @@ class PartedModel(nn.Module):
                 held = [name for name in module.parts if module._parameters.get(name) is not None]
                 found |= {f"{prefix}.{name}" if prefix else name: module.parts[name] for name in held}
         return found
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Parameters of which no other rank of the model has the same."""
+        others = {id(parameter) for parameter in self.replicated()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in others]
 
     def replicated(self) -> list[nn.Parameter]:
         """Parameters that every rank of the model has as a whole."""

@@ -18,6 +18,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
 from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.tensor.whole_norm import refuse_norms
 from polytempo.spec.loss_divisor import DividedLoss, divisor_of
 from polytempo.spec.precision import Precision
 from polytempo.training.divided_tensors import Cuts
@@ -89,6 +90,8 @@ class PipelineStage:
             parts = split_stage(model, parts, strategy.parted, self.number, self.schedule.stages, self.holders)
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
+        if ports_of(port).model.size > 1:
+            refuse_norms(self.model, "this rank has some stages of the model; clip by pt.pipeline(…, max_norm=…)")
         self.optimizer = optimizer(self.model)
         masters = masters_of(self.model, self.optimizer, precision, called=list(self.model.parts))
         self.replica = Replica(
