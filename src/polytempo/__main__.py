@@ -1,8 +1,13 @@
-"""`python -m polytempo`: the command line."""
+"""`python -m polytempo`: the command line. Modules of the current directory, which Python looks for first, are not."""
 
 from __future__ import annotations
 
-from polytempo.cli.main import main
+import os
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]
+    from polytempo.cli.main import main
+
     main()

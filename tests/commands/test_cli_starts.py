@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_a_mistake_in_a_job_is_one_line_and_leaves_no_folder(tmp_path: Path) -> 
     assert done.stderr.startswith("error: job digits: loss(output, target) returned a tensor of shape (32, 10)")
     assert done.stderr.count("\n") == 1
     assert left(tmp_path) == ["job.py", "tmp"]
+
+
+def test_files_of_the_current_folder_are_not_imported_for_a_job_that_ships(tmp_path: Path) -> None:
+    """Also where a picture's backend is unknown, which matters to no run."""
+    for name in ("torch", "numpy", "yaml", "matplotlib", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
+    run = [sys.executable, "-m", "polytempo", "train", "digits", "--dry-run"]
+    environment = {**os.environ, "MPLBACKEND": "nothing"}
+    ended = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_an_exception_at_a_later_step_has_the_job_s_lines_and_none_of_ours(tmp_path: Path) -> None:

@@ -269,6 +269,19 @@ def test_a_function_in_place_of_its_answer_is_refused() -> None:
         pt.attach(net, SGD(net.parameters(), lr=0.1), pt.strategies.local_sgd)  # type: ignore[arg-type]
 
 
+def test_what_is_no_model_and_no_optimizer_is_refused() -> None:
+    net = small()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for given, message in (
+        ((net, [optimizer]), "got a list; give one optimizer of all parameters"),
+        ((net, net.parameters()), r"got a generator; write pt\.attach\(model, torch\.optim\.SGD"),
+        ((optimizer, net), "got a SGD as the model"),
+        ((nn.Linear, optimizer), "got the class Linear as the model"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            pt.attach(*given)
+
+
 def test_an_unknown_buffer_rule_is_refused() -> None:
     net = small()
     with pytest.raises(ValueError, match="'average', 'broadcast' or 'leave', got 'mean'"):

@@ -238,11 +238,12 @@ def test_a_job_without_a_name_is_refused_before_anything_is_started(tmp_path: Pa
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("engine", ["ray", Subprocess])
+@pytest.mark.parametrize("engine", ["rays", "local:n1", Subprocess])
 def test_what_is_no_engine_is_refused(engine: Any) -> None:
-    with pytest.raises(ValueError, match=r"an engine is an object such as pt\.engines\.subprocess\(\), got "):
+    message = "an engine is an object|is not known; there are: |has no address"
+    with pytest.raises(ValueError, match=message):
         pt.run(DIGITS, pt.strategies.sync_sgd(), 2, engine=engine)
-    with pytest.raises(ValueError, match="an engine is an object"):
+    with pytest.raises(ValueError, match=message):
         pt.compare(DIGITS, [pt.strategies.sync_sgd()], 2, engine=engine)
 
 
@@ -266,4 +267,4 @@ def test_keys_are_neither_in_arguments_nor_in_the_environment(tmp_path: Path) ->
     told, given = seen.read_text(), Path(f"{seen}.stdin").read_text()
     assert all(secret in given for secret in keys.values())
     assert not any(secret in told for secret in keys.values())
-    assert told.startswith("-m polytempo.worker\n")
+    assert told.startswith("-P -m polytempo.worker\n")

@@ -129,7 +129,7 @@ def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str)
         ({"seed": -1}, "--seed -1: must be"),
         ({"until": "accuracy"}, "--until accuracy: must be written accuracy=0.97 or loss=0.1"),
         ({"until": "precision=0.9"}, "--until precision=0.9: accepts accuracy and loss, not precision"),
-        ({"until": "loss=nan"}, "--until loss=nan: must be a finite number"),
+        ({"until": "loss=nan"}, "--until loss=nan: loss must be a number, not nan"),
         ({"data": Path("missing")}, "--data missing: there is no such file or folder"),
     ],
 )

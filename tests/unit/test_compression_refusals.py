@@ -33,7 +33,7 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (c.random_k, (0.1,), {"seed": 0.5}, "seed must be a whole number, got 0.5"),
     (c.terngrad, (), {"seed": None}, "seed must be a whole number, got None"),
     (c.dgc, (), {"warmup_steps": 1.5}, "warmup_steps must be a whole number, got 1.5"),
-    (s.power_sgd, (), {"rank": 1.5}, "rank must be a whole number, got 1.5"),
+    (s.power_sgd, (), {"rank": 1.5}, "rank=…): expected a whole number, not 1.5"),
     (low_rank, (1.5,), {}, "rank must be a whole number, got 1.5"),
     (c.through, (c.int8(),), {"exact_below": "all"}, "exact_below must be a whole number, got 'all'"),
     (c.top_k, ("a",), {}, "ratio must be a number, got 'a'"),

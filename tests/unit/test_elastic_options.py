@@ -42,7 +42,7 @@ def test_others_are_refused_with_the_reason(name: str) -> None:
         (2, {"min_workers": 0}, "min_workers must be positive"),
         (2, {"max_workers": 40, "batch_size": 16}, "global batch of 32 samples"),
         (2, {"min_workers": 1, "scaling": "local", "global_batch_size": 8}, "leave one of them out"),
-        (2, {"min_workers": 1, "scaling": "both"}, "scaling is 'global' or 'local'"),
+        (2, {"min_workers": 1, "scaling": "both"}, "scaling: expected 'global' or 'local'"),
     ],
 )
 def test_bounds_that_no_run_can_keep_are_refused(workers: int, options: dict[str, Any], complaint: str) -> None:

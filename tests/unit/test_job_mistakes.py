@@ -269,7 +269,8 @@ def test_a_simulation_says_the_same(strategy: Any, name: str) -> None:
         ({"optimizer": "sgd"}, r"optimizer is sgd; expected a function, called as optimizer\(parameters, lr\)"),
         ({"loss": None}, r"loss is None; expected a function, called as loss\(output, target\)"),
         ({"lr": 0}, r"lr is 0; expected a number above 0"),
-        ({"batch_size": "32"}, r"batch_size is '32'; expected a number above 0"),
+        ({"batch_size": "32"}, r"batch_size is '32'; expected a whole number above 0"),
+        ({"batch_size": 32.5}, r"batch_size is 32\.5; expected a whole number above 0"),
         ({"epochs": -1}, r"epochs is -1; expected a number above 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -277,6 +278,12 @@ def test_a_simulation_says_the_same(strategy: Any, name: str) -> None:
 def test_what_is_no_function_is_refused_where_the_job_is_made(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"job own: {message}"):
         replace(JOB, **changes)
+
+
+@pytest.mark.parametrize("read", [torch.load, lambda path: path / "x.pt", open], ids=["load", "join", "open"])
+def test_a_forgotten_path_is_named(read: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"job own: data\(path\) reads a file or folder, and none is given; .*--data"):
+        pt.simulate(replace(JOB, data=read), pt.strategies.sync_sgd(), 2, steps=1)
 
 
 def test_a_strategy_that_does_not_fit_the_optimizer_is_refused() -> None:

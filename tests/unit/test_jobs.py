@@ -186,6 +186,15 @@ def test_your_own_job_by_file_and_by_module(tmp_path: Path, monkeypatch: pytest.
         jobs.find("my_own_job:number")
 
 
+def test_for_a_job_that_ships_no_folder_is_looked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for text in (*jobs.names(), "polytempo.jobs.digits:job"):
+        jobs.check(text)
+        jobs.find(text)
+    assert str(tmp_path) not in sys.path
+
+
 def test_a_file_alone_lists_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "several.py"

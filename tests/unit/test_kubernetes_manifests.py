@@ -93,6 +93,7 @@ def test_the_job_of_two_pods() -> None:
                             "image": "i:1",
                             "command": [
                                 "python",
+                                "-P",
                                 "-m",
                                 "polytempo.agent",
                                 "/run/polytempo/$(JOB_COMPLETION_INDEX).json",

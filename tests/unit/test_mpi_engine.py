@@ -47,7 +47,7 @@ def test_the_words_of_open_mpi() -> None:
     assert " ".join(words[: words.index("sh")]) == (
         "mpirun -n 2 --host n1,n2 --map-by node --bind-to none -x POLYTEMPO_TICKET -x PYTHONPATH --oversubscribe"
     )
-    assert words[-3:] == ["python3", "-m", "polytempo.agent"]
+    assert words[-4:] == ["python3", "-P", "-m", "polytempo.agent"]
 
 
 def test_the_words_of_hydra() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
+from torch import nn
 
 import polytempo as pt
 from polytempo.core.url_path import UrlPath
@@ -23,7 +26,7 @@ def test_the_keywords_are_those_of_the_object() -> None:
     assert list(keywords) == list(fields)
     precision = {"precision": Precision | str | None}
     folders = {"data": Path | str | None, "out": Path | UrlPath | str | None}
-    texts = folders | precision | {"batch_growth": BatchGrowth | str}
+    texts = folders | precision | {"batch_growth": BatchGrowth | str, "until": Mapping[str, float] | str}
     assert keywords == fields | texts | {"threads": int | Threads | None}
 
 
@@ -42,6 +45,72 @@ def test_keywords_take_the_place_of_the_options() -> None:
 def test_a_wrong_keyword_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"there is no option 'epohcs' \(did you mean epochs\?\); there are: epochs, "):
         with_keywords(None, {"epohcs": 3})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": "0.1"}, "lr: expected a number, not '0.1'"),
+        ({"batch_size": 32.5}, "batch_size: expected a whole number, not 32.5"),
+        ({"steps": True}, "steps: expected a whole number, not True"),
+        ({"seed": "1"}, "seed: expected a whole number, not '1'"),
+        ({"resume": "yes"}, "resume: expected True or False, not 'yes'"),
+        ({"timeout_s": None}, "timeout_s: expected a number, not None"),
+        ({"transport": "udp"}, "transport: expected 'shared' or 'tcp', not 'udp'"),
+        ({"reshape": [2]}, r"reshape: expected a Mapping, not \[2\]"),
+        ({"batch_growth": 3}, "batch_growth: expected a Mapping or a NormTest, not 3"),
+        ({"out": 5}, "out: expected a Path or a UrlPath, not 5"),
+        ({"until": 5}, "until=5: must be a text such as accuracy=0.97"),
+        ({"until": "accuracy"}, "until='accuracy': must be written accuracy=0.97"),
+        ({"until": {"accuracy": "0.97"}}, "accuracy must be a number, not '0.97'"),
+        ({"until": {"accuracy": 97}}, "97 % is accuracy=0.97"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_of_another_type_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pt.RunOptions(**options)
+
+
+def test_options_as_the_command_line_writes_them() -> None:
+    given = pt.RunOptions(until="accuracy=0.97, loss=0.1", batch_size=np.int64(8), lr=np.float32(0.5))  # type: ignore[arg-type]
+    assert given.until == {"accuracy": 0.97, "loss": 0.1}
+    assert (given.batch_size, given.lr) == (8, 0.5)
+
+
+def test_a_job_a_strategy_and_a_cluster_by_name() -> None:
+    """The same run as with objects, to the bit; anything else is refused before something starts."""
+    named = pt.simulate("digits", "local_sgd(period=2)", 2, "ethernet(gbit_per_s=2)", steps=3)
+    cluster, local_sgd = pt.cluster.ethernet(gbit_per_s=2), pt.strategies.local_sgd(period=2)
+    assert named == pt.simulate(pt.jobs.find("digits"), local_sgd, 2, cluster, steps=3)
+    assert pt.explain("local_sgd(period=2)") == pt.explain(local_sgd)
+    for run in (pt.run, pt.simulate):
+        for job in (nn.Linear, nn.Linear(2, 2)):
+            with pytest.raises(ValueError, match=r"write pt\.Job\(model=lambda: Linear\(…\)"):
+                run(job, local_sgd)  # type: ignore[operator]
+        for workers in ("2", 2.0, True, 0):
+            with pytest.raises(ValueError, match="workers"):
+                run("digits", local_sgd, workers)  # type: ignore[operator]
+        with pytest.raises(TypeError, match=r"write local_sgd\(\)"):
+            run("digits", pt.strategies.local_sgd)  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"write ethernet\(\)"):
+        pt.simulate("digits", local_sgd, 2, pt.cluster.ethernet)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers"):
+        pt.compare("digits", "sync_sgd, adasum", 1.5)  # type: ignore[arg-type]
+
+
+NUMBERS = {"int", "float", "bool", "int | None", "float | None", "Strategy | None", "Graph"}
+
+
+@pytest.mark.parametrize("name", pt.strategies.__all__)
+def test_arguments_of_another_type_are_refused_by_every_strategy(name: str) -> None:
+    """When the strategy is made, and not in a worker."""
+    function = getattr(pt.strategies, name)
+    for argument in signature(function).parameters.values():
+        for given in ("exponential", [1], object):
+            if argument.annotation in NUMBERS:
+                with pytest.raises((ValueError, TypeError), match=r"=…\): expected |, and .* does not; use one of"):
+                    function(**{argument.name: given})
 
 
 def test_what_a_run_raises_can_be_caught_by_name() -> None:

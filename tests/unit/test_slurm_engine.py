@@ -110,7 +110,7 @@ def test_the_step_starts_one_agent_on_each_node() -> None:
         "--input=all",
         "--kill-on-bad-exit=0",
     ]
-    assert words[-3:] == ["python3", "-m", "polytempo.agent"]
+    assert words[-4:] == ["python3", "-P", "-m", "polytempo.agent"]
 
 
 def test_a_heterogeneous_job_has_agents_in_all_of_its_components() -> None:

@@ -91,7 +91,7 @@ def test_a_layer_that_the_job_froze_stays_frozen_after_an_evaluation() -> None:
         ({"resume": True}, "resume needs the run's folder"),
         ({"checkpoint_every": 5}, "checkpoint_every needs the run's folder"),
         ({"steps": 0}, "steps must be positive, got 0"),
-        ({"until": {"speed": 1.0}}, "until knows accuracy and loss, not speed"),
+        ({"until": {"speed": 1.0}}, "accepts accuracy and loss, not speed"),
     ],
 )
 def test_options_that_no_run_could_use(options: dict[str, Any], text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from random import Random
@@ -124,6 +125,18 @@ def random_targets(seed: int = 0) -> Graph:
 
     graph.__name__ = call_name(random_targets, locals())
     return graph
+
+
+def check_graph(given: object) -> None:
+    """Raise TypeError for what cannot be called as a graph is: a name, `random_pairs` without ()."""
+    try:
+        inspect.signature(given).bind(0, 1)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        name = getattr(given, "__name__", repr(given))
+        raise TypeError(
+            f"a graph takes a step and a number of ranks, and {name} does not; use one of pt.aggregation, such as "
+            "exponential_graph or random_pairs()"
+        ) from None
 
 
 @lru_cache(maxsize=16)

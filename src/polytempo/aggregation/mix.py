@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.aggregation.graphs import Graph, Neighbours, mixing_neighbours
+from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, mixing_neighbours
 from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
 from polytempo.core.addition import add_
 from polytempo.core.cost import num_bytes
@@ -34,6 +34,7 @@ def mix(graph: Graph) -> Transform:
     a rank sends to the next listener, as far above it as the sender below it that it then waits for. So on a ring or a
     complete graph no two send to one rank at a time: TCP shares a link less well than one message after the other does.
     """
+    check_graph(graph)
 
     async def mixed_by(port: Port, bundle: Bundle, state: MixState) -> Bundle:
         found = mixing_neighbours(graph, state.step, port.size)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.aggregation.graphs import Graph, Neighbours, pushing_neighbours
+from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, pushing_neighbours
 from polytempo.aggregation.mix import sum_cost, weighted_sum
 from polytempo.core import Bundle, Cost, Exchange, Port, Transform
 from polytempo.core.anchor import AnchorState
@@ -39,6 +39,7 @@ def push_sum(graph: Graph) -> Transform:
     Cost: as `mix`; memory for one more copy of the parameters. The graph is known to all ranks, so each computes all w
     itself, and none is sent.
     """
+    check_graph(graph)
 
     def begin(port: Port, state: PushSumState) -> tuple[Neighbours, Tensor]:
         """(P, w) before the exchange."""

@@ -110,7 +110,7 @@ def _command(size: int, home: Path) -> list[str]:
     mpirun = shutil.which("mpirun")
     assert mpirun is not None
     options = ["-n", str(size), "--oversubscribe", "--bind-to", "none", *_QUIET]
-    return [mpirun, *options, sys.executable, "-m", "polytempo.bench.mpi_rank", str(home)]
+    return [mpirun, *options, sys.executable, "-P", "-m", "polytempo.bench.mpi_rank", str(home)]
 
 
 def _environment(home: Path) -> dict[str, Any]:

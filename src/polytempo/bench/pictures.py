@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
-
 from polytempo.bench.tables import NAMES, binary, duration
+from polytempo.report.canvas import (
+    Axes,
+    ConstrainedLayoutEngine,
+    Figure,
+    FigureCanvasAgg,
+    FixedLocator,
+    FuncFormatter,
+    NullFormatter,
+    NullLocator,
+)
 from polytempo.report.style import look
 from polytempo.report.summary import TIMES
 

@@ -15,36 +15,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from polytempo.cli import bounded_yaml
 from polytempo.spec.batch_growth import NormTest, parse_growth
 from polytempo.spec.precision import parse_precision
+from polytempo.spec.target import check_until, parse_until
 
 MAX_FILE_BYTES = 100_000
 
 
-def parse_until(text: str) -> dict[str, float]:
-    """When to end: `"accuracy=0.97"`, `"loss=0.1"`, or both with a comma between. `ValueError` where it is neither."""
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        measure, equals, written = (piece.strip() for piece in part.partition("="))
-        try:
-            goal = float(written)
-        except ValueError:
-            goal = None
-        if not equals or goal is None:
-            raise ValueError("must be written accuracy=0.97 or loss=0.1")
-        if measure in found:
-            raise ValueError(f"gives {measure} twice")
-        found[measure] = goal
-    return found
-
-
 def _until(value: object) -> object:
     goals = parse_until(value) if isinstance(value, str) else value
-    if not isinstance(goals, dict):
-        return goals
-    for measure, goal in goals.items():
-        if measure not in ("accuracy", "loss"):
-            raise ValueError(f"accepts accuracy and loss, not {measure}")
-        if measure == "accuracy" and isinstance(goal, int | float) and not 0 < goal <= 1:
-            raise ValueError("accuracy is a number between 0 and 1: 97 % is accuracy=0.97")
+    if isinstance(goals, dict):
+        check_until(goals)
     return goals
 
 

@@ -21,7 +21,7 @@ from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 from polytempo.engines.remote.ticket import TICKET_VARIABLE
 
-_AGENT = ("-m", "polytempo.agent")
+_AGENT = ("-P", "-m", "polytempo.agent")
 _LOOPBACK = "127.0.0.1"
 _VERSION_S = 30.0
 _RANKS = ("Open MPI", "MPICH", "Intel MPI")

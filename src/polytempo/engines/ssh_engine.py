@@ -19,7 +19,7 @@ from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "{host}")
-_AGENT = ("-m", "polytempo.agent")
+_AGENT = ("-P", "-m", "polytempo.agent")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class SubprocessEngine:
             answer: IO[bytes] = tempfile.TemporaryFile(dir=self._home)  # noqa: SIM115 - `_read` closes it
             with held_signals():  # a process that has been started is known here, too
                 started = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of ours
-                    [self._python, "-m", _MODULE],
+                    [self._python, "-P", "-m", _MODULE],
                     stdin=subprocess.PIPE,
                     stdout=answer,
                     stderr=log,

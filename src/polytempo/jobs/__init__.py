@@ -24,6 +24,7 @@ SHIPPED = {
     "housing": "polytempo.jobs.housing:job",
     "a9a": "polytempo.jobs.a9a:job",
 }
+_OURS = frozenset(place.partition(":")[0] for place in SHIPPED.values())
 FORMS = "my_module:job or path/to/file.py:job"
 
 __all__ = ["check", "find", "names"]
@@ -37,7 +38,7 @@ def names() -> list[str]:
 def find(text: str) -> Job:
     """The job that `text` means: a name of `names()`, `my_module:job` or `path/to/file.py:job`.
 
-    Modules are looked for in the current directory too. Raises ValueError, listing what there is.
+    Modules of one's own are looked for in the current directory too. Raises ValueError, listing what there is.
     """
     where, name = _place(text)
     if not name:
@@ -54,7 +55,7 @@ def check(text: str) -> None:
     if where.endswith(".py"):
         _check_file(Path(where))
         return
-    _look_in(Path.cwd())
+    _look_for(where)
     top = where.partition(".")[0]
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise _no_module(text, top)
@@ -110,13 +111,19 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _from_module(name: str, text: str) -> ModuleType:
-    _look_in(Path.cwd())
+    _look_for(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, but one that it imports is not
         raise _no_module(text, error.name) from error
+
+
+def _look_for(module: str) -> None:
+    """Let a module of one's own be found in the current directory. For a job that ships, no file there is imported."""
+    if module not in _OURS:
+        _look_in(Path.cwd())
 
 
 def _look_in(folder: Path) -> None:

@@ -7,14 +7,10 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
 
 from polytempo.core import files
 from polytempo.core.url_path import Place
+from polytempo.report.canvas import Axes, Figure, FigureCanvasAgg, LogLocator, LogNorm, MaxNLocator, Normalize
 from polytempo.report.style import AXIS, COLORS, GRID, INK, QUIET
 
 _DOTS_PER_INCH = 110

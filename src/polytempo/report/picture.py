@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
-
 from polytempo.core import files
 from polytempo.core.url_path import Place
 from polytempo.report.axes import axes_of
+from polytempo.report.canvas import Axes, Figure, FigureCanvasAgg, FuncFormatter, Line2D
 from polytempo.report.names import short_labels
 from polytempo.report.plots import left_out, lines_of, points, time_title
 from polytempo.report.runs import RunRecord

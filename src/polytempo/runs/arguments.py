@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from polytempo import engines
+from polytempo import engines, jobs
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Strategy
+from polytempo.core.typed_arguments import check_type
 from polytempo.data.plan import check_global_batch
 from polytempo.engines.engine import EngineSetup
 from polytempo.engines.local_engine import Local
 from polytempo.engines.subprocess_engine import Subprocess
+from polytempo.spec.job import Job, check_job
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.growth import check_growth
 from polytempo.training.noise_post import check_measured
 from polytempo.training.part_noise import FEWEST
 
 
-def check_strategy(strategy: object) -> None:
-    """ValueError where `strategy` is none: its text, say, or the function that makes one."""
-    if not isinstance(strategy, Strategy):
-        raise ValueError(
-            f"a strategy is an object such as pt.strategies.downpour(), got {strategy!r}; "
-            "pt.parse_strategy makes one of a text such as 'downpour(push_every=5)'"
-        )
+def checked_job(job: Job | str) -> Job:
+    """The job that is given as it is or by its name. ValueError for anything else, such as a model."""
+    return check_job(jobs.find(job) if isinstance(job, str) else job)
 
 
 def checked_engine(engine: object) -> EngineSetup:
-    """The engine that is given, `Local` where none is; ValueError for its name, or for one that is not called."""
+    """The engine that is given, or named; `Local` where none is. ValueError for one that is not called."""
     if engine is None:
         return Local()
+    if isinstance(engine, str):
+        return parse_engine(engine)
     if isinstance(engine, type) or not isinstance(engine, EngineSetup):
         raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
     return engine
@@ -57,6 +57,9 @@ def is_here(engine: EngineSetup) -> bool:
 
 def check_workers(strategy: Strategy, workers: int) -> None:
     """ValueError where a run of `strategy` needs more workers, or has nothing to do for so many."""
+    check_type("workers", int, workers)
+    if workers < 1:
+        raise ValueError(f"workers must be positive, got {workers}")
     if strategy.slices is not None:
         Invariant(strategy.slices).check(workers)
     if workers % strategy.stages:

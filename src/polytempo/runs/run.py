@@ -22,9 +22,9 @@ from polytempo.report.progress import Progress
 from polytempo.report.runs import load_run
 from polytempo.runs.arguments import (
     check_batches,
-    check_strategy,
     check_workers,
     checked_engine,
+    checked_job,
     is_here,
 )
 from polytempo.runs.divergence import diverged_result
@@ -35,6 +35,7 @@ from polytempo.runs.rehearsal import rehearse
 from polytempo.runs.run_collective import run_collective
 from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.served.run_served import run_served
+from polytempo.spec.catalogue import parse_strategies, strategy_from
 from polytempo.spec.job import Job
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
@@ -43,12 +44,12 @@ from polytempo.training.trainer import Trainer, held_by_first
 
 
 def run(
-    job: Job,
-    strategy: Strategy,
+    job: Job | str,
+    strategy: Strategy | str,
     workers: int = 2,
     options: RunOptions | None = None,
     *,
-    engine: EngineSetup | None = None,
+    engine: EngineSetup | str | None = None,
     progress: Progress | None = None,
     available: Available | None = None,
     **more: Unpack[OptionKeywords],
@@ -57,9 +58,11 @@ def run(
 
         result = pt.run(job, pt.strategies.local_sgd(period=8), workers=2, epochs=3, out="runs/first")
 
-    `engine` starts them: `pt.engines.local()` (the default) forks them from this process; `pt.engines.subprocess()`
-    starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other hosts; those find the job by
-    its name (`pt.jobs.find`).
+    Job, strategy, engine and options may also be given as text, as on the command line: `pt.run("digits", "ssp")`.
+
+    `engine` starts the processes: `pt.engines.local()` (the default) forks them from this one;
+    `pt.engines.subprocess()` starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other
+    hosts; those find the job by its name (`pt.jobs.find`).
 
     Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
@@ -73,8 +76,8 @@ def run(
     be killed and the run goes on (see `run_served`). `Preempted`, a SystemExit with code 75, where this process or a
     worker got SIGTERM and there is an `out`: the run is saved there, and `resume` goes on from it.
     """
-    check_strategy(strategy)
-    setup = checked_engine(engine)
+    job, strategy, setup = checked_job(job), strategy_from(strategy), checked_engine(engine)
+    check_workers(strategy, workers)
     spec = RunSpec.of(job, strategy, workers, with_keywords(options, more))
     if available is not None and not spec.options.elastic:
         raise ValueError(
@@ -130,16 +133,15 @@ def _performed(
 
 
 def join(
-    job: Job,
-    strategy: Strategy,
+    job: Job | str,
+    strategy: Strategy | str,
     options: RunOptions | None = None,
     *,
     progress: Progress | None = None,
     **more: Unpack[OptionKeywords],
 ) -> Result:
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
-    check_strategy(strategy)
-    options = with_keywords(options, more)
+    job, strategy, options = checked_job(job), strategy_from(strategy), with_keywords(options, more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None
     with held_by_first(world, options.out):
@@ -149,12 +151,12 @@ def join(
 
 
 def compare(
-    job: Job,
-    strategies: Sequence[Strategy],
+    job: Job | str,
+    strategies: Sequence[Strategy | str] | str,
     workers: int = 2,
     options: RunOptions | None = None,
     *,
-    engine: EngineSetup | None = None,
+    engine: EngineSetup | str | None = None,
     progress: Progress | None = None,
     **more: Unpack[OptionKeywords],
 ) -> list[Result]:
@@ -162,14 +164,17 @@ def compare(
 
     A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
     """
-    options, setup = with_keywords(options, more), checked_engine(engine)
+    job, options, setup = checked_job(job), with_keywords(options, more), checked_engine(engine)
     if not strategies:
         raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
-    for strategy in strategies:
-        check_strategy(strategy)
-    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in strategies], setup)
+    if isinstance(strategies, str):
+        strategies = parse_strategies(strategies)
+    asked = [strategy_from(each) for each in ([strategies] if isinstance(strategies, Strategy) else strategies)]
+    for strategy in asked:
+        check_workers(strategy, workers)
+    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in asked], setup)
     with began(options.out):
-        return _compared(job, strategies, workers, options, setup, progress)
+        return _compared(job, asked, workers, options, setup, progress)
 
 
 def _compared(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import nn
 
-from polytempo.cluster import Cluster, ethernet, one_host
+from polytempo.cluster import Cluster
 from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.core.port import world_port
@@ -27,13 +27,14 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.report.metrics import MetricsWriter
 from polytempo.report.progress import Progress
-from polytempo.runs.arguments import check_batches, check_strategy, check_workers
+from polytempo.runs.arguments import check_batches, check_workers, checked_job
 from polytempo.runs.folder import began
 from polytempo.runs.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.priced_parts import priced_parts
 from polytempo.runs.priced_stages import priced_stages
 from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.simulation_checks import check_simulation
+from polytempo.spec.catalogue import cluster_from, strategy_from
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
@@ -71,10 +72,10 @@ _Together = BatchedReplicas | WorkersInStep | WorkersInTurn
 
 
 def simulate(
-    job: Job,
-    strategy: Strategy,
+    job: Job | str,
+    strategy: Strategy | str,
     workers: int = 8,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     options: RunOptions | None = None,
     *,
     meta: bool = False,
@@ -106,13 +107,12 @@ def simulate(
 
     Memory: one model and one optimizer state for each worker, but for those that have one between them.
     """
-    check_strategy(strategy)
+    job, strategy = checked_job(job), strategy_from(strategy)
     check_workers(strategy, workers)
     options = with_keywords(options, more)
     check_simulation(strategy, options, meta=meta, batched=batched)
     together = BatchedReplicas(job, strategy, workers) if batched else None
-    if cluster is None:
-        cluster = ethernet() if strategy.one_copy is None else one_host(max(_HOST_WORKERS, workers))
+    cluster = cluster_from(cluster or default_cluster(strategy, workers))
     num_hosts = len(set(cluster.hosts(workers)))
     if is_hogwild(strategy) and num_hosts > 1:
         raise ValueError(

@@ -46,6 +46,29 @@ def parse_strategy(text: str) -> Strategy:
     return strategy
 
 
+def strategy_from(given: Strategy | str) -> Strategy:
+    """A strategy that is given as it is or as text: ssp(), "ssp", "ssp(bound=2)".
+
+    Errors: ValueError for wrong text; TypeError for anything else, such as the function that makes a strategy.
+    """
+    if isinstance(given, str):
+        return parse_strategy(given)
+    if not isinstance(given, Strategy):
+        name = getattr(given, "__name__", "sync_sgd")
+        raise TypeError(f"a strategy is the answer of one of pt.strategies, or its text, got {given!r}; write {name}()")
+    return given
+
+
+def cluster_from(given: Cluster | str) -> Cluster:
+    """A cluster that is given as it is or as text, such as "ethernet(gbit_per_s=1)"."""
+    if isinstance(given, str):
+        return parse_cluster(given)
+    if not isinstance(given, Cluster):
+        name = getattr(given, "__name__", "ethernet")
+        raise TypeError(f"a cluster is the answer of one of pt.cluster, or its text, got {given!r}; write {name}()")
+    return given
+
+
 def codec_of(given: Codec | str | None) -> Codec | None:
     """A codec that is given as it is or as text: int8(), "int8", "qsgd(levels=127)". ValueError for wrong text."""
     return cast("Codec", NAMES.codec(given)) if isinstance(given, str) else given

@@ -18,6 +18,7 @@ from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts
+from polytempo.spec.catalogue import strategy_from
 
 
 class Traffic(NamedTuple):
@@ -101,7 +102,7 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    strategy: Strategy,
+    strategy: Strategy | str,
     workers: int = 8,
     parameters: nn.Module | Mapping[str, Tensor] | int = 1_000_000,
     *,
@@ -133,6 +134,7 @@ def explain(
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    strategy = strategy_from(strategy)
     if hosts is not None and len(hosts) != workers:
         raise ValueError(f"hosts must name a host for each of {workers} workers, got {len(hosts)}")
     holders, groups = strategy.holders, strategy.groups

@@ -124,8 +124,22 @@ class Job:
                 raise ValueError(f"job {self.name}: {name} is {shown!s}; expected a function, called as {makes}")
         for name in ("lr", "batch_size", "epochs"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"job {self.name}: {name} is {value!r}; expected a number above 0")
+            whole = name == "batch_size"
+            if not isinstance(value, int if whole else int | float) or not value > 0:
+                number = "whole number" if whole else "number"
+                raise ValueError(f"job {self.name}: {name} is {value!r}; expected a {number} above 0")
+
+
+def check_job(given: object) -> Job:
+    """`given`, if it is a job. ValueError where it is something else, such as a model or the function of one."""
+    if isinstance(given, Job):
+        return given
+    is_model = isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module))
+    what = f"{getattr(given, '__name__', type(given).__name__)}(…)" if is_model else "…"
+    raise ValueError(
+        f"a job is the answer of pt.Job or pt.jobs.find, got {given!r}; write pt.Job(model=lambda: {what}, data=…, "
+        'loss=…, optimizer=…), or pt.jobs.find("digits")'
+    )
 
 
 def most_likely(output: Tensor, target: Tensor) -> Tensor:

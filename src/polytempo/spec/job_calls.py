@@ -51,7 +51,13 @@ def model_of(job: Job) -> nn.Module:
 
 def data_of(job: Job, path: Path | None) -> Data:
     """The job's data. ValueError where `data(path)` returns something else, or a training set without samples."""
-    data = called(job, "data(path)", job.data, path)
+    try:
+        data = called(job, "data(path)", job.data, path)
+    except JobFailed as error:
+        if path is None and "NoneType" in str(error.__cause__):
+            reads = f"{who(job)}: data(path) reads a file or folder, and none is given; give --data PATH, or data=PATH"
+            raise ValueError(f"{reads} in Python ({_said(error.__cause__)})") from error
+        raise
     if not isinstance(data, Data):
         pair = isinstance(data, tuple) and len(data) in (2, 3)
         expected = "pt.Data(train, test)" + ("; write pt.Data(*…) around it" if pair else "")
@@ -157,7 +163,7 @@ def not_read(text: str, error: Exception) -> Exception:
     return JobFailed(f"job {text}: reading its file raised {_said(error)}" + _lines(frames))
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException | None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
+from polytempo.core.typed_arguments import check_type
 from polytempo.core.url_path import Place, place
 from polytempo.partition.branches import Threads
 from polytempo.spec.batch_growth import BatchGrowth, NormTest, check_growth_option, parse_growth
 from polytempo.spec.precision import Precision, precision_of
+from polytempo.spec.target import check_until, parse_until
 
 _BOUNDS = ("min_workers", "max_workers")
 
@@ -84,14 +88,17 @@ class RunOptions:
     there; "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run could use. Folders may be given as text."""
+        """Refuse what no run could use. Folders, `until` and others may be given as text, as on the command line."""
         if isinstance(self.data, str):
             object.__setattr__(self, "data", Path(self.data))
-        if self.out is not None:
+        if isinstance(self.out, str | Path):
             object.__setattr__(self, "out", place(self.out))
         if isinstance(self.batch_growth, str):
             object.__setattr__(self, "batch_growth", parse_growth(self.batch_growth))
         object.__setattr__(self, "precision", precision_of(self.precision))
+        object.__setattr__(self, "until", _goals(self.until))
+        for name, hint in _hints().items():
+            check_type(name, hint, getattr(self, name))
         for name in (
             "epochs",
             "steps",
@@ -123,8 +130,6 @@ class RunOptions:
         for name in ("resume", "checkpoint_every"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
-        if self.scaling not in ("global", "local"):
-            raise ValueError(f"scaling is 'global' or 'local', got {self.scaling!r}")
         if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
             raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
         check_growth_option(self.batch_growth)
@@ -134,11 +139,6 @@ class RunOptions:
             )
         if self.reshape and self.resume:
             raise ValueError("a run with reshape leaves no snapshots to resume from; leave one of them out")
-        unknown = set(self.until) - {"accuracy", "loss"}
-        if unknown:
-            raise ValueError(
-                f"until knows accuracy and loss, not {', '.join(sorted(unknown))}; give until={{'accuracy': 0.97}}"
-            )
 
     @property
     def elastic(self) -> bool:
@@ -151,12 +151,28 @@ class RunOptions:
         return self.batch_growth.every if isinstance(self.batch_growth, NormTest) else self.noise_scale
 
 
+@lru_cache(maxsize=1)
+def _hints() -> dict[str, Any]:
+    """The options' types."""
+    return inspect.get_annotations(RunOptions, eval_str=True)
+
+
+def _goals(until: Mapping[str, float] | str) -> Mapping[str, float]:
+    """The option `until`, which may be written as on the command line."""
+    try:
+        goals = parse_until(until) if isinstance(until, str) else until
+        check_until(goals)
+    except ValueError as error:
+        raise ValueError(f"until={until!r}: {error}") from None
+    return goals
+
+
 class OptionKeywords(TypedDict, total=False):
     """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` says what each means."""
 
     epochs: float | None
     steps: int | None
-    until: Mapping[str, float]
+    until: Mapping[str, float] | str
     batch_size: int | None
     global_batch_size: int | None
     lr: float | None

@@ -18,7 +18,7 @@ from polytempo.core import Strategy
 from polytempo.core.url_path import place
 from polytempo.spec.batch_growth import growth_of_plain, plain_growth
 from polytempo.spec.catalogue import parse_strategy
-from polytempo.spec.job import Job
+from polytempo.spec.job import Job, check_job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision, check_precision
 from polytempo.spec.topology import Topology, num_added
@@ -53,6 +53,7 @@ class RunSpec:
     @classmethod
     def of(cls, job: Job, strategy: Strategy, workers: int, options: RunOptions) -> RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
+        check_job(job)
         if options.global_batch_size is not None and strategy.server is not None:
             raise ValueError(
                 f"{strategy} hands batches to workers one by one, so no step has a global batch; give batch_size, the "

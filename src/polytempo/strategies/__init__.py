@@ -1,5 +1,6 @@
 """The recipes that people ask for by name: each a few lines over the axes, with the paper that it comes from."""
 
+from polytempo.core.typed_arguments import typed
 from polytempo.strategies.adasum import adasum
 from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers
@@ -93,3 +94,5 @@ __all__ = [
     "top_k_sgd",
     "zero_bubble",
 ]
+
+globals().update({name: typed(globals()[name]) for name in __all__})

@@ -20,6 +20,7 @@ from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
+from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.precision import Precision, check_precision
 from polytempo.training.agree import agree_to_train
 from polytempo.training.attached_models import handle_of, set_handle
@@ -87,9 +88,7 @@ def attach_replica(
 
 def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
     """Raise TypeError or ValueError where `attach` was given something else, or was called before."""
-    if not isinstance(strategy, Strategy):
-        name = getattr(strategy, "__name__", "sync_sgd")
-        raise TypeError(f"a strategy is the answer of one of pt.strategies, got {strategy!r}; write {name}()")
+    strategy_from(strategy)
     if strategy.slices is not None:
         raise ValueError(
             f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
@@ -114,6 +113,24 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_hooks(optimizer)
     check_divided(model, optimizer, strategy)
+
+
+def check_kinds(model: object, optimizer: object) -> None:
+    """Raise TypeError where the two are no model and no optimizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a model, an nn.Module, and its optimizer, got {_kind(model)} as the model")
+    if not isinstance(optimizer, Optimizer):
+        several = isinstance(optimizer, list | tuple) and all(isinstance(each, Optimizer) for each in optimizer)
+        remedy = (
+            "give one optimizer of all parameters, with groups for settings that differ"
+            if several
+            else ("write pt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))")
+        )
+        raise TypeError(f"attach takes one optimizer, a torch.optim.Optimizer, got {_kind(optimizer)}; {remedy}")
+
+
+def _kind(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
 def _check_precision(

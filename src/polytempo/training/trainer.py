@@ -26,6 +26,7 @@ from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.metrics import MetricsWriter
 from polytempo.spec.batch_growth import plain_growth
+from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
@@ -83,7 +84,7 @@ class Trainer:
     def __init__(
         self,
         job: Job,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
         options: RunOptions | None = None,
         *,
         world: ProcessWorld | None = None,
@@ -94,9 +95,10 @@ class Trainer:
         self.world = world or current()
         self._own_port = self.world.port
         options = self.options
+        strategy = sync_sgd() if strategy is None else strategy_from(strategy)
         if options.noise_scale is not None:
-            check_measured(strategy or sync_sgd(), self.world.size)
-        spec = RunSpec.of(job, strategy or sync_sgd(), self.world.size, options)
+            check_measured(strategy, self.world.size)
+        spec = RunSpec.of(job, strategy, self.world.size, options)
         check_growth(spec)
         self.world.port = laid_out_run(self.world.port, spec.strategy)
         self.model, optimizer = replica_of(of_group(spec, self.world.port))

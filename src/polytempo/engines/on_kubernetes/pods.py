@@ -64,7 +64,7 @@ def agent_template(options: KubernetesOptions, name: str, container: str = "agen
 
     A Secret's files belong to root; `fsGroup` lets the pod's own group read them (0440), and no other one.
     """
-    agent = [options.python, "-m", "polytempo.agent", f"{TICKET_FOLDER}/$(JOB_COMPLETION_INDEX).json"]
+    agent = [options.python, "-P", "-m", "polytempo.agent", f"{TICKET_FOLDER}/$(JOB_COMPLETION_INDEX).json"]
     tickets = {"secretName": secret_name(name), "defaultMode": _READ_BY_OWNER}
     return pod_template(options, name, container, agent, {TICKET_FOLDER: {"secret": tickets}})
 

@@ -22,7 +22,7 @@ from polytempo.engines.remote.launched_agents import LaunchedAgents, in_shell
 from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 
-_AGENT = ("-m", "polytempo.agent")
+_AGENT = ("-P", "-m", "polytempo.agent")
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}")
 
 

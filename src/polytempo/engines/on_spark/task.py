@@ -35,7 +35,7 @@ def agent_task(tickets: Sequence[str], module: str = AGENT) -> Callable[[Iterabl
         from pyspark import BarrierTaskContext
 
         number = BarrierTaskContext.get().partitionId()
-        code = run_agent([sys.executable, "-m", module], tickets[number])
+        code = run_agent([sys.executable, "-P", "-m", module], tickets[number])
         yield AgentEnd(number, code, socket.gethostname())
 
     return run

@@ -34,7 +34,7 @@ class HeldAgent:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - `how` closes it
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of ours
-                [sys.executable, "-m", module],
+                [sys.executable, "-P", "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=self._said,
                 stderr=self._said,

@@ -160,7 +160,7 @@ def _in_turns(world: ProcessWorld, cores: int, measure: Callable[[], T]) -> T:
 
 def _beside_another(measure: Callable[[], T]) -> T:
     """What `measure` answers while another process computes without end, on the same cores."""
-    other = subprocess.Popen([sys.executable, "-S", "-c", _COMPUTING])  # noqa: S603 - this interpreter
+    other = subprocess.Popen([sys.executable, "-PS", "-c", _COMPUTING])  # noqa: S603 - this interpreter
     try:
         return measure()
     finally:

@@ -10,10 +10,11 @@ from polytempo.core import Strategy
 from polytempo.large_batch.probe import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.runs.own_loop.loop_link import LoopServerStart
+from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.precision import Precision, check_precision, precision_of
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree_to_train
-from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable
+from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable, check_kinds
 from polytempo.training.attached_models import set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
@@ -30,7 +31,7 @@ from polytempo.worlds import ProcessWorld, current
 def attach(
     model: nn.Module,
     optimizer: Optimizer,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     *,
     world: ProcessWorld | None = None,
     buffers: BufferRule = "average",
@@ -80,13 +81,18 @@ def attach(
     `world`: by default that of `pt.init()`, or a world of one. A parameter server (`downpour`, …) is beside rank 0, or
     on processes of `pt.init(servers=…)`; `pt.shard` deals its batches. Memory: one flat copy of the gradients.
     """
-    strategy, world, bits = sync_sgd() if strategy is None else strategy, world or current(), precision_of(precision)
+    strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
     options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale, bits)
-    threads, served = (threads or Threads()).checked(model), getattr(strategy, "server", None) is not None
+    threads, served = (threads or Threads()).checked(model), strategy.server is not None
     _check_threads(threads, bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
     handle.threaded = threads.apply(model)
     return handle
+
+
+def _checked(model: object, optimizer: object, strategy: Strategy | str | None) -> Strategy:
+    check_kinds(model, optimizer)
+    return sync_sgd() if strategy is None else strategy_from(strategy)
 
 
 def _check_threads(threads: Threads, precision: Precision | None) -> None:

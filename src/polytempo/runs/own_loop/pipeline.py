@@ -14,7 +14,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import Wires
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
-from polytempo.spec.catalogue import codec_of
+from polytempo.spec.catalogue import codec_of, strategy_from
 from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
 from polytempo.training.pipeline.pipeline_stage import Loss
 from polytempo.worlds import ProcessWorld, current
@@ -24,11 +24,11 @@ def pipeline(
     model: nn.Module,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     loss: Loss,
-    schedule: Schedule | Strategy,
+    schedule: Schedule | Strategy | str,
     *,
     sample: Any,
     by: By | Sequence[str] = "operations",
-    inner: Strategy | None = None,
+    inner: Strategy | str | None = None,
     max_norm: float | None = None,
     activations: Codec | str | None = None,
     gradients: Codec | str | None = None,
@@ -63,7 +63,6 @@ def pipeline(
 
     `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
     clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
-
     `activations` and `gradients` are codecs (`pt.compression`), also as text such as "int8", by which tensors pass from
     stage to stage, and their gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 
@@ -73,6 +72,7 @@ def pipeline(
     Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
     a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
+    inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
     if whole.server is not None:
         given = model, optimizer, loss, whole, inner or whole, sample, by, max_norm, seed

@@ -30,7 +30,7 @@ class ServerProcess:
     def __init__(self) -> None:
         with held_signals():
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of ours
-                [sys.executable, "-m", _MODULE],
+                [sys.executable, "-P", "-m", _MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=dict(os.environ) | {"OMP_NUM_THREADS": "1"},

@@ -17,6 +17,7 @@ from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
+from polytempo.spec.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.drift_watch import watch
@@ -203,10 +204,10 @@ def _warn_unbalanced(found: Cut) -> None:
         warnings.warn(f"{said}, by the operations counted; cut by other names, or by='operations'", stacklevel=5)
 
 
-def strategy_of(schedule: Schedule | Strategy, inner: Strategy | None, wires: Wires = AS_THEY_ARE) -> Strategy:
+def strategy_of(schedule: Schedule | Strategy | str, inner: Strategy | None, wires: Wires = AS_THEY_ARE) -> Strategy:
     """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do, with codecs
     between its stages. ValueError for one that cuts nothing, and for what is said twice."""
-    return _wired(_staged(schedule, inner), wires)
+    return _wired(_staged(schedule if isinstance(schedule, Schedule) else strategy_from(schedule), inner), wires)
 
 
 def _staged(schedule: Schedule | Strategy, inner: Strategy | None) -> Strategy:
