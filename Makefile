@@ -37,7 +37,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_
 	split split_stage_runs split_stages sudden_death url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
 	$(patsubst %,tests/commands/test_%.py,cli cli_starts examples plan_run predictions) \
-	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training downpour flexrr_training parted_jobs \
+	$(patsubst %,tests/virtual/test_%.py,chaos_bugs compressed_training defaults downpour flexrr_training parted_jobs \
 	pipeline_convergence pipeline_figures precision priced_stages scheduled served_late_stages split_choice) \
 	tests/laws/test_loops_of_two.py \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)

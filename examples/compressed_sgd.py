@@ -1,8 +1,8 @@
 """Compressed gradients: what each way of sending fewer bytes costs in loss, at the same number of samples.
 
 Four workers with 10 Mbit/s and 20 ms between them. Most of these keep what they did not send, and send it later; with
-one worker, or with tensors of fewer than 1,024 elements, nothing is encoded. `sign_sgd` moves every parameter by the
-learning rate, so its rate is a hundredth of the others'; `dgc` has momentum, so its rate is a tenth.
+one worker, or with tensors of fewer than 1,024 elements, nothing is encoded. `dgc` has
+momentum, so its rate is a tenth of the others'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ for strategy, lr in [
     (pt.strategies.qsgd(), 0.2),
     (pt.strategies.terngrad(), 0.2),
     (pt.strategies.one_bit_sgd(), 0.2),
-    (pt.strategies.sign_sgd(), 0.002),
+    (pt.strategies.sign_sgd(), 0.2),
     (pt.strategies.threshold_sgd(density=0.01), 0.2),
     (pt.strategies.top_k_sgd(ratio=0.01), 0.2),
     (pt.strategies.dgc(momentum=0.9), 0.02),

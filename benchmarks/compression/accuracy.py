@@ -46,9 +46,9 @@ STRATEGIES = [
     s.sign_sgd(feedback=True),
     s.local_sgd(period=8),
     s.local_sgd(period=8, codec=c.feedback(c.one_bit())),
-    s.diloco(period=16),
-    s.diloco(period=16, codec=c.feedback(c.top_k(0.01))),
-    s.diloco(period=16, codec=c.feedback(c.top_k(0.1))),
+    s.diloco(period=16, outer_momentum=0.9),
+    s.diloco(period=16, outer_momentum=0.9, codec=c.feedback(c.top_k(0.01))),
+    s.diloco(period=16, outer_momentum=0.9, codec=c.feedback(c.top_k(0.1))),
 ]
 """The first is what the others are compared with."""
 COLUMNS = ["strategy", "accuracy", "worst seed", "against sync_sgd", "bytes a step and rank", "samples/s", "idle"]

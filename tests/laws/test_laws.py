@@ -52,7 +52,7 @@ ALONE: dict[str, Callable[[Strategy, Setting], list[Tensor]]] = {
     "torch": lambda strategy, setting: plain_torch(12, setting),
     "delayed": delayed_by_name,
     "anchored": lambda strategy, setting: diloco(12, 4, 1.0, 0.0, setting),
-    "diloco": lambda strategy, setting: diloco(12, 5, 0.7, 0.9, setting),
+    "diloco": lambda strategy, setting: diloco(12, 5, 0.7, 0.5, setting),
     "signum": lambda strategy, setting: signum(12, 0.9, setting),
 }
 """A row's `alone` -> the weights after each of 12 steps of one rank."""
@@ -62,7 +62,7 @@ def slowmo_by_name(strategy: Strategy, setting: Setting) -> list[Tensor]:
     """The period is read from the strategy's name; the inner strategy does nothing alone."""
     match = re.search(r"period=(\d+)", str(strategy))
     assert match is not None
-    return slowmo(12, int(match[1]), 1.0, 0.7, setting)
+    return slowmo(12, int(match[1]), 1.0, 0.5, setting)
 
 
 ALONE["slowmo"] = slowmo_by_name

@@ -54,20 +54,20 @@ def diloco(row: Row, optimized: Optimized, workers: int) -> Tensor:
     for step, weights in enumerate(stepped(optimized, [PLAIN] * STEPS), start=1):
         if step % 5 == 0:
             moved = anchor - weights.ends()
-            velocity = 0.9 * velocity + moved
-            anchor = anchor - 0.7 * (moved + 0.9 * velocity)
+            velocity = 0.5 * velocity + moved
+            anchor = anchor - 0.7 * (moved + 0.5 * velocity)
             nn.utils.vector_to_parameters(anchor.clone(), weights.parameters())
     return weights.ends()
 
 
 def slowmo(row: Row, optimized: Optimized, workers: int) -> Tensor:
-    """Every `period` steps all move by v ← 0.7 v + Δ; the inner optimizer keeps its state."""
+    """Every `period` steps all move by v ← 0.5 v + Δ; the inner optimizer keeps its state."""
     match = re.search(r"period=(\d+)", label(row))
     assert match is not None
     anchor, velocity = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for step, weights in enumerate(stepped(optimized, [PLAIN] * STEPS), start=1):
         if step % int(match[1]) == 0:
-            velocity = 0.7 * velocity + anchor - weights.ends()
+            velocity = 0.5 * velocity + anchor - weights.ends()
             anchor = anchor - velocity
             nn.utils.vector_to_parameters(anchor.clone(), weights.parameters())
     return weights.ends()
@@ -87,13 +87,13 @@ def hogwild(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 
 def sign_sgd(row: Row, optimized: Optimized, workers: int) -> Tensor:
-    """The majority's sign is the gradient. One bit has no word for 0: rank i says + where i + step is odd."""
+    """A hundredth of the majority's sign. One bit has no word for 0: rank i says + where i + step is odd."""
     if workers == 1 and "momentum=0.9" in label(row):
         return end_of(optimized, [(PLAIN[0] * (1 - 0.9**step), 0.0) for step in range(1, STEPS + 1)])
     if workers == 1 or "feedback=True" in label(row):
         return end_of(optimized, [PLAIN] * STEPS)
     votes = [sum(1 if (rank + step) % 2 else -1 for rank in range(workers)) for step in range(1, STEPS + 1)]
-    return end_of(optimized, [(1.0, float((vote > 0) - (vote < 0))) for vote in votes])
+    return end_of(optimized, [(0.01, 0.01 * ((vote > 0) - (vote < 0))) for vote in votes])
 
 
 def bounded(row: Row, optimized: Optimized, workers: int) -> Tensor:

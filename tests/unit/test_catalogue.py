@@ -37,7 +37,7 @@ LEFT_OUT = {
     "backup_workers": {"scale"},
     "dc_asgd": {"mean_square"},
     "gossip": {"overlap"},
-    "sign_sgd": {"momentum"},
+    "sign_sgd": {"momentum", "scale"},
 }
 """Arguments that were added to a strategy, and whose defaults leave its name as it was."""
 

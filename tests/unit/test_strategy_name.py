@@ -56,7 +56,7 @@ def test_the_routes_go_by_the_names_of_the_command_line() -> None:
         (strategies.local_sgd(4), "local_sgd(period=4, route=native)"),
         (
             strategies.diloco(period=20, route=tree),
-            "diloco(period=20, outer_lr=0.7, outer_momentum=0.9, route=tree)",
+            "diloco(period=20, outer_lr=0.7, outer_momentum=0.5, route=tree)",
         ),
         (strategies.gossip(exponential_graph), "gossip(graph=exponential_graph, period=1)"),
         (strategies.robust_sgd(krum(2)), "robust_sgd(merge=krum(wrong=2))"),

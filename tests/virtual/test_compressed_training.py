@@ -93,9 +93,9 @@ def test_scaled_signs_learn_with_feedback() -> None:
     assert ratio(strategies.sign_sgd(feedback=True)) <= 1.15
 
 
-def test_votes_learn_with_a_smaller_rate() -> None:
-    """Bernstein et al. 2019: every parameter moves by the rate. 0.059, 0.064, 0.060 at a hundredth of the rate."""
-    assert ratio(strategies.sign_sgd(), lr=0.002) <= 1.5
+def test_votes_learn_a_hundredth_of_the_rate_at_a_time() -> None:
+    """Bernstein et al. 2019. 0.059, 0.064, 0.060."""
+    assert ratio(strategies.sign_sgd()) <= 1.5
 
 
 def test_rank_1_learns() -> None:

@@ -93,7 +93,7 @@ def moved(transform: Transform, num_ranks: int, num_steps: int, dtype: torch.dty
 @pytest.mark.parametrize("exact_below", [0, 10**6])
 def test_what_has_no_gradient_stays_where_it_is(exact_below: int, num_ranks: int, dtype: torch.dtype) -> None:
     """By an even number of ranks, or where signs travel as numbers, to the bit; by an odd one, to one step."""
-    history = moved(sign_sgd(exact_below=exact_below).gradients, num_ranks, 7, dtype)
+    history = moved(sign_sgd(exact_below=exact_below, scale=1.0).gradients, num_ranks, 7, dtype)
     assert float(history[-1, UNUSED.stop :].min()) == 7, "all ranks say up"
     farthest = float(history[:, UNUSED].abs().max())
     assert farthest == (1 if num_ranks % 2 and not exact_below else 0)

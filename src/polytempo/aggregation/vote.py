@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor
+
+from polytempo.core.merge import Merge
 
 
 def vote(buffers: Sequence[Tensor]) -> Tensor:
@@ -27,3 +30,16 @@ def vote(buffers: Sequence[Tensor]) -> Tensor:
 
 
 vote.coordinate_wise = False  # type: ignore[attr-defined]
+
+
+def votes_of(size: float) -> Merge:
+    """`vote`, times `size`. ValueError for one that is not above 0."""
+    if not 0 < size < inf:
+        raise ValueError(f"a vote moves a parameter by a number above 0, got {size}")
+
+    def sized(buffers: Sequence[Tensor]) -> Tensor:
+        return vote(buffers).mul_(size)
+
+    sized.__name__ = "vote"
+    sized.coordinate_wise = False  # type: ignore[attr-defined]
+    return sized

@@ -16,10 +16,7 @@ from polytempo.spec.resolution import Factory, Function, resolve
 
 BUSY = "busy"
 """The stragglers that were measured while other programs computed: no name of a distribution."""
-COMPARED = (
-    "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16, outer_momentum=0.5), gossip, delayed_sgd, "
-    "adasum"
-)
+COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
 """The strategies of a `compare` that names none."""
 NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
 """What `compression` has besides codecs."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from polytempo.aggregation import moving_average, vote
+from polytempo.aggregation import moving_average
+from polytempo.aggregation.vote import votes_of
 from polytempo.compression import feedback as fed_back
 from polytempo.compression import sign, through
 from polytempo.core import Strategy, call_name, chain
 
 
-def sign_sgd(feedback: bool = False, exact_below: int = 1024, momentum: float = 0.0) -> Strategy:
+def sign_sgd(feedback: bool = False, exact_below: int = 1024, momentum: float = 0.0, scale: float = 0.01) -> Strategy:
     """Send one bit for each number of the gradient: the majority's sign is the update, or the mean of scaled signs.
 
-    Without `feedback`: g ← sign(Σᵢ bᵢ), 0 on a tie, where bᵢ = sign(gᵢ), and for gᵢ = 0 it is 1 or -1 as (element + i +
-    step) is odd or even, for one bit has no word for 0. That is the optimizer's gradient: under SGD every parameter
-    moves by the learning rate (and by its weight decay), so that has to be about a hundredth of SGD's. All workers
+    Without `feedback`: g ← scale · sign(Σᵢ bᵢ), 0 on a tie, where bᵢ = sign(gᵢ), and for gᵢ = 0 it is 1 or -1 as
+    (element + i + step) is odd or even, for one bit has no word for 0. That is the optimizer's gradient: under SGD
+    every parameter moves by `scale` times the learning rate (and by its weight decay). By the default, a hundredth,
+    SGD's learning rate does for votes, too; the paper's `scale=1` needs a hundredth of that rate. All workers
     weigh the same, and fewer than half of them cannot turn a vote. A parameter without a gradient on any worker (the
     row of an embedding that no rank used) stays where it is if their number N is even; if it is odd, it goes forth and
     back, and is never farther than one step from where it was.
@@ -39,7 +41,7 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024, momentum: float = 
     if feedback:
         transform = through(fed_back(sign(scaled=True)), exact_below=exact_below)
     else:
-        transform = through(sign(scaled=False), vote, exact_below=exact_below)
+        transform = through(sign(scaled=False), votes_of(scale), exact_below=exact_below)
     if momentum:
         transform = chain(moving_average(momentum), transform)
-    return Strategy(call_name(sign_sgd, locals(), brief=("momentum",)), gradients=transform)
+    return Strategy(call_name(sign_sgd, locals(), brief=("momentum", "scale")), gradients=transform)

@@ -28,6 +28,10 @@ def synthetic_gradients(
     `partition.schedules.synthetic_gradients` takes networks and optimizers of one's own. The parameters of M are in
     checkpoints, and not in the model.
 
+    An estimate that is wrong drives h on, and by a rate that back-propagation just bears the outputs grow without end.
+    So under SGD take a tenth to a fifth of that rate: of the shipped job digits, whose lr=0.1 ends in NotFinite after
+    some 200 steps, `lr=0.02` learns to 98 % as back-propagation does.
+
     `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)

@@ -93,6 +93,8 @@ class Guard:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, overflow: bool = False) -> None:
         self._model, self._parameters, self._overflow = model, parameters, overflow
+        self.remedy = ""
+        """What a strategy is known to need."""
         self._losses: list[tuple[int, Tensor]] = []
 
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
@@ -124,7 +126,7 @@ class Guard:
         """This rank's own parameters, after the update and before they are exchanged."""
         bad = first_bad((name, p.detach()) for name, p in self._parameters.items() if p.device.type == "cpu")
         if bad is not None:
-            _raise(bad, f"parameter {bad.name!r} after the update", step, rank)
+            self._raise(bad, f"parameter {bad.name!r} after the update", step, rank)
 
     def catch_up(self, rank: int) -> None:
         """Look at the losses that were put off."""
@@ -143,7 +145,7 @@ class Guard:
             return
         bad = first_bad((name, gradient) for name, gradient in gradients if gradient.device.type == "cpu")
         if bad is not None:
-            _raise(bad, f"the gradient of {bad.name!r}", step, rank)
+            self._raise(bad, f"the gradient of {bad.name!r}", step, rank)
 
     def _refuse(self, loss: Tensor, step: int, rank: int) -> None:
         """Say what made the loss what it is: parameters that are not finite, or else which gradients come of it."""
@@ -160,8 +162,12 @@ class Guard:
                 if names
                 else ""
             )
-        advice = f"{cause}; {_CAUSES}; {GOES_ON}"
+        advice = f"{cause}; {self.remedy or _CAUSES}; {GOES_ON}"
         raise NotFinite("", None, value, "the loss", step=step, rank=rank, parameter=name, advice=advice)
+
+    def _raise(self, bad: Bad, where: str, step: int, rank: int) -> NoReturn:
+        advice = f"with a finite loss; {self.remedy or _CAUSES}; {GOES_ON}"
+        raise NotFinite("", bad.element, bad.value, where, step=step, rank=rank, parameter=bad.name, advice=advice)
 
     def _bad_gradients(self, loss: Tensor) -> list[str]:
         """The parameters whose gradients are not finite. Leaves every `.grad` as it is."""
@@ -178,11 +184,6 @@ class Guard:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
-
-
-def _raise(bad: Bad, where: str, step: int, rank: int) -> NoReturn:
-    advice = f"with a finite loss; {_CAUSES}; {GOES_ON}"
-    raise NotFinite("", bad.element, bad.value, where, step=step, rank=rank, parameter=bad.name, advice=advice)
 
 
 def _flat(tensor: Tensor) -> Tensor:

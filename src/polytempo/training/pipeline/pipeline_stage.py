@@ -99,6 +99,9 @@ class PipelineStage:
         )
         if masters is not None:
             masters.watch()
+        if self.schedule.estimation is not None and self.replica.guard is not None:
+            lr = self.optimizer.param_groups[0]["lr"]
+            self.replica.guard.remedy = f"estimates need a smaller learning rate: a fifth of this one is {lr / 5:g}"
         self._shared = SharedGradients(parts, self.schedule, self.number)
         own = list(self.model.parameters())
         device = next((parameter.device for parameter in own), None)
