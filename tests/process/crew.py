@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,17 @@ LOADED = (torch._dynamo, trainer)
 Batch = tuple[Tensor, Tensor]
 
 
-def together(num_ranks: int, work: Callable[[ProcessWorld], Result], *, timeout_s: float = 40) -> list[Any]:
+def together(
+    num_ranks: int,
+    work: Callable[[ProcessWorld], Result],
+    *,
+    timeout_s: float = 40,
+    mesh: Mapping[str, int] | None = None,
+) -> list[Any]:
     """What `work(world)` returns on each of `num_ranks` processes, in the order of ranks."""
 
     def serve(rank_info: RankInfo) -> Result:
-        return work(init(timeout_s=20, quiet=True))
+        return work(init(timeout_s=20, quiet=True, mesh=mesh))
 
     return launch(serve, num_ranks, threads=1, timeout_s=timeout_s)
 

@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
 
 import polytempo as pt
 import staged_job
-from pipelines import WIDTH, batches, perceptron
-from polytempo.core import Drifted
+from pipelines import WIDTH, batches, chain, perceptron
+from polytempo.core import Drifted, Port
 from polytempo.partition import schedules
 from polytempo.partition.schedules import ddg, one_f_one_b
-from polytempo.worlds import ProcessWorld
+from polytempo.training.pipeline.pipeline import strategy_of
+from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out, of_parameters
+from polytempo.worlds import ProcessWorld, VirtualWorld
 from process.crew import together
 
 pytestmark = pytest.mark.process
@@ -77,6 +80,57 @@ def test_replicas_of_two_stages_average_their_gradients() -> None:
     for state in first:
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(torch.tensor(state[name], dtype=torch.float64), parameter, rtol=0, atol=1e-12)
+
+
+def test_shares_of_a_short_batch_weigh_replicas_also_where_gradients_are_late() -> None:
+    """Seven samples in batches of four: the replicas' last ones hold two and one. `ddg` as its two stages alone."""
+    data = TensorDataset(*(torch.cat(each)[:7] for each in zip(*batches(2), strict=True)))
+    made = {"one_f_one_b": one_f_one_b(2, 1), "ddg": ddg(2)}
+
+    def work(world: ProcessWorld) -> Any:
+        loader, found = pt.shard(data, batch_size=2, seed=3), {}
+        for name, schedule in made.items():
+            pipe = pt.pipeline(perceptron(), sgd, mse, schedule, sample=SAMPLE)
+            loader.set_epoch(0)
+            for _ in range(3):
+                for x, y in loader:
+                    pipe.step(x.clone(), y * 1.0)
+            pipe.finish()
+            found[name] = plain(pipe.state_dict())
+        return found
+
+    whole = pt.data.DataShard(data, rank=0, size=1, batch_size=4, seed=3)
+    dealt = [batch for _ in range(3) for batch in whole]
+    assert [len(x) for x, _ in dealt] == [4, 3] * 3
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    for x, y in dealt:
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    expected = {"one_f_one_b": model, "ddg": alone(ddg(2), dealt)}
+    first, *others = together(4, work, mesh={"data": 2, "stage": 2})
+    assert [first] * 3 == others
+    for name, model in expected.items():
+        for key, parameter in model.named_parameters():
+            mine = torch.tensor(first[name][key], dtype=torch.float64)
+            torch.testing.assert_close(mine, parameter, rtol=0, atol=1e-12)
+
+
+def alone(schedule: schedules.Schedule, data: list[Any]) -> nn.Module:
+    """Its stages without replicas, in the virtual world."""
+    model, strategy = perceptron(), strategy_of(schedule, None)
+    parts = chain(model, schedule.stages)
+
+    async def program(port: Port) -> None:
+        whole = laid_out(port, schedule.stages)
+        stage = PipelineStage(model, parts, of_parameters(sgd), mse, strategy, whole, seed=0)
+        for x, y in data:
+            await stage.step((x,), y)
+        await stage.finish()
+
+    VirtualWorld(pt.cluster.ethernet(gbit_per_s=1), schedule.stages).run(program)
+    return model
 
 
 def test_replicas_of_a_stage_that_differ_are_named() -> None:

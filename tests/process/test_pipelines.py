@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from pipelines import DELAYED, WAITING, WIDTH, Trained, batches, perceptron, trained, two_versions
@@ -298,6 +299,8 @@ def test_what_cannot_be_is_refused() -> None:
             return str(error)
         return "accepted"
 
+    data = TensorDataset(SAMPLE.tile(4, 1), SAMPLE.tile(4, 1))
+
     def work(world: ProcessWorld) -> Any:
         _, x, _ = MODELS["tied"]
         whole = pt.pipeline(perceptron(), sgd, mse, ddg(2), sample=SAMPLE)
@@ -313,15 +316,19 @@ def test_what_cannot_be_is_refused() -> None:
             ),
             refused(lambda: pt.pipeline(perceptron(2), sgd, mse, schedules.interleaved(2, 2, parts=4), sample=SAMPLE)),
             refused(lambda: whole.watch("restore")),
+            refused(lambda: [whole.step(*batch) for batch in pt.shard(data, batch_size=1)]),
+            refused(lambda: [whole.step(x.tile(2, 1), y.tile(2, 1)) for x, y in pt.shard(data, batch_size=1)]),
         ]
 
-    for ranks, tied, lengths, *inner, layers, restore in together(2, work):
+    for ranks, tied, lengths, *inner, layers, restore, dealt, moved in together(2, work):
         assert all("works by another way" in text for text in inner), inner
         assert "2 ranks cannot be replicas of 3 stages each; start 3" in ranks
         assert "embed.weight is shared by stages (0, 1), and with ddg" in tied
         assert "got the lengths [2, 3]" in lengths
         assert "8" in layers
         assert 'give on_drift="stop" or "ignore"' in restore
+        assert "by pt.init(mesh={'data': 1, 'stage': 2})" in dealt
+        assert dealt == moved
 
 
 @pytest.mark.usefixtures("_lends")

@@ -74,6 +74,20 @@ def test_a_pass_inside_another_takes_nothing_from_it() -> None:
     assert share_of(shares, kept[0]) == 0.6
 
 
+def test_what_is_not_recognised_is_the_batch_that_was_dealt_last_and_to_whom() -> None:
+    shares, other = Shares(), torch.zeros(9, 4)
+    assert shares.given(other) is None
+    epoch = shares.begin((0, 2))
+    epoch.give(batch(4), 0.5)
+    epoch.give(batch(4), 0.6)
+    assert shares.given(other) == shares.given(other) != shares.given(torch.zeros(4, 4))
+    found = shares.given(other)
+    assert found is not None
+    assert (found.share, found.ranks) == (0.6, (0, 2))
+    shares.end(epoch)
+    assert shares.given(other) is None
+
+
 def test_a_batch_of_which_no_tensor_lives_is_known_by_its_shapes() -> None:
     shares = Shares()
     epoch = shares.begin()

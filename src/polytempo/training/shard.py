@@ -26,8 +26,9 @@ class WorldShard:
     same on all ranks) and `set_epoch`. `dataset` and `sampler` are those of the whole data, not of this rank's part.
     """
 
-    def __init__(self, world: ProcessWorld, inner: DataShard) -> None:
-        self._world = world
+    def __init__(self, world: ProcessWorld, inner: DataShard, ranks: tuple[int, ...]) -> None:
+        """`ranks`: those that are dealt batches of their own."""
+        self._world, self._ranks = world, ranks
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
@@ -36,7 +37,7 @@ class WorldShard:
         if source is not None and source.takes(self.inner):
             yield from source.epoch(self.inner)
             return
-        begun = self._world.shares.begin()
+        begun = self._world.shares.begin(self._ranks)
         try:
             for batch in self.inner:
                 self._world.share = self.inner.share
@@ -117,6 +118,7 @@ def shard(
     epoch whatever the number of workers; see `polytempo.data.DataShard` for the remainder and for resuming.
     `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)`
     has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
+    `pt.pipeline` takes those of `pt.init(mesh={"data": …, "stage": …})`, and refuses others.
 
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
     tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
@@ -125,4 +127,4 @@ def shard(
     world = world or current()
     data = ports_of(world.port).data
     inner = DataShard(source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
-    return WorldShard(world, inner)
+    return WorldShard(world, inner, data.members)

@@ -24,12 +24,15 @@ class Batch(NamedTuple):
     share: float | None
     tensors: list[ReferenceType[Tensor]]
     shapes: frozenset[torch.Size]
+    ranks: tuple[int, ...]
+    """The ranks that are dealt batches of their own by this pass."""
 
 
 class Pass:
     """What one pass over a data set yielded last, oldest first; the oldest is one that was used, or the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks
         self.share: float | None = None
         """That of the last batch."""
         self.ended = False
@@ -44,8 +47,13 @@ class Pass:
             self._used -= 1
         tensors = list(_tensors_in(batch))
         shapes = frozenset(tensor.shape for tensor in tensors if tensor.dim())
-        self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes))
+        self._batches.append(Batch(share, [ref(tensor) for tensor in tensors], shapes, self.ranks))
         self.share = share
+
+    @property
+    def last(self) -> Batch | None:
+        """The batch that was yielded last."""
+        return self._batches[-1] if self._batches else None
 
     def with_one_of(self, ids: set[int]) -> Batch | None:
         """The batch that has one of these tensors."""
@@ -71,9 +79,9 @@ class Shares:
         self._passes: list[Pass] = []
         """The newest first."""
 
-    def begin(self) -> Pass:
-        """A new pass over a data set: what others yielded that have ended is gone."""
-        begun = Pass()
+    def begin(self, ranks: tuple[int, ...] = ()) -> Pass:
+        """A new pass over a data set, dealt to `ranks`: what others yielded that have ended is gone."""
+        begun = Pass(ranks)
         self._passes = [begun, *[each for each in self._passes if not each.ended]]
         return begun
 
@@ -97,6 +105,11 @@ class Shares:
             going_on_first = sorted(self._passes, key=lambda each: each.ended)
             found = next((batch for each in going_on_first if (batch := each.shaped(shapes)) is not None), None)
         return found
+
+    def given(self, *inputs: Any) -> Batch | None:
+        """As `of`; where nothing is recognised, the batch that was yielded last by a pass that goes on."""
+        last = next((each.last for each in self._passes if not each.ended), None)
+        return self.of(*inputs) or last
 
 
 def _tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:

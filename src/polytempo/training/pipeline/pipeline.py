@@ -30,6 +30,7 @@ from polytempo.training.pipeline.pipeline_stage import (
     of_parameters,
     schedule_of,
 )
+from polytempo.training.ports import mesh_of
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld
 
@@ -65,14 +66,30 @@ class Pipeline:
     def step(self, *batch: Any) -> Tensor | None:
         """Train on one batch: the model's inputs, then the target. All stages of a replica are given the same.
 
+        A batch of `pt.shard` has its share of all replicas' samples as its weight, others count alike. ValueError where
+        `pt.shard` deals other batches to the stages of a replica.
+
         Returns the batch's mean loss on the last stage, None on the others. With a schedule that does not wait the
         update by this batch's gradient comes `delay` steps later.
         """
         if len(batch) != len(self.cut.inputs) + 1:
             names = ", ".join((*self.cut.inputs, "target"))
             raise ValueError(f"step takes the model's inputs and the target, ({names}); got {len(batch)} arguments")
+        self._stage.replica.share = self._share_of(batch)
         loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1]))
         return loss
+
+    def _share_of(self, batch: Sequence[Any]) -> float | None:
+        dealt, own = self._world.shares.given(*batch), self.ports.data
+        if dealt is None:
+            return None
+        if dealt.ranks != own.members:
+            raise ValueError(
+                f"pt.shard deals batches of their own to the ranks {list(dealt.ranks)}, and the replicas of this stage "
+                f"are on {list(own.members)}; stages of a replica take the same batch: lay the ranks out before both, "
+                f"by pt.init(mesh={mesh_of(self.ports.whole).lengths})"
+            )
+        return dealt.share
 
     def sent_bytes(self, *batch: Any) -> list[int]:
         """Bytes that each stage of a replica sends to the others in a step with a batch of these sizes.
