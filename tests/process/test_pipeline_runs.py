@@ -68,6 +68,36 @@ def test_replicas_of_late_stages_that_average_their_parameters_go_on_with_the_sa
     assert resumed.parameters_sha256 == pt.simulate(job(), strategy, 4, steps=STEPS, threads=1).parameters_sha256
 
 
+def test_saving_changes_no_run_of_replicas_with_batch_norm(tmp_path: Path) -> None:
+    """Their running statistics differ where the last forward passes of a step come behind its update."""
+    s = pt.strategies
+    made = [s.pipedream_2bw(2, 2), s.pipelined_backprop(2)]
+
+    def work(world: ProcessWorld) -> Any:
+        found = []
+        for number, strategy in enumerate(made):
+            saved, straight = tmp_path / f"{number} saved", tmp_path / f"{number} straight"
+            pt.Trainer(job(), strategy, steps=SAVED, out=saved, checkpoint_every=1).fit()
+            results = [
+                pt.Trainer(job(), strategy, steps=STEPS, out=out, checkpoint_every=1, resume=out == saved).fit()
+                for out in (saved, straight)
+            ]
+            found.append([[each.parameters_sha256, each.loss, each.accuracy] for each in results])
+        return found
+
+    found, *_ = together(4, work, timeout_s=180)
+    for number, (strategy, seen) in enumerate(zip(made, found, strict=True)):
+        result = pt.simulate(job(), strategy, 4, steps=STEPS, threads=1, out=tmp_path / "virtual")
+        assert seen == [[result.parameters_sha256, result.loss, result.accuracy]] * 2, strategy
+        assert scores_in(tmp_path / f"{number} straight") == scores_in(tmp_path / "virtual"), strategy
+
+
+def scores_in(run: Path) -> dict[int, float]:
+    """The losses of the test data in the middle of a run, by step."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "test"}
+
+
 def test_a_checkpoint_is_the_whole_model_and_goes_on_in_other_stages(tmp_path: Path) -> None:
     """It loads into a plain module, and momentum goes along by the parameters' names."""
     plain = job(dropout=0.0)

@@ -51,7 +51,8 @@ def init(
     `mesh` lays the ranks out on named axes, the last one varying fastest: `mesh={"data": 2, "stage": 2}` makes rank 2
     data 1, stage 0. Ranks along "data" hold the same parameters and see other samples; without a mesh these are all.
     Ranks along other axes hold parts of one model, and see the same samples. `attach`, `shard` and `Trainer` follow
-    it; the parts talk to each other over `world.port.along("stage")`. Raises ValueError where the lengths do not
+    it, and refuse one without "data" whose axes are not "model" or "stage"; the parts talk to each other over
+    `world.port.along("stage")`. Raises ValueError where the lengths do not
     multiply to the number of ranks, and where the world has another mesh already.
 
     With `servers` so many of the launcher's processes do not train: there this call serves shards of the parameter

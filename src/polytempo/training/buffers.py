@@ -47,6 +47,8 @@ class ModelBuffers:
         self._model = model
         self._norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
         self._met = False
+        self.passed = False
+        """Whether forward passes have changed them since ranks met: a pipeline computes some behind its last update."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that meet. Only running statistics are averaged; others are constants or the model's affair."""
@@ -65,12 +67,12 @@ class ModelBuffers:
 
     def equal(self) -> dict[str, Tensor]:
         """Those that synchronized ranks hold equal right after a step: those that met in it."""
-        found = self.tensors() if self._met else {}
+        found = self.tensors() if self._met and not self.passed else {}
         return {name: b for name, b in found.items() if self.rule == "broadcast" or b.is_floating_point()}
 
     async def meet(self, data: Port, applied: AppliedTransform | None, member: MemberWeight) -> None:
         """After a step: if ranks have met in it, by `applied`, their buffers do, too."""
-        self._met = applied is not None and data.size > 1 and self.rule != "leave"
+        self._met, self.passed = applied is not None and data.size > 1 and self.rule != "leave", False
         if self._met and self.tensors():
             agreed = await self.agreed(data, applied, member)
             for name, buffer in self.tensors().items():

@@ -25,9 +25,8 @@ from polytempo.training.distillation import grouped
 from polytempo.training.divided_parameters import check_restorable, own_parameters
 from polytempo.training.layer_plan import plan_layers
 from polytempo.training.pipeline.pipeline_stage import laid_out
-from polytempo.training.ports import DATA, ports_of
+from polytempo.training.ports import DATA, MODEL, check_mesh, ports_of
 from polytempo.training.replicated_parameters import check_optimizer
-from polytempo.training.split import MODEL
 from polytempo.training.staged_training import cut_of, sample_of, staged
 
 _RATE = "10gbit"
@@ -44,6 +43,7 @@ def laid_out_run(port: Port, strategy: Strategy) -> Port:
 
 def laid_out_parts(port: Port, parted: Parted | None) -> Port:
     """The ranks as models of so many ranks each. ValueError where they cannot be."""
+    check_mesh(port)
     if parted is None:
         return port
     lengths = {} if port.mesh is None else port.mesh.lengths

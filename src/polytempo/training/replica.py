@@ -269,17 +269,23 @@ class Replica:
         return {} if self.masters is None else self.masters.row
 
     def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters and buffers as they lie in the model, by name: those that `consensus` averages, and the others."""
+        """Parameters and buffers as they lie in the model, by name: those that are averaged where ranks hold others of
+        them, and the rest."""
         with self.in_float32():
-            averaged = {name: p.detach() for name, p in self.model.named_parameters()} | self.buffers.averaged()
-        return averaged, {name: b for name, b in self.model.named_buffers() if name not in averaged}
+            parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        averaged = {} if self.strategy.synchronized else parameters
+        if self.buffers.passed or not self.strategy.synchronized:
+            averaged = averaged | self.buffers.averaged()
+        every = parameters | dict(self.model.named_buffers())
+        return averaged, {name: tensor for name, tensor in every.items() if name not in averaged}
 
     async def consensus_buffers(self, data: Port) -> dict[str, Tensor]:
         """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
 
-        Batch-norm's running statistics where the models differ between their meetings, else none.
+        Batch-norm's running statistics where models, or these alone, differ between their meetings, else none.
         """
-        if data.size == 1 or self.strategy.synchronized or self.buffers.rule == "leave":
+        equal = self.strategy.synchronized and not self.buffers.passed
+        if data.size == 1 or equal or self.buffers.rule == "leave":
             return {}
         return await self.buffers.agreed(data, None, self.member)
 

@@ -14,8 +14,7 @@ from polytempo.training.checkpoint import ForeignCheckpoint, read_manifest, read
 from polytempo.training.checkpoint_folders import CheckpointError, latest
 from polytempo.training.guard import MODEL
 from polytempo.training.manifest import COMPLETE
-from polytempo.training.pipeline.pipeline_stage import STAGE
-from polytempo.training.ports import DATA
+from polytempo.training.ports import DATA, STAGE
 from polytempo.training.scored_average import AVERAGE
 
 

@@ -23,10 +23,8 @@ from polytempo.partition.wires import Wires
 from polytempo.spec.catalogue import codec_of
 from polytempo.training.agree import agree
 from polytempo.training.layer_plan import LATENCY_S
+from polytempo.training.ports import MODEL
 from polytempo.worlds import ProcessWorld, current
-
-MODEL = "model"
-"""The axis of the mesh along which ranks hold the parts of one model's layers."""
 
 
 def split(

@@ -156,7 +156,7 @@ class VirtualObserver:
         """Score what all had when each has finished the step: the first replica, or the mean where they differ."""
         data, means = own.ports.data, self._parts.setdefault(moment.step, defaultdict(_Mean))
         averaged, others = own.replica.averaged_tensors()
-        if data.size == 1 or own.replica.strategy.synchronized:
+        if data.size == 1:
             averaged, others = {}, averaged | others
         means[own.place].add(data.rank, averaged, others)
         self._cuts[own.place] = own.divisions

@@ -18,7 +18,7 @@ from polytempo.partition.tensor.division import Division
 from polytempo.training.checkpoint import CheckpointPart
 from polytempo.training.divided_tensors import PARTS, cuts_of
 from polytempo.training.named_optimizer import NAMES, under
-from polytempo.training.pipeline.pipeline_stage import STAGE
+from polytempo.training.ports import STAGE
 from polytempo.training.saved_model import mean_of
 
 

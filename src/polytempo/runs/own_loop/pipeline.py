@@ -52,8 +52,7 @@ def pipeline(
     `schedule` is a strategy with stages, or a schedule of `pt.partition.schedules`. Every rank makes the whole model,
     takes rank 0's parameters, and keeps its stage. Rank r is stage r mod K of replica r // K, unless
     `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same batches, replicas
-    different ones, which `pt.shard` deals after that `pt.init`; gradients between replicas go by `inner` (default
-    `sync_sgd()`).
+    different ones, as `pt.shard` deals them after that `pt.init`; gradients of replicas go by `inner` (`sync_sgd()`).
 
     With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, each stage is held by two
     ranks, between which its layers are split (`pt.split`): a mesh of data, stages and parts of layers.

@@ -34,14 +34,11 @@ from polytempo.training.pipeline.split_stage import cut_parameters, split_stage
 from polytempo.training.pipeline.stage_mail import own_messages
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.ports import DATA, Ports, ports_of
+from polytempo.training.ports import DATA, MODEL, STAGE, Ports, check_mesh, ports_of
 from polytempo.training.precision.masters import masters_of
 from polytempo.training.replica import Replica
 from polytempo.training.replicated_parameters import align, counted_elsewhere
-from polytempo.training.split import MODEL
 
-STAGE = "stage"
-"""The axis of the mesh along which ranks hold the stages of one model."""
 UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step, as in a step without stages."""
 
@@ -133,6 +130,7 @@ class PipelineStage:
         split = self.micro_batches(inputs, target)
         self._shares.append(self.replica.share)
         loss = await self.program.step(self._stages, split)
+        self.replica.buffers.passed = self.program.passed
         self.replica.step = step + 1  # also where no gradient has come back yet, and so no update was made
         return loss
 
@@ -172,9 +170,11 @@ class PipelineStage:
 
     def state(self) -> Saved:
         """What is under way here after a step; see `ProgramState`."""
-        about = {"shares": list(self._shares)}
+        buffers = self.replica.buffers
+        about = {"shares": list(self._shares), "passed": buffers.passed}
         found = saved_state(self.program.state(), about)
         tensors = found.tensors | {f"loss/{i}": t for i, t in enumerate(self._losses.under_way)}
+        tensors |= {f"buffer/{name}": t for name, t in buffers.tensors().items() if buffers.passed}
         scalars = dict(found.scalars)
         for path, part in self._remembering.items():
             own = part.state().at(path)
@@ -187,6 +187,9 @@ class PipelineStage:
         micro_batches = self.schedule.micro_batches
         self.program.restore(state, lambda number: self._batches.seeded(*divmod(number, micro_batches)))
         self._shares = deque(about["shares"])
+        self.replica.buffers.passed = self.program.passed = about.get("passed", False)
+        for name, buffer in self.replica.buffers.tensors().items() if self.program.passed else ():
+            buffer.copy_(source.tensors[f"buffer/{name}"])
         losses = [tensor for name, tensor in source.tensors.items() if name.startswith("loss/")]
         self._losses.restore(losses, state.step)
         for path, part in self._remembering.items():
@@ -317,13 +320,14 @@ def stage_report(
 
 def laid_out(port: Port, stages: int, ranks: int = 1) -> Port:
     """The ranks as replicas of so many stages, each of which so many hold together. ValueError where they cannot be."""
-    if stages * ranks == 1 and port.mesh is None:
-        return port
-    lengths = {} if port.mesh is None else port.mesh.lengths
-    if STAGE in lengths:
-        if (lengths[STAGE], lengths.get(MODEL, 1)) != (stages, ranks):
+    check_mesh(port)
+    if port.mesh is not None:
+        lengths = port.mesh.lengths
+        if (lengths.get(STAGE, 1), lengths.get(MODEL, 1)) != (stages, ranks):
             held = "" if ranks == 1 else f" of {ranks} ranks each, along {MODEL!r}"
-            raise ValueError(f"the mesh {lengths} has {lengths[STAGE]} stages, and the schedule {stages}{held}")
+            raise ValueError(f"the mesh {lengths} has {lengths.get(STAGE, 1)} stages, and the schedule {stages}{held}")
+        return port
+    if stages * ranks == 1:
         return port
     if port.size % (stages * ranks):
         held = "" if ranks == 1 else f", of {ranks} ranks each"

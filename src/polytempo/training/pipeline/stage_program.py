@@ -98,6 +98,8 @@ class StageProgram:
         self._has_gradient = False
         self.last_version = 0
         """The version of the parameters with which the last gradient was computed."""
+        self.passed = False
+        """Whether there was a forward pass since the last update."""
         self.delays: Counter[int] = Counter()
         """How often an update came so many updates after the parameters that its gradient was computed with."""
         self._sent = SentAhead(cut, schedule, stage)
@@ -220,6 +222,7 @@ class StageProgram:
         part = part_of(self._schedule, self._stage, turn.action)
         match turn.action.kind:
             case "forward":
+                self.passed = True
                 return await self._forward(port, turn, part)
             case "backward" | "input":
                 await self._backward(port, turn, part)
@@ -232,7 +235,7 @@ class StageProgram:
                 self._has_gradient = True
                 self._end(turn)
             case "update" if self._has_gradient:
-                self._has_gradient = False
+                self._has_gradient = self.passed = False
                 self.delays[self.versions.current - self.last_version] += 1
                 self.versions.update_begins()
                 with nullcontext() if self.late is None else self.late.updating():
