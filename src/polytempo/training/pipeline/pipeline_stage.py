@@ -96,9 +96,7 @@ class PipelineStage:
         )
         if masters is not None:
             masters.watch()
-        if self.schedule.estimation is not None and self.replica.guard is not None:
-            lr = self.optimizer.param_groups[0]["lr"]
-            self.replica.guard.remedy = f"estimates need a smaller learning rate: a fifth of this one is {lr / 5:g}"
+        _advise(self.replica, self.schedule)
         self._shared = SharedGradients(parts, self.schedule, self.number)
         own = list(self.model.parameters())
         device = next((parameter.device for parameter in own), None)
@@ -287,6 +285,13 @@ class PipelineStage:
             return answer
 
         return DividedLoss(looked_at, divisor_of(loss))
+
+
+def _advise(replica: Replica, schedule: Schedule) -> None:
+    """What becomes infinite with estimates names a learning rate."""
+    if schedule.estimation is not None and replica.guard is not None:
+        lr = replica.optimizer.param_groups[0]["lr"]
+        replica.guard.remedy = f"estimates need a smaller learning rate: a fifth of this one is {lr / 5:g}"
 
 
 def schedule_of(strategy: Strategy) -> Schedule:
