@@ -102,16 +102,7 @@ class PipelineStage:
         device = next((parameter.device for parameter in own), None)
         self.estimators = estimators_of(self.schedule, self.number, seed, self.ports.data, device)
         self.late_stage = late_stage(self.schedule, self.number, own, self.optimizer)
-        self.program = StageProgram(
-            parts,
-            self.schedule,
-            self.number,
-            self._update,
-            shares_of(parts),
-            estimators=self.estimators,
-            late=self.late_stage,
-            suspends=self.split,
-        )
+        self.program = self._made_program(parts)
         both = {"estimators": self.estimators, "late": self.late_stage}
         self._remembering = {path: part for path, part in both.items() if part is not None}
         self._losses = LossMail(self.late)
@@ -121,6 +112,18 @@ class PipelineStage:
         flops = flops_per_sample / self.holders.size
         replica = self.ports.data.rank
         self._batches = MicroBatches(self.cut, self.schedule, self._checked(loss), seed, replica, flops)
+
+    def _made_program(self, parts: Cut) -> StageProgram:
+        return StageProgram(
+            parts,
+            self.schedule,
+            self.number,
+            self._update,
+            shares_of(parts),
+            estimators=self.estimators,
+            late=self.late_stage,
+            suspends=self.split,
+        )
 
     async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
         """Take a batch. The last stage answers its mean loss. `replica.share`: the batch's weight among replicas."""
