@@ -3,12 +3,13 @@
     python benchmarks/elastic/horovod.py --kills 20 --rooms 6
     python benchmarks/elastic/horovod.py --kills 0 --rooms 0 --storm 40
 
-Three processes train digits. Recovery is the time from the signal, or from the change of the host's slots, until the
-others have made a step without that process, or the new number of them has. `--storm` is so many seconds in which one
-or two processes are killed every 0 to 1 s, whatever the others are at: while they start, meet, synchronize, commit or
-negotiate. One that has the training's state is always spared. Afterwards as many epochs are trained without events.
-The exit status is 1 where a sample was not used once an epoch, the accuracy is more than half a point from that of the
-calm run, or 95 % of the recoveries from a kill took longer than 3 s.
+Three processes train digits. Of those that are killed, the script or its wrapper is killed or stopped. Recovery is
+the time from the signal, or from the change of the host's slots, until the others have made a step without that
+process, or the new number of them has. `--storm` is so many seconds in which one or two processes are killed every 0
+to 1 s, whatever the others are at: while they start, meet, synchronize, commit or negotiate. One that has the
+training's state is always spared. Afterwards as many epochs are trained without events. The exit status is 1 where a
+sample was not used once an epoch, the accuracy is more than half a point from that of the calm run, or 95 % of the
+recoveries from a kill took longer than 3 s.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.settings import LaunchSettings
 
 PROCESSES, MOST = 3, 4
+FAULTS = {
+    f"{number.name} of a {who}": (number, who)
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+    for who in ("script", "wrapper")
+}
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
@@ -89,10 +95,10 @@ class Events:
     def __init__(self, folder: Path, kills: int, rooms: int, storm_s: float, seed: int) -> None:
         self._folder, self._random, self._storm_s = folder, random.Random(seed), storm_s
         self.storm_kills = 0
-        self._kinds = ["kill"] * kills + ["room"] * rooms
+        self._kinds = self._random.choices(list(FAULTS), (6, 2, 1, 1), k=kills) + ["room"] * rooms
         self._random.shuffle(self._kinds)
         self.slots = {"localhost": PROCESSES}
-        self.recovery_s: dict[str, list[float]] = {"kill": [], "room": []}
+        self.recovery_s: dict[str, list[float]] = {kind: [] for kind in (*FAULTS, "room")}
         self._story: Iterator[None] | None = None
 
     def watch(self, ranks: ElasticRanks) -> None:
@@ -106,12 +112,14 @@ class Events:
             until_s = time.monotonic() + self._random.uniform(0.2, 1.5)
             while time.monotonic() < until_s:
                 yield
-            if kind == "kill":
+            if kind in FAULTS:
                 yield from self._steps(ranks, lambda members: len(members) > 1)
                 assert ranks.view is not None
                 life = self._random.choice(ranks.view.members)
                 since_s = time.monotonic()
-                os.kill(self._script(ranks, life), signal.SIGKILL)
+                number, who = FAULTS[kind]
+                process: Any = ranks.processes[life]
+                os.kill(process.pid if who == "wrapper" else self._script(ranks, life), number)
                 yield from self._steps(ranks, lambda members, life=life: life not in members)
             else:
                 others = [number for number in range(2, MOST + 1) if number != self.slots["localhost"]]
@@ -228,7 +236,8 @@ def main() -> None:
         print(f"storm: {events.storm_kills} kills in {given.storm:g} s")
     print(f"epochs {harmed['epochs']}, each sample used {harmed['least']} to {harmed['most']} times")
     print(f"accuracy {harmed['accuracy']:.4f}, calm {calm['accuracy']:.4f}; load {os.getloadavg()[0]:.0f}")
-    sys.exit("; ".join(missed(harmed, calm, events.recovery_s["kill"])) or None)
+    kills_s = [second for kind in FAULTS for second in events.recovery_s[kind]]
+    sys.exit("; ".join(missed(harmed, calm, kills_s)) or None)
 
 
 if __name__ == "__main__":

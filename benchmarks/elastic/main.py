@@ -1,4 +1,4 @@
-"""Workers of a synchronous run are killed, stopped, sent away and taken in at random moments.
+"""Workers of a synchronous run are killed, stopped, sent away and taken in at random moments, its janitor first.
 
     python benchmarks/elastic/main.py                            # 100 events on sync_sgd(route=invariant)
     python benchmarks/elastic/main.py --strategy sync_sgd        # weights equal to rounding alone
@@ -55,6 +55,7 @@ class Storm:
         next(self._plot, None)
 
     def _story(self, launcher: ElasticLauncher) -> Iterator[None]:
+        self._harm_janitor(launcher)
         while self._left:
             until_s = time.monotonic() + self._random.uniform(0.05, 0.4)
             while time.monotonic() < until_s or not launcher.is_training:
@@ -76,12 +77,23 @@ class Storm:
         while life in launcher.view.members or not launcher.is_training:
             yield
 
+    def _harm_janitor(self, launcher: ElasticLauncher) -> None:
+        """Kill it or stop it: the run goes on, and ends as without that."""
+        workers: list[Any] = list(launcher.processes.values())
+        (janitor,) = children() - {worker.pid for worker in workers}
+        os.kill(janitor, self._random.choice((signal.SIGKILL, signal.SIGSTOP)))
+
     def _change_room(self, launcher: ElasticLauncher) -> Iterator[None]:
         sizes = [size for size in range(LEAST + 1, MOST + 1) if size != self.available]
         self.available = self._random.choice(sizes)
         assert launcher.view is not None
         while len(launcher.view.members) != self.available or not launcher.is_training:
             yield
+
+
+def children() -> set[int]:
+    """The processes that this one has started."""
+    return {int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def slow(job: pt.Job, over: Path) -> pt.Job:
@@ -120,6 +132,7 @@ def main() -> None:
             elastic = replace(options, min_workers=LEAST, max_workers=MOST)
             spec = RunSpec.of(slow(job, over), strategy, WORKERS, elastic)
             result = run_elastic(spec, pt.engines.local(), None, lambda: storm.available, storm.watch)  # noqa: B023
+        assert not children(), f"processes are left: {children()}"
         runs += 1
         seconds += storm.seconds
         assert result.ledger == calm.ledger, result.ledger  # and the account of samples has closed

@@ -140,6 +140,48 @@ def test_each_sample_counts_once_over_a_kill_a_join_and_a_host_that_shrinks(
     assert [each[2] for each in told] == kept, "processes go on without a new start"
 
 
+HARMED = """
+import os, signal, sys, time
+from pathlib import Path
+
+try:
+    os.close(os.open("first", os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    while not Path("lost").exists():
+        time.sleep(0.02)
+else:
+    exec(sys.argv[1])
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [sys.executable, "harmed.py", "os.kill(os.getpid(), signal.SIGSTOP)"],
+        ["sh", "-c", f"{sys.executable} harmed.py 'os.kill(os.getpid(), signal.SIGSTOP)'; exit $?"],
+        [sys.executable, "harmed.py", "os.kill(os.getppid(), signal.SIGSTOP)"],
+        [sys.executable, "harmed.py", "os.kill(os.getppid(), signal.SIGKILL)"],
+    ],
+    ids=["the script is stopped", "a shell's script is stopped", "its wrapper is stopped", "its wrapper is killed"],
+)
+def test_a_process_that_is_held_is_lost_and_nothing_of_it_is_left(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "harmed.py").write_text(HARMED)
+    monkeypatch.chdir(tmp_path)
+
+    def watch(ranks: ElasticRanks) -> None:
+        if any(process.exit_code is not None for process in ranks.processes.values()):
+            (tmp_path / "lost").touch()
+
+    slots = {"localhost": 2}
+    run_elastic_ranks(
+        words, lambda: slots, LaunchSettings(), ElasticSettings.of(2, 1, 2, cooldown_s=(0.1, 1)), watch=watch
+    )
+    assert children_of(os.getpid()) == []
+
+
 def test_a_script_that_fails_everywhere_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import sys; sys.exit(5)")

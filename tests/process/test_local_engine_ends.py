@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,41 @@ def test_the_next_run_sweeps_what_a_launcher_and_a_janitor_left_that_were_killed
     (folder,) = private.iterdir()
     assert launch(lambda rank_info: rank_info.rank, workers=1) == [0]
     assert list(private.iterdir()) == [], folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_run_ends_whatever_becomes_of_its_janitor(number: signal.Signals, private: Path) -> None:
+    launcher, before = os.getpid(), children_of(os.getpid())
+
+    def work(rank_info: RankInfo) -> Result:
+        (janitor,) = children_of(launcher) - before - {os.getpid()}
+        os.kill(janitor, number)
+        return janitor
+
+    (janitor,) = launch(work, workers=1)
+    assert not is_running(janitor)
+    assert list(private.iterdir()) == []
+
+
+def kills_itself(rank_info: RankInfo) -> Result:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+def test_a_run_ends_where_sigchld_is_ignored(private: Path) -> None:
+    """As a parent may hand it on: the kernel collects children then. In another thread Python cannot change that."""
+    ignored = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert launch(lambda rank_info: str(signal.getsignal(signal.SIGCHLD)), 2) == ["0", "0"]
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            launch(kills_itself, 1)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(launch, lambda rank_info: rank_info.rank, 2).result() == [0, 1]
+            failure = other.submit(launch, kills_itself, 1).exception()
+        assert isinstance(failure, WorkerDied)
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, ignored)
 
 
 def is_janitor(process: int) -> bool:

@@ -14,7 +14,7 @@ from polytempo.cli.plan_commands import plan
 from polytempo.cli.prediction_commands import calibrate, profile, validate
 from polytempo.cli.sharpness_command import sharpness
 from polytempo.cli.tune_commands import tune
-from polytempo.engines.fork import reserve_standard_files
+from polytempo.engines.fork import collected_children, reserve_standard_files
 
 app = typer.Typer(
     name="polytempo",
@@ -43,7 +43,8 @@ def options(version: p.Version = False) -> None:
 def main() -> None:
     """The entry point of `polytempo` and `python -m polytempo`."""
     reserve_standard_files()
-    app(prog_name="polytempo")
+    with collected_children():
+        app(prog_name="polytempo")
 
 
 @app.command()

@@ -19,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from polytempo.engines.fork import die_with
+from polytempo.engines.fork import die_with, sleep_until_ended
 from polytempo.engines.worker import MAX_RESULT_BYTES
+from polytempo.engines.worker_processes import held_path
 
 COMMAND_FORMAT = "polytempo.command/1"
 ANSWER_FILE = "POLYTEMPO_ANSWER_FILE"
@@ -28,6 +29,8 @@ ANSWER_FILE = "POLYTEMPO_ANSWER_FILE"
 _NOT_STARTED = 127
 _LINE_BYTES = 64 << 10
 """Longer lines are cut into several."""
+_LOOK_S = 0.1
+"""How often it is looked whether a signal holds the command."""
 _REST_S = 1.0
 """How long the output is read after the end of a command whose children hold it open."""
 
@@ -91,10 +94,31 @@ def perform_command(run: CommandRun, name: str, environment: Mapping[str, str]) 
         reader.start()
     with suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(run.input.encode())
-    code = process.wait()
+    code = _watched(process, held_path(Path(tempfile.gettempdir()), own))
     for reader in readers:
         reader.join(_REST_S)
     return {"code": code, **_answer(answer)}
+
+
+def _watched(process: subprocess.Popen[bytes], held: Path) -> int:
+    """Its exit code, once it has ended. As long as a signal holds it, there is the file `held`: the engine sees this
+    process alone."""
+    while (code := process.poll()) is None:
+        if not _is_held(process.pid):
+            held.unlink(missing_ok=True)
+        else:
+            held.touch()
+        sleep_until_ended([process.pid], _LOOK_S)
+    return code
+
+
+def _is_held(process: int) -> bool:
+    """Whether a signal has stopped it, or the one process that it has started: a shell waits for a script."""
+    with suppress(OSError, ValueError):  # no /proc, one that has just ended, or several processes
+        while Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "T":
+            (process,) = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+        return True
+    return False
 
 
 def _answer(path: Path) -> dict[str, str]:

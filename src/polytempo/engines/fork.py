@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 # macOS has no prctl: there the janitor alone ends the workers of a launcher that was killed.
@@ -18,6 +21,7 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 _PR_SET_PDEATHSIG = 1
 
 _STANDARD_ERROR = 2
+_POLL_S = 0.02
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,6 +82,38 @@ def held_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def collected_children() -> Iterator[None]:
+    """While this lasts, SIGCHLD is not ignored, as some parents hand it on: how children end would be lost.
+
+    In another thread than the main one nothing changes: Python sets no signals there.
+    """
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    if ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    else:
+        yield
+
+
+def sleep_until_ended(processes: Iterable[int], timeout_s: float) -> None:
+    """Sleep until one of `processes`, children that were not waited for, has ended, at most `timeout_s`."""
+    ended = select.poll()
+    with ExitStack() as descriptors:
+        try:
+            for process in processes:
+                descriptor = os.pidfd_open(process)
+                descriptors.callback(os.close, descriptor)
+                ended.register(descriptor, select.POLLIN)
+        except (AttributeError, OSError):  # macOS and some sandboxes have no pidfd: look again soon
+            time.sleep(min(timeout_s, _POLL_S))
+        else:
+            ended.poll(None if timeout_s == float("inf") else 1000 * timeout_s)
+
+
 def open_program(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """`subprocess.Popen` inside `held_signals`: the program does not inherit the mask, so SIGTERM ends it."""
     with _without_warning():
@@ -89,8 +125,9 @@ def _let_signals_through() -> None:
 
 
 def default_signals() -> None:
-    """Forget the Python handlers that were inherited, and let held signals through."""
+    """Forget the Python handlers that were inherited, let held signals through, and collect children."""
     signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

@@ -14,10 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from polytempo.engines.fork import fork, ignore_ending_signals, reserve_standard_files
+from polytempo.engines.fork import (
+    collected_children,
+    fork,
+    ignore_ending_signals,
+    reserve_standard_files,
+    sleep_until_ended,
+)
 
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.05
+_END_S = 10.0
+"""How long the janitor may take to end. It has `_PATIENCE_S` for the folder."""
 _OWNER = "owner"
 _HOME = re.compile(r"polytempo-[0-9a-f]{8}")
 
@@ -35,23 +43,36 @@ def swept(home: Path) -> Iterator[int]:
     killed leaves one behind. Where both are killed, the next run of this user removes the folder.
     """
     reserve_standard_files()
-    read_end, write_end = os.pipe()
-    janitor = fork(lambda: _watch(read_end, home))
-    os.close(read_end)
-    owner = -1
-    try:
-        _sweep(home.parent)
-        home.mkdir(mode=0o700)
-        owner = _owned(home)
-        yield write_end
-    finally:
-        if owner >= 0:
-            os.close(owner)
-        _note(write_end, b".\n")
-        os.close(write_end)
-        with suppress(ChildProcessError):  # where the caller ignores SIGCHLD, the kernel has collected it
-            os.waitpid(janitor, 0)
-        shutil.rmtree(home, ignore_errors=True)  # only where the janitor was killed
+    with collected_children():
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)  # a janitor that is stopped does not read
+        janitor = fork(lambda: _watch(read_end, home))
+        os.close(read_end)
+        owner = -1
+        try:
+            _sweep(home.parent)
+            home.mkdir(mode=0o700)
+            owner = _owned(home)
+            yield write_end
+        finally:
+            if owner >= 0:
+                os.close(owner)
+            _note(write_end, b".\n")
+            os.close(write_end)
+            _await_end(janitor)
+            shutil.rmtree(home, ignore_errors=True)  # only where the janitor was killed
+
+
+def _await_end(janitor: int) -> None:
+    """Wait for the janitor's end, for some seconds. One that a signal has stopped goes on; a late one is killed."""
+    with suppress(ChildProcessError, ProcessLookupError):  # the caller's own handler of SIGCHLD has collected it
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            os.kill(janitor, number)
+            until_s = time.monotonic() + _END_S
+            while (left_s := until_s - time.monotonic()) > 0:
+                if os.waitpid(janitor, os.WNOHANG)[0]:
+                    return
+                sleep_until_ended([janitor], left_s)
 
 
 def begin(notes: int) -> None:
@@ -98,7 +119,8 @@ def _is_left(home: Path) -> bool:
 
 
 def _note(notes: int, line: bytes) -> None:
-    with suppress(BrokenPipeError):  # the janitor was killed: the launcher still cleans up itself
+    # The janitor was killed, or is stopped and the pipe is full: the launcher still cleans up itself.
+    with suppress(BrokenPipeError, BlockingIOError):
         os.write(notes, line)
 
 

@@ -50,7 +50,7 @@ class LocalEngine:
         assert address.home is not None
         self._work, self._address, self._home, self._notes = work, address, address.home, notes
         self._logs, self._size = logs, size
-        self._children = Children(self._read)
+        self._children = Children(self._read, self._home)
 
     @property
     def address(self) -> EngineAddress:

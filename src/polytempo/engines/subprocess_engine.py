@@ -63,7 +63,7 @@ class SubprocessEngine:
         self._python, self._spec, self._launch, self._address = python, spec, launch, address
         self._home, self._notes, self._logs = home, notes, logs
         self._answers: dict[Child, IO[bytes]] = {}
-        self._children = Children(self._read)
+        self._children = Children(self._read, self._home)
 
     @property
     def address(self) -> EngineAddress:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from polytempo.engines import janitor
 from polytempo.engines.engine import EngineProcess
+from polytempo.engines.fork import sleep_until_ended
 
 _END_S = 2.0
 """How long a worker may take to end when asked."""
@@ -28,13 +28,18 @@ class Child(EngineProcess):
     pid: int = -1
     notes: int = -1
     """The janitor's pipe (see `janitor.swept`)."""
+    halted: bool = False
+    """Whether a signal holds this process itself; `stopped` counts the command of which it takes care, too."""
 
 
 class Children:
-    """Those that one engine has started. `read(child)` fills in what a child has left, once it has ended."""
+    """Those that one engine has started. `read(child)` fills in what a child has left, once it has ended.
 
-    def __init__(self, read: Callable[[Child], None]) -> None:
-        self._read = read
+    `home` is the engine's private folder.
+    """
+
+    def __init__(self, read: Callable[[Child], None], home: Path) -> None:
+        self._read, self._home = read, home
         self._all: list[Child] = []
         self._told: set[Child] = set()
         """Those of which `poll` has said that they have ended."""
@@ -47,6 +52,9 @@ class Children:
     def poll(self, wait_s: float) -> list[EngineProcess]:
         """See `Engine`."""
         look(self._all, time.monotonic() + wait_s)
+        for child in self._all:
+            if child.exit_code is None:
+                child.stopped = child.halted or held_path(self._home, child.pid).exists()
         gone = [child for child in self._all if child.exit_code is not None and child not in self._told]
         self._told.update(gone)
         for child in gone:
@@ -73,10 +81,15 @@ class Children:
                     os.kill(child.pid, number)
 
 
+def held_path(home: Path, process: int) -> Path:
+    """A file that is there as long as a signal holds the command of which `process` takes care."""
+    return home / f"held-{process}"
+
+
 def look(crew: Sequence[Child], until: float) -> None:
     """Sleep until a running worker has ended, at most until `until`; note which have, and which are stopped."""
     running = [worker for worker in crew if worker.exit_code is None]
-    _sleep([worker.pid for worker in running], max(0.0, until - time.monotonic()))
+    sleep_until_ended([worker.pid for worker in running], max(0.0, until - time.monotonic()))
     number = max((worker.ended for worker in crew), default=0) + 1
     for worker in running:
         status = _news(worker)
@@ -87,28 +100,20 @@ def look(crew: Sequence[Child], until: float) -> None:
 
 
 def _news(worker: Child) -> int | None:
-    """How the process ended, if it has. Meanwhile notes whether it was stopped, or continued."""
+    """How the process ended, if it has. Meanwhile notes whether it was stopped, or continued.
+
+    Where others have collected it, as a handler of SIGCHLD may, it counts as ended well if it has left a result.
+    """
     while True:
-        process, status = os.waitpid(worker.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        try:
+            process, status = os.waitpid(worker.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        except ChildProcessError:
+            return 0
         if not process:
             return None
         if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
             return status
-        worker.stopped = os.WIFSTOPPED(status)
-
-
-def _sleep(processes: Iterable[int], timeout_s: float) -> None:
-    """Sleep until one of the processes, children not yet waited for, has ended, at most `timeout_s`."""
-    descriptors: list[int] = []
-    try:
-        for process in processes:
-            descriptors.append(os.pidfd_open(process))
-        wait(descriptors, None if timeout_s == float("inf") else timeout_s)
-    except (AttributeError, OSError):  # macOS and some sandboxes have no pidfd: look again soon
-        time.sleep(min(timeout_s, _POLL_S))
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        worker.halted = os.WIFSTOPPED(status)
 
 
 def wait_all(crew: Sequence[Child], until: float) -> None:
@@ -127,9 +132,10 @@ def end(crew: Sequence[Child]) -> None:
 
 
 def _signal(process: int, number: signal.Signals) -> None:
-    os.kill(process, number)  # alone too: it may not lead its group yet
-    if number == signal.SIGTERM:  # which it may take for a request to save and leave: see `core.notice`
-        os.kill(process, signal.SIGHUP)
+    with suppress(ProcessLookupError):  # others have collected it
+        os.kill(process, number)  # alone too: it may not lead its group yet
+        if number == signal.SIGTERM:  # which it may take for a request to save and leave: see `core.notice`
+            os.kill(process, signal.SIGHUP)
     with suppress(ProcessLookupError):
         os.killpg(process, number)
 

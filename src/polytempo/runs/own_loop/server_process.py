@@ -95,6 +95,13 @@ class ServerProcess:
             self._process.stdin.write(json.dumps({"end": reason[:1000]}).encode() + b"\n")
             self._process.stdin.flush()
 
+    def _how(self) -> str:
+        """How it ended, whose output has."""
+        try:
+            return f"it has ended with exit code {self._process.wait(_END_S)} and said nothing"
+        except subprocess.TimeoutExpired:
+            return "it has closed its output and said nothing"
+
     def _line(self, wait_s: float) -> dict[str, Any]:
         """The next line that it says; {"failed": why} where none comes."""
         assert self._process.stdout is not None
@@ -106,7 +113,7 @@ class ServerProcess:
                     return {"failed": f"it has said nothing for {wait_s:g} s"}
                 piece = os.read(source, 1 << 16)
                 if not piece or len(self._text) > _MOST_BYTES:
-                    return {"failed": f"it has ended with exit code {self._process.wait()} and said nothing"}
+                    return {"failed": self._how()}
                 self._text += piece
         line, _, self._text = self._text.partition(b"\n")
         found = json.loads(line)
