@@ -44,7 +44,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_
 
 # Laws with many cases, of which `make test` looks at some, and `make test-runs` at all (tests/some_cases.py).
 LONG := $(patsubst %,tests/laws/test_%.py,loops observation optimizers pipeline_laws placed_laws served_clock \
-	tentative)
+	tentative unused)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)

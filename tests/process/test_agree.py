@@ -209,7 +209,6 @@ CASES: dict[str, tuple[Act, Act, str, tuple[str, str]]] = {
         "bucket_bytes",
         ("100", "200"),
     ),
-    "find_unused": (attached, lambda: attached(find_unused=True), "find_unused", ("False", "True")),
     "a trainer's job": (trained, lambda: trained(name="b"), "job", ("a job", "b")),
     "a trainer's lr": (lambda: trained(lr=0.1), lambda: trained(lr=0.2), "lr", ("0.1", "0.2")),
     "a trainer's batch": (lambda: trained(batch_size=2), lambda: trained(batch_size=4), "batch_size", ("2", "4")),

@@ -316,21 +316,19 @@ class Branches(nn.Module):
         return (out + inputs * self.sometimes if opened else out).sum()
 
 
-UNUSED: list[tuple[bool, tuple[bool, bool], list[float] | None, list[float] | None]] = [
-    # find_unused, who uses `sometimes`, its gradient, the gradient of `never`
-    (False, (True, False), [1.0] * 3, [0.0] * 3),
-    (False, (False, False), [0.0] * 3, [0.0] * 3),
-    (True, (True, False), [1.0] * 3, None),
-    (True, (False, True), [1.0] * 3, None),
-    (True, (False, False), None, None),
+UNUSED: list[tuple[tuple[bool, bool], list[float] | None]] = [
+    # who uses `sometimes`, its gradient
+    ((True, False), [1.0] * 3),
+    ((False, True), [1.0] * 3),
+    ((False, False), None),
 ]
 
 
 def test_unused_parameters() -> None:
-    def gradients(opened: bool, find_unused: bool, bucket_bytes: int) -> list[list[float] | None]:
+    def gradients(opened: bool, bucket_bytes: int) -> list[list[float] | None]:
         net = Branches()
         optimizer = SGD(net.parameters(), lr=0.1)
-        pt.attach(net, optimizer, find_unused=find_unused, bucket_bytes=bucket_bytes)
+        pt.attach(net, optimizer, bucket_bytes=bucket_bytes)
         for now in (True, opened):
             optimizer.zero_grad()
             net(torch.full((3,), 2.0), now).backward()
@@ -338,13 +336,9 @@ def test_unused_parameters() -> None:
         return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
 
     def work(world: ProcessWorld) -> Result:
-        return [
-            gradients(openings[world.rank], find_unused, bucket_bytes)
-            for find_unused, openings, _, _ in UNUSED
-            for bucket_bytes in (1, 2**20)
-        ]
+        return [gradients(openings[world.rank], bucket_bytes) for openings, _ in UNUSED for bucket_bytes in (1, 2**20)]
 
-    expected = [[[2.0] * 3, sometimes, never] for _, _, sometimes, never in UNUSED for _ in range(2)]
+    expected = [[[2.0] * 3, sometimes, None] for _, sometimes in UNUSED for _ in range(2)]
     assert together(2, work) == [expected] * 2
 
 
@@ -370,7 +364,7 @@ def test_a_late_gradient_reaches_a_parameter_that_the_present_step_leaves_out() 
     def work(world: ProcessWorld) -> Result:
         net = Branches()
         optimizer = SGD(net.parameters(), lr=0.1)
-        pt.attach(net, optimizer, pt.strategies.delayed_sgd(delay=1), find_unused=True)
+        pt.attach(net, optimizer, pt.strategies.delayed_sgd(delay=1))
         gradients = []
         for opened in (True, False, False):
             optimizer.zero_grad()

@@ -47,7 +47,6 @@ class AttachOptions(NamedTuple):
     """What `attach` is given besides."""
 
     buffers: BufferRule = "average"
-    find_unused: bool = False
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     seed: int | None = None
     scaler: GradScaler | None = None
@@ -208,7 +207,7 @@ def _hooked(
     replica.drift = watch(world, ports.data, replica, options.on_drift)
     if (noise := watch_noise(world, ports.data, replica, options.noise_scale)) is not None:
         replica.measure(noise)
-    return Handle(world, ports, replica, find_unused=options.find_unused, copy=copy, turns=turns, scaler=options.scaler)
+    return Handle(world, ports, replica, copy=copy, turns=turns, scaler=options.scaler)
 
 
 async def begin_alike(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool = False) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from polytempo.collectives import tree
 from polytempo.training.bucket import Bucket
 from polytempo.training.join import JoinMembership
 from polytempo.training.loss_scale import LossScale
@@ -36,11 +35,10 @@ class Backward:
         replica: Replica,
         members: JoinMembership,
         *,
-        find_unused: bool,
         scale: LossScale | None = None,
     ) -> None:
         self._world, self._ports, self._replica, self._members = world, ports, replica, members
-        self._find_unused, self._scale = find_unused, scale
+        self._scale = scale
         self.silent = False
         """Whether gradients only accumulate now."""
         self.exchanged = False
@@ -162,15 +160,13 @@ class Backward:
             self._world.record("compute", self.mark_s)
         try:
             self._members.agree_on_share()
-            used = self._used() if self._find_unused or self._ports.data.size == 1 else None
             for bucket in self._replica.buckets[len(self._launched) :]:
                 self._launch(bucket)
-            if used is not None:
-                self._keep_none(used)
             answers = [strand.wait() for strand in self._launched]
         finally:
             self._launched = []
             self._following = None
+        self._world.drive(self._replica.leave_unused(self._ports.data))
         if self._scale is not None:
             self._agree_on_overflow(self._scale)
         self.exchanged, self.answered = True, any(answers)
@@ -185,21 +181,6 @@ class Backward:
         if self._replica.loss_scale is None:
             scale.look(parameters)
         self._world.drive(scale.agree(self._ports.whole, parameters))
-
-    def _used(self) -> list[Tensor]:
-        return [
-            torch.tensor([float(p.grad is not None) for p in bucket.parameters.values()])
-            for bucket in self._replica.buckets
-        ]
-
-    def _keep_none(self, used: list[Tensor]) -> None:
-        """Parameters that no rank used keep `.grad` None."""
-        if not used:
-            return
-        total = self._world.drive(tree(self._ports.data, torch.cat(used)))
-        for bucket, counts in zip(self._replica.buckets, total.split([len(u) for u in used]), strict=True):
-            names = zip(bucket.parameters, counts.tolist(), strict=True)
-            bucket.keep_none = frozenset(name for name, count in names if not count)
 
     def end_step(self) -> None:
         """An optimizer step was made of what was exchanged."""

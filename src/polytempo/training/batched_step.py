@@ -49,7 +49,7 @@ class BatchedReplicas:
 
         def update() -> None:
             if fills:
-                replica.fill_gradients()
+                replica.begin_states()
             self._updates.enrol(worker)
 
         async def take_step(port: Port, batch: Any, samples: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from polytempo.core import Bundle, Port, State
 from polytempo.core.state import duplicate, residual_tensors, settled
+
+_PART = 1 << 18
+"""Elements that are looked at together."""
 
 Empty = Callable[[int, torch.dtype], Tensor]
 """Makes flat buffers, shape (numel,)."""
@@ -45,8 +49,12 @@ class Bucket:
         self._tentative: _Exchange | None = None
         self._free: list[Tensor] = []
         """Memory of residuals that the next exchange may write to."""
-        self.keep_none: frozenset[str] = frozenset()
-        """Parameters that no rank used in this step: `.grad` stays None unless the answer has something for them."""
+        self.unused: set[str] = set()
+        """Parameters for which this rank had no gradient in the last exchange."""
+        self.silent: list[str] = []
+        """Trained parameters for which the last answer has nothing: perhaps no rank had a gradient."""
+        self._witnesses: Tensor | None = None
+        """For each parameter an element of the flat buffer that was not 0 when it was last looked for; int64."""
         self.withheld = False
         """Whether the coming step must have no update at all of these parameters."""
         self.sparse_tables: frozenset[str] = frozenset()
@@ -81,6 +89,7 @@ class Bucket:
         memory, self._memory = self._memory, None
         self._placed = None
         self._frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
+        self.unused = {name for name, p in self.parameters.items() if p.grad is None}
         return memory
 
     def _fresh(self, gradients: Mapping[str, Tensor]) -> Bundle | None:
@@ -98,7 +107,7 @@ class Bucket:
 
     def lies_in(self, flat: Tensor) -> bool:
         """Whether `.grad` are views of `flat`: the last answer came back in the memory that was lent."""
-        changed = self._frozen or self._row_sparse or self.keep_none
+        changed = self._frozen or self._row_sparse or self.unused
         return self._memory is not None and self._memory.flat is flat and not changed
 
     # ------------------------------------------------------------------ the state
@@ -156,12 +165,49 @@ class Bucket:
         for parameter, view in zip(self.parameters.values(), views.values(), strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
-        unused = {name for name in self.keep_none if not _any(views[name])}  # a late answer may still move it
-        for name in self._frozen | unused:
+        for name in self._frozen:
             self.parameters[name].grad = None
         self._memory = answer
-        if answered and len(self._frozen | unused) < len(views):
+        if answered and len(self._frozen) < len(views):
             self._placed = views, answer.flat, answer.flat._version
+
+    def listen(self, answer: Bundle | None, *, alike: bool) -> None:
+        """Find out for which parameters the answer has nothing. `alike`: all ranks have the same answer, and find the
+        same; else, and on accelerators, where a look would make the host wait, these are all trained parameters.
+
+        Cost: one element of each parameter, and a pass over those where that is 0.
+        """
+        names = [name for name in self.parameters if name not in self._frozen]
+        if answer is None or answer.flat.is_meta:
+            self.silent = []
+        elif alike and answer.flat.device.type == "cpu":
+            empty = self._without_values(answer)
+            self.silent = [name for name in names if name in empty]
+        else:
+            self.silent = names
+
+    def _without_values(self, answer: Bundle) -> set[str]:
+        views, flat = list(answer.views.values()), answer.flat
+        begins = [0, *accumulate(view.numel() for view in views)]
+        if self._witnesses is None or begins[-1] != self.numel:  # rows of a table are others each time
+            self._witnesses = torch.tensor([min(begin, flat.numel() - 1) for begin in begins[:-1]])
+        found: set[str] = set()
+        for i in (flat[self._witnesses] == 0).nonzero().flatten().tolist():
+            place = _first_value(flat[begins[i] : begins[i + 1]])
+            if place is None:
+                found.add(answer.names[i])
+            else:
+                self._witnesses[i] = begins[i] + place
+        return found
+
+    def leave(self, name: str) -> None:
+        """The optimizer leaves this parameter alone, unless the answer has something for it: a late gradient."""
+        parameter = self.parameters[name]
+        if parameter.grad is None or _any(parameter.grad):
+            return
+        parameter.grad = None
+        if all(each.grad is None for each in self.parameters.values()):
+            self._placed = None
 
     @property
     def dropped(self) -> bool:
@@ -211,9 +257,19 @@ def _are(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> boo
     return all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
 
 
+def _first_value(flat: Tensor) -> int | None:
+    """The place of the first element that is not 0; None: all are 0."""
+    for i, part in enumerate(flat.split(_PART)):
+        least, most = (torch.view_as_real(part) if part.is_complex() else part).aminmax()  # many times as fast as any()
+        if least != 0 or most != 0:
+            return i * _PART + int((part != 0).to(torch.uint8).argmax())
+    return None
+
+
 def _any(gradient: Tensor) -> bool:
     """Whether a gradient, dense or coalesced, is anywhere not 0."""
-    return bool((gradient if gradient.layout is torch.strided else gradient.values()).any())
+    values = gradient if gradient.layout is torch.strided else gradient.values()
+    return values.numel() > 0 and _first_value(values.reshape(-1)) is not None
 
 
 def _rows(dense: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ class Handle:
         ports: Ports,
         replica: Replica,
         *,
-        find_unused: bool,
         copy: OneCopy | None = None,
         turns: TurnHooks | None = None,
         scaler: GradScaler | None = None,
@@ -60,7 +59,7 @@ class Handle:
         if replica.exchanges_gradients and not replica.strategy.gradients.linear:
             replica.loss_scale = scale
         agreed_scale = scale if feels_scales else None
-        self._backward = Backward(world, ports, replica, self._members, find_unused=find_unused, scale=agreed_scale)
+        self._backward = Backward(world, ports, replica, self._members, scale=agreed_scale)
         self._watch: PreemptionWatch | None = None
         self._asked = 0
         self._checks = StepChecks(replica, feels_scales=feels_scales, has_scaler=self._has_scaler)

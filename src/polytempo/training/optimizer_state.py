@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Port
 from polytempo.core.state import Saved
@@ -103,6 +104,59 @@ def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.dev
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     place: torch.device = parameters[int(name.rsplit("/", 2)[1])].device
     return place
+
+
+def steps_each_by_itself(optimizer: Optimizer) -> bool:
+    """Whether a step treats each parameter by itself, calls nothing, and skips those without a gradient."""
+    return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "polytempo.")) and not isinstance(
+        optimizer, LBFGS
+    )
+
+
+def plain_step(optimizer: Optimizer) -> None:
+    """The optimizer's own step, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+@torch.no_grad()
+def begin_states(
+    optimizer: Optimizer,
+    unused: Mapping[nn.Parameter, torch.layout],
+    in_float32: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Give parameters that no step has used the state that they have before their first one.
+
+    `unused`: these, each with the layout of its gradients. A step by zeros makes the state, with no weight decay and
+    uncounted; parameters stay as they are.
+    """
+    groups = optimizer.param_groups
+    held = [(p, p.grad) for group in groups for p in group["params"]]
+    decays = [group.get("weight_decay") for group in groups]
+    for parameter, _ in held:
+        parameter.grad = None
+    for group in groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    try:
+        with in_float32():
+            values = [parameter.clone() for parameter in unused]
+            for parameter, layout in unused.items():
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
+            plain_step(optimizer)
+            torch._foreach_copy_(list(unused), values)
+            for parameter in unused:
+                parameter.grad = None
+    finally:
+        for group, decay in zip(groups, decays, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
+        for parameter, gradient in held:
+            parameter.grad = gradient
+    for parameter in unused:
+        state = optimizer.state.get(parameter, {})
+        if "step" in state:
+            state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
 
 def _named(optimizer: Optimizer) -> str:

@@ -33,6 +33,7 @@ from polytempo.training.exchange_listener import ExchangeListener
 from polytempo.training.guard import Guard
 from polytempo.training.loss_scale import LossScale
 from polytempo.training.noise_watch import NoiseWatch
+from polytempo.training.optimizer_state import begin_states, steps_each_by_itself
 from polytempo.training.parameter_exchange import ParameterExchange
 from polytempo.training.precision.masters import Masters
 from polytempo.training.precision.wide_bucket import ScaleNow, WideBucket
@@ -40,6 +41,8 @@ from polytempo.training.replicated_parameters import check_optimizer
 from polytempo.training.requirements import fitted
 from polytempo.training.tensor_groups import by_kind
 from polytempo.training.trainable_parameters import sparse_tables, trainable
+
+_UNUSED_CHANNEL = 1020
 
 
 class Replica:
@@ -98,8 +101,10 @@ class Replica:
         self.drift: ExchangeListener | None = None
         self.noise: NoiseWatch | None = None
         self.hooks: list[RemovableHandle] = []
+        self._stateless: set[int] = set()
+        """Parameters that the optimizer keeps nothing for."""
         if self.exchanges_parameters and strategy.carries_optimizer:
-            self.hooks.append(optimizer.register_step_pre_hook(self.fill_gradients))
+            self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
 
     def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
         transform = self.strategy.gradients
@@ -163,11 +168,37 @@ class Replica:
             self._tentative = applied
         bucket.propose(after, answered=answered)
         bucket.withheld = answer is None
+        if answered:
+            bucket.listen(answer, alike=self._answers_alike)
         if self.loss_scale is not None:  # a scaler wants to see a gradient, also before a step that has none
             answer = bundle.map(torch.zeros_like) if answer is None else self.loss_scale.put_on_(answer)
         if answered or bundle.packed:
             bucket.place(answer, answered=answered)
+        for name in () if answered else bucket.unused:
+            bucket.leave(name)
         return answered
+
+    @property
+    def _answers_alike(self) -> bool:
+        """Whether all ranks have the same answer: a transform that talks to some of them has its own `beside`."""
+        return self.strategy.synchronized or self.strategy.gradients.beside is None
+
+    async def leave_unused(self, data: Port) -> None:
+        """After the exchanges of a step: leave parameters alone that no rank had a gradient for, as plain torch does.
+
+        To be exchanged it counted as 0, by which optimizers decay weights and move by their momentum. What answers have
+        for it, late gradients and residuals, still moves it. Cost: nothing where answers have a number that is not 0
+        for each parameter; else one more exchange of a number for each that they have none for.
+        """
+        asked = [(bucket, name) for bucket in self.buckets if bucket.answered for name in bucket.silent]
+        if not asked:
+            return
+        used = torch.tensor([float(name not in bucket.unused) for bucket, name in asked])
+        if data.size > 1:
+            used = await tree(data.on_channel(_UNUSED_CHANNEL), used)
+        for (bucket, name), count in zip(asked, used.tolist(), strict=True):
+            if not count:
+                bucket.leave(name)
 
     async def agree_to_step(self, port: Port) -> None:
         """Before `optimizer.step`: have gradients of any rank of `port` overflowed, so that all leave the step out?
@@ -235,13 +266,25 @@ class Replica:
         """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
         self._applied = AppliedTransform(identity(), None)
 
-    def fill_gradients(self, *_: Any) -> None:
-        """No gradient counts as zero: optimizers keep no state for it, and all ranks' states must have one layout."""
-        sparse = sparse_tables(self.model)
-        for name, parameter in self.trainable.items():
-            if parameter.grad is None and parameter.requires_grad:
-                layout = torch.sparse_coo if name in sparse else torch.strided
+    def begin_states(self, *_: Any) -> None:
+        """All ranks' states must have one layout, and optimizers keep none for what had no gradient yet: begin these.
+
+        With an optimizer whose step does more than update each parameter by itself, no gradient counts as zero.
+        """
+        sparse, state = sparse_tables(self.model), self.optimizer.state
+        unused = {
+            parameter: torch.sparse_coo if name in sparse else torch.strided
+            for name, parameter in self.trainable.items()
+            if parameter.grad is None and parameter.requires_grad
+        }
+        if not steps_each_by_itself(self.optimizer):
+            for parameter, layout in unused.items():
                 parameter.grad = torch.zeros_like(parameter, layout=layout)
+            return
+        fresh = {p: layout for p, layout in unused.items() if not state.get(p) and id(p) not in self._stateless}
+        if fresh:
+            begin_states(self.optimizer, fresh, self.in_float32)
+            self._stateless |= {id(p) for p in fresh if not state.get(p)}
 
     async def consensus(self, data: Port, instead: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own.

@@ -58,25 +58,26 @@ class SlicedGradients:
         self._parameters = list(replica.trainable.values())
 
     def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
-        """The mean loss of this rank's samples; each parameter has a gradient afterwards, zeros where it is unused.
+        """The mean loss of this rank's samples; parameters that a slice has used have a gradient afterwards.
 
         Cost: a forward and a backward pass for each slice. Memory: ⌈log₂S⌉ + 1 gradients for S slices.
         """
         losses: list[Tensor] = []
+        used: set[int] = set()
 
         def gradient(place: int) -> list[Tensor]:
-            loss, gradients = self._computed(slices[place], rank)
+            loss, gradients = self._computed(slices[place], rank, used)
             losses.append(loss)
             return gradients
 
         total = along_tree(len(slices), gradient, _added_)
-        for parameter, each in zip(self._parameters, total, strict=True):
-            parameter.grad = each
+        for i, (parameter, each) in enumerate(zip(self._parameters, total, strict=True)):
+            parameter.grad = each if i in used else None
         own = sum(piece.share for piece in slices)
         return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), torch.zeros(()))
 
-    def _computed(self, piece: BatchSlice, rank: int) -> tuple[Tensor, list[Tensor]]:
-        """A slice's mean loss, and its gradients times its share of the global batch."""
+    def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
+        """A slice's mean loss, and its gradients times its share of the global batch. Adds to `used` what has one."""
         replica = self._replica
         versions = _versions(replica.model)
         seed_step(self._seed, piece.number, replica.step, "slice's model")
@@ -88,6 +89,7 @@ class SlicedGradients:
         replica.scaled(loss).backward()
         if (changed := _versions(replica.model)) != versions:
             self._refuse_buffers(versions, changed)
+        used.update(i for i, p in enumerate(self._parameters) if p.grad is not None)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

@@ -109,7 +109,7 @@ class StepHooks:
             exchanged = False
             self._complete()
             if self._replica.exchanges_parameters and self._replica.strategy.carries_optimizer:
-                self._replica.fill_gradients()
+                self._replica.begin_states()
             searches = isinstance(self._replica.optimizer, LBFGS)  # by the loss, which must be the same on all ranks
             return self._mean(loss) if searches and self._backward.answered and self._ports.data.size > 1 else loss
 

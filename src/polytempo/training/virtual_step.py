@@ -128,6 +128,7 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
             await exchange
     for earlier in exchanges:
         await earlier
+    await replica.leave_unused(port)
     await replica.agree_to_step(port)
     await updates.perform(port, work.update, _UPDATE_FLOPS * size, uses.update)
     work.updated()

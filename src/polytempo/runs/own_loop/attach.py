@@ -35,7 +35,6 @@ def attach(
     *,
     world: ProcessWorld | None = None,
     buffers: BufferRule = "average",
-    find_unused: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     seed: int | None = None,
     scaler: GradScaler | None = None,
@@ -63,8 +62,8 @@ def attach(
     stay where they are. Gradients set by hand are exchanged by `step` where no backward pass came since the last step,
     and are edits of its answer where one did: let that pass be inside `no_sync()`. After `model.load_state_dict()` (by
     all ranks) the strategy begins anew from there; other changes in place, as clipped weights, are movements of the
-    step. A parameter that this rank did not use counts as a zero gradient; with `find_unused` one that no rank used
-    keeps `.grad` None, for one more small all-reduce a step. Under `shared_memory()` `.grad` is this rank's own
+    step. A parameter that this rank did not use counts as a zero gradient; one that no rank used keeps `.grad` None.
+    Under `shared_memory()` `.grad` is this rank's own
     gradient, `step` does the rest and waits for all, clipping is the handle's `clip_grad_norm_`, other changes of
     parameters are one rank's.
 
@@ -82,7 +81,7 @@ def attach(
     on processes of `pt.init(servers=…)`; `pt.shard` deals its batches. Memory: one flat copy of the gradients.
     """
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
-    options = AttachOptions(buffers, find_unused, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale, bits)
+    options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale, bits)
     threads, served = (threads or Threads()).checked(model), strategy.server is not None
     _check_threads(threads, bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)

@@ -258,6 +258,7 @@ class PipelineStage:
             replica.guard.gradients(replica.step, ports.whole.world_rank)
         for bucket in replica.buckets:
             await replica.exchange(ports.data, bucket)
+        await replica.leave_unused(ports.data)
         if replica.drift is not None and replica.exchanges_gradients:
             replica.drift.after_exchange()
         await self._shared.summed(ports.model)  # last, so that all stages have the same bits of it

@@ -42,12 +42,17 @@ class SharedGradients:
                     self.counted_elsewhere += held.values()
 
     async def summed(self, port: Port) -> None:
-        """`.grad` of each shared weight becomes the sum over its stages; the same bits on all of them."""
+        """`.grad` of each shared weight becomes the sum over its stages; the same bits on all of them.
+
+        It stays None where no stage has one: with each weight travels a number that counts those that have.
+        """
         for number, (stages, parameters) in enumerate(self._groups):
             for parameter in parameters:
                 mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                group = port.among(stages).on_channel(_CHANNEL + number)
-                parameter.grad = await tree(group, mine.clone())
+                counted = torch.cat([mine.reshape(-1), mine.new_full((1,), float(parameter.grad is not None))])
+                total = await tree(port.among(stages).on_channel(_CHANNEL + number), counted)
+                unused = not total.is_meta and not total[-1]
+                parameter.grad = None if unused else total[:-1].view_as(parameter)
 
 
 def _found(module: nn.Module, name: str) -> nn.Parameter:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.core.state import Scalar
 from polytempo.spec.precision import Precision
 from polytempo.training.clipping import EPSILON
+from polytempo.training.optimizer_state import plain_step, steps_each_by_itself
 from polytempo.training.precision.loss_scaling import LossScaling
 from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
 from polytempo.training.weak_hook import KeepingHook, WeakHook
@@ -34,8 +35,6 @@ SCALING = "loss scaling"
 
 _CHUNK_BYTES = 32 * 2**20
 """Of float32 gradients that there are at a time in a step."""
-_PARAMETER_BY_PARAMETER = ("torch.optim.", "polytempo.")
-"""Modules of optimizers whose step treats each parameter by itself, and skips those without a gradient."""
 
 
 class _Gradient(NamedTuple):
@@ -223,7 +222,7 @@ class Masters:
         *most, last = self._chunks(gradients)
         for chunk in most:
             _give(chunk, factor)
-            _plain_step(optimizer)
+            plain_step(optimizer)
             _take_back(chunk)
         _give(last, factor)
 
@@ -247,8 +246,7 @@ class Masters:
 
     def _chunks(self, gradients: Sequence[_Gradient]) -> list[list[_Gradient]]:
         """Those that are converted together; the last chunk may be empty."""
-        optimizer = type(self._optimizer)
-        if not f"{optimizer.__module__}.".startswith(_PARAMETER_BY_PARAMETER):
+        if not steps_each_by_itself(self._optimizer):
             return [list(gradients)]
         chunks: list[list[_Gradient]] = [[]]
         room = _CHUNK_BYTES
@@ -320,12 +318,6 @@ def _give(gradients: Sequence[_Gradient], factor: float) -> None:
 def _take_back(gradients: Sequence[_Gradient]) -> None:
     for gradient in gradients:
         gradient.parameter.grad = None
-
-
-def _plain_step(optimizer: Optimizer) -> None:
-    """The optimizer's own step, without the hooks that torch puts around it."""
-    step: Any = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def _values(gradient: Tensor) -> Tensor:
