@@ -46,12 +46,13 @@ if TYPE_CHECKING:
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
     from polytempo.partition.branches import threads
+    from polytempo.runs.compare import compare
     from polytempo.runs.elastic.elastic_loop import elastic
     from polytempo.runs.elastic.run_elastic import WorkersLost
     from polytempo.runs.own_loop.attach import attach
     from polytempo.runs.own_loop.pipeline import pipeline
     from polytempo.runs.own_loop.served_pipeline import ServedPipeline
-    from polytempo.runs.run import compare, run
+    from polytempo.runs.run import run
     from polytempo.runs.run_lbfgs import lbfgs
     from polytempo.runs.scheduled.run_schedule import schedule
     from polytempo.runs.simulate import simulate
@@ -120,7 +121,8 @@ _HOMES = {
     "polytempo.engines.collective": ("RunTimedOut",),
     "polytempo.engines.launch": ("launch",),
     "polytempo.runs.elastic.elastic_loop": ("elastic",),
-    "polytempo.runs.run": ("compare", "run"),
+    "polytempo.runs.compare": ("compare",),
+    "polytempo.runs.run": ("run",),
     "polytempo.runs.run_lbfgs": ("lbfgs",),
     "polytempo.runs.elastic.run_elastic": ("WorkersLost",),
     "polytempo.runs.scheduled.run_schedule": ("schedule",),

@@ -11,8 +11,8 @@ MAX_RUNS = 10_000
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run, finished or not, has left something in `folder` that another one would overwrite."""
-    return any((folder / name).exists() for name in TRACES_OF_A_RUN)
+    """Whether a run, or the first of a comparison, has left something in `folder` that another would overwrite."""
+    return any((each / name).exists() for each in (folder, *folder.glob("01-*")) for name in TRACES_OF_A_RUN)
 
 
 def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:

@@ -122,8 +122,6 @@ def train_request(given: Mapping[str, object], config: Path | None) -> RunReques
 def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo compare` is asked to do."""
     options = train_options(given, config)
-    if options.resume:
-        raise ValueError("--resume: compare starts new runs; `polytempo train --resume --out` continues one of them")
     check_strategies(options.strategies or COMPARED)
     check_job(options.job)
     _check_engine(options)

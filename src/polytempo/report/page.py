@@ -25,19 +25,19 @@ _SIMULATED = (
 )
 
 
-def write_report(path: Place, runs: Sequence[RunRecord], *, title: str) -> None:
-    """Write the page about `runs` (at least one) to `path`, complete or not at all."""
+def write_report(path: Place, runs: Sequence[RunRecord], *, title: str, notes: Sequence[str] = ()) -> None:
+    """Write the page about `runs` (at least one) to `path`, complete or not at all. `notes` stand below its finding."""
     if not runs:
         raise ValueError("a report needs at least one run; pass the records of the runs that finished")
-    replace(path, page(runs, title=title))
+    replace(path, page(runs, title=title, notes=notes))
 
 
-def page(runs: Sequence[RunRecord], *, title: str) -> str:
+def page(runs: Sequence[RunRecord], *, title: str, notes: Sequence[str] = ()) -> str:
     """The page as HTML, with plotly.js and the figures in it, gzipped: about 0.6 MB."""
     figures: dict[str, Figure] = {}
     sections = _curves(runs, figures) + _noise(runs, figures) + _bars(runs, figures) + _servers(runs, figures)
     sections += _stages(runs, figures) + _parts(runs, figures) + _timelines(runs, figures)
-    body = f"""{_findings(runs)}
+    body = f"""{_findings(runs, notes)}
 {_summary(runs)}
 {WITHOUT_SCRIPT}
 {sections}
@@ -45,9 +45,9 @@ def page(runs: Sequence[RunRecord], *, title: str) -> str:
     return document(title, facts(runs), body, figures)
 
 
-def _findings(runs: Sequence[RunRecord]) -> str:
+def _findings(runs: Sequence[RunRecord], notes: Sequence[str]) -> str:
     found = f'<p class="headline">{escape(headline(runs))}</p>' if headline(runs) else ""
-    return found + "".join(f'<p class="remark">{escape(remark)}</p>' for remark in remarks(runs))
+    return found + "".join(f'<p class="remark">{escape(remark)}</p>' for remark in (*remarks(runs), *notes))
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:

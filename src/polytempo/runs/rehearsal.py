@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from polytempo.engines.failures import WorkerDied
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo
 from polytempo.partition.branches import Threads
+from polytempo.runs.served.served_program import ServedProgram
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
@@ -112,7 +114,9 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
             fitted(each.strategy, optimizer_of(job, model, spec.lr))
             check_model(model, each.strategy)
             check_loss(job.loss, each.strategy)
-            if each.strategy.schedule is not None:
+            if each.strategy.server is not None:
+                ServedProgram(replace(each, job=replace(job, data=lambda path: data)))
+            elif each.strategy.schedule is not None:
                 cut_of(each, model, data)
             if each.strategy.parted is not None:
                 check_parted_model(each, model, data)

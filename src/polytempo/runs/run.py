@@ -1,25 +1,19 @@
-"""`run`, `compare` and `join`: a job on real worker processes."""
+"""`run` and `join`: a job on real worker processes."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Unpack
 
-from polytempo.core import NotFinite, Strategy, files
+from polytempo.core import Strategy
 from polytempo.core.notice import Preempted
-from polytempo.core.url_path import Place
 from polytempo.data.plan import check_enough
 from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.engine import EngineSetup
 from polytempo.engines.init import init
-from polytempo.report.page import write_report
-from polytempo.report.picture import write_picture
 from polytempo.report.progress import Progress
-from polytempo.report.runs import load_run
 from polytempo.runs.arguments import (
     check_batches,
     check_workers,
@@ -27,15 +21,13 @@ from polytempo.runs.arguments import (
     checked_job,
     is_here,
 )
-from polytempo.runs.divergence import diverged_result
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.folder import began
-from polytempo.runs.folder_names import slug
 from polytempo.runs.rehearsal import rehearse
 from polytempo.runs.run_collective import run_collective
 from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.served.run_served import run_served
-from polytempo.spec.catalogue import parse_strategies, strategy_from
+from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.job import Job
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
@@ -83,13 +75,11 @@ def run(
         raise ValueError(
             "available says how many workers an elastic run may have; give min_workers or max_workers, too"
         )
-    if spec.options.elastic:
-        check_elastic_spec(spec)
-    _prepare([spec], setup)
-    return _performed(spec, setup, progress, available)
+    prepare([spec], setup)
+    return performed(spec, setup, progress, available)
 
 
-def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
+def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     """Refuse, before anything is started or written, what cannot become a run; say what may surprise.
 
     `specs` are of one job with the same options, by one strategy after the other.
@@ -98,6 +88,8 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     for spec in specs:
         check_workers(spec.strategy, workers)
         check_batches(spec)
+        if spec.options.elastic:
+            check_elastic_spec(spec)
     here = is_here(engine)
     if here:
         check_processes(max(spec.topology().num_nodes for spec in specs), workers)
@@ -115,7 +107,7 @@ def _prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _performed(
+def performed(
     spec: RunSpec, engine: EngineSetup, progress: Progress | None, available: Available | None = None
 ) -> Result:
     """The run itself."""
@@ -148,61 +140,3 @@ def join(
         with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
             result = Trainer(job, strategy, options, world=world).fit_held(on_row=show)
         return reported(result, options.out) if options.out is not None and world.rank == 0 else result
-
-
-def compare(
-    job: Job | str,
-    strategies: Sequence[Strategy | str] | str,
-    workers: int = 2,
-    options: RunOptions | None = None,
-    *,
-    engine: EngineSetup | str | None = None,
-    progress: Progress | None = None,
-    **more: Unpack[OptionKeywords],
-) -> list[Result]:
-    """Train `job` with one strategy after the other, and report them side by side in `out`.
-
-    A strategy that diverges (`NotFinite`) does not end the others: `diverged` of its result says what was not finite.
-    """
-    job, options, setup = checked_job(job), with_keywords(options, more), checked_engine(engine)
-    if not strategies:
-        raise ValueError("compare needs at least one strategy; give some, such as [pt.strategies.sync_sgd()]")
-    if isinstance(strategies, str):
-        strategies = parse_strategies(strategies)
-    asked = [strategy_from(each) for each in ([strategies] if isinstance(strategies, Strategy) else strategies)]
-    for strategy in asked:
-        check_workers(strategy, workers)
-    _prepare([RunSpec.of(job, strategy, workers, options) for strategy in asked], setup)
-    with began(options.out):
-        return _compared(job, asked, workers, options, setup, progress)
-
-
-def _compared(
-    job: Job,
-    strategies: Sequence[Strategy],
-    workers: int,
-    options: RunOptions,
-    setup: EngineSetup,
-    progress: Progress | None,
-) -> list[Result]:
-    results, folders = [], []
-    for number, strategy in enumerate(strategies, start=1):
-        folder = None if options.out is None else options.out / f"{number:02d}-{slug(str(strategy))}"
-        folders.append(folder)
-        spec = RunSpec.of(job, strategy, workers, replace(options, out=folder))
-        try:
-            results.append(_performed(spec, setup, progress))
-        except NotFinite as error:
-            results.append(diverged_result(spec, error))
-    if options.out is not None:
-        report_together(options.out, [folder for folder in folders if folder], results, f"{job.name}: strategies")
-    return results
-
-
-def report_together(out: Place, folders: Sequence[Place], results: Sequence[Result], title: str) -> None:
-    """One page, one picture and one JSON list over several runs."""
-    runs = [load_run(folder) for folder in folders]
-    write_report(out / "report.html", runs, title=title)
-    write_picture(out / "compare.png", runs)
-    listed = json.dumps([result.as_json() for result in results], indent=2)
-    files.replace(out / "compare.json", listed + "\n")
