@@ -193,17 +193,22 @@ def staged(
     optimizer: MakeOptimizer = sgd,
     max_norm: float | None = None,
     resumed_after: int = 0,
+    replicas: int = 1,
 ) -> Ended:
-    """Train by `strategy` in a virtual world; with `resumed_after` in two runs, the second from the first's state."""
+    """Train by `strategy` in a virtual world, all replicas by the same batches.
+
+    With `resumed_after` in two runs, the second from the state of the first.
+    """
     schedule, losses, found = schedule_of(strategy), list[float](), list[dict[str, Tensor]]()
     saved: dict[int, tuple[dict[str, Tensor], Saved, Saved]] = {}
 
     def run(coming: Sequence[tuple[Tensor, Tensor]], *, ends: bool) -> None:
-        model = make()
-        parts = cut(model, schedule.stages * schedule.parts, sample=given[0][0])
+        models = [make() for _ in range(replicas)]
+        cuts = [cut(model, schedule.stages * schedule.parts, sample=given[0][0]) for model in models]
 
         async def program(port: Port) -> None:
-            whole = laid_out(port, schedule.stages)
+            whole, replica = laid_out(port, schedule.stages), port.rank // schedule.stages
+            model, parts = models[replica], cuts[replica]
             stage = PipelineStage(model, parts, optimizer, loss, strategy, whole, seed=0, max_norm=max_norm)
             if port.rank in saved:
                 tensors, steps, under_way = saved[port.rank]
@@ -220,7 +225,7 @@ def staged(
                 kept = dict(stage.model.state_dict()), optimizer_saved(stage.optimizer), stage.state()
                 saved[port.rank] = deepcopy(kept)
 
-        VirtualWorld(pt.cluster.ethernet(gbit_per_s=1000), schedule.stages).run(program)
+        VirtualWorld(pt.cluster.ethernet(gbit_per_s=1000), schedule.stages * replicas).run(program)
 
     if resumed_after:
         run(given[:resumed_after], ends=False)

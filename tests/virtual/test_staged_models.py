@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import polytempo as pt
 from pipelines import sgd, staged
@@ -37,6 +40,7 @@ class Codebook(nn.Module):
 KEEPING = {
     "BatchNorm": lambda: nn.BatchNorm1d(4),
     "InstanceNorm": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+    "BatchNorm with momentum=None": lambda: nn.BatchNorm1d(4, momentum=None),
     "a buffer that is used": Codebook,
 }
 
@@ -99,3 +103,51 @@ def test_a_stage_cannot_be_clipped_by_its_own_norm() -> None:
     with pytest.raises(ValueError, match="max_norm="):
         staged(make, s.one_f_one_b(2, 4), mse, BATCHES, optimizer=clipping)
     staged(make, s.one_f_one_b(1, 4), mse, BATCHES, optimizer=clipping)
+
+
+def hooked(layer: nn.Linear) -> nn.Module:
+    """Its gradients are changed before they are added."""
+    for parameter in layer.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
+    return layer
+
+
+def old_weight_norm(layer: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+CHANGING: list[Callable[[nn.Linear], nn.Module]] = [parametrizations.weight_norm, old_weight_norm, hooked]
+
+
+@pytest.mark.parametrize("change", CHANGING)
+def test_weights_that_are_made_of_others_and_hooks_of_gradients(change: Callable[[nn.Linear], nn.Module]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        ends = [[nn.Tanh(), change(nn.Linear(*sizes).double())] for sizes in ((18, 6), (6, 2))]
+        return nn.Sequential(nn.Flatten(), *ends[0], *ends[1])
+
+    ours = staged(make, s.zero_bubble(2, 2), mse, BATCHES).state
+    for key, expected in plainly(make, 2).items():
+        torch.testing.assert_close(ours[key], expected, rtol=0, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("inner", [s.sync_sgd(), s.diloco(period=2)], ids=str)
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_stage_may_be_frozen(part: int, inner: pt.Strategy) -> None:
+    """Its optimizer may be given no parameter."""
+
+    def make(*, whole: bool = False) -> nn.Module:
+        model = model_with(KEEPING["BatchNorm"])()
+        halves = list(model.children())[:3], list(model.children())[3:]
+        for layer in halves[0] + halves[1] if whole else halves[part]:
+            layer.requires_grad_(requires_grad=False)
+        return model
+
+    strategy = s.one_f_one_b(2, 2, inner=inner)
+    ours, one = (staged(make, strategy, mse, BATCHES, replicas=replicas, max_norm=9.0) for replicas in (2, 1))
+    for key, expected in (plainly(make, 2) if inner.synchronized else one.state).items():
+        torch.testing.assert_close(ours.state[key], expected, rtol=0, atol=1e-12, msg=key)
+    with pytest.raises(ValueError, match="nothing to train"):
+        staged(partial(make, whole=True), strategy, mse, BATCHES)

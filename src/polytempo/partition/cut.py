@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from polytempo.partition.modes import attributes_kept
+from polytempo.partition.modes import attributes_kept, counts_unread
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 """What a receiver allocates: a shape and a dtype."""
@@ -134,7 +134,7 @@ class Cut:
                 state = fake_state(stage.module, mode)
                 taken = (*self.inputs_of(stage.index, given), *(known[name] for name in stage.takes))
                 try:
-                    with attributes_kept(stage.module):
+                    with attributes_kept(stage.module), counts_unread(stage.module):
                         answer = functional_call(stage.module, state, taken)
                 except Exception as error:
                     raise ValueError(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 @contextmanager
@@ -32,6 +33,19 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+@contextmanager
+def counts_unread(model: nn.Module) -> Iterator[None]:
+    """Inside, batch norms with momentum=None do not read how many batches there were: a fake tensor has no value."""
+    norms = [each for each in model.modules() if isinstance(each, _NormBase) and each.momentum is None]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
 
 
 def read_flags(training: fx.Graph, evaluation: fx.Graph) -> bool:

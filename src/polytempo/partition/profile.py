@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from polytempo.partition.cut import fake, fake_state
+from polytempo.partition.modes import counts_unread
 from polytempo.partition.trace import Inputs, Traced
 
 OPERATIONS_PER_BYTE = 2.0
@@ -54,7 +55,10 @@ def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, F
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(model, mode) | {name: mode.from_tensor(each) for name, each in traced.constants.items()}
     counter, draws = FlopCounterMode(display=False, custom_mapping=_attention_flops()), _Draws()
-    with torch.random.fork_rng(devices=[]), mode, counter, draws, torch.enable_grad():
+    vars(counter)["mod_tracker"] = (
+        _NoModules()
+    )  # torch's hooks refuse modules that are given a parameter, as parametrizations are
+    with torch.random.fork_rng(devices=[]), counts_unread(model), mode, counter, draws, torch.enable_grad():
         walk = _Counting(model, traced.graph, state, counter, draws)
         _run(walk, [fake(value, mode) for value in inputs.traced_values])
         return walk.facts
@@ -163,6 +167,19 @@ class _Alone(NamedTuple):
         for tensor, end in self.begins:
             found[id(tensor)] += max(1, arrive[id(end)]) if id(end) in reached else 0
         return found
+
+
+class _NoModules:
+    """Counts all operations together, and not by modules: what the counter asks of its tracker."""
+
+    parents: ClassVar = {"Global"}
+
+    def __enter__(self) -> _NoModules:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
 
 
 class _Draws(TorchDispatchMode):

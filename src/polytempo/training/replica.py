@@ -86,8 +86,8 @@ class Replica:
         """Numbers that are trained."""
         self.guard = None if allow_nan else Guard(model, self.trainable, overflow=self._may_overflow)
         self.buffers = ModelBuffers(model, buffer_rule)
-        self.exchanges_gradients = not is_idle(strategy.gradients, num_ranks)
-        self.exchanges_parameters = not is_idle(strategy.parameters, num_ranks)
+        self.exchanges_gradients = bool(self.trainable) and not is_idle(strategy.gradients, num_ranks)
+        self.exchanges_parameters = bool(self.trainable) and not is_idle(strategy.parameters, num_ranks)
         self.buckets = self._made_buckets(bucket_bytes, empty) if self.exchanges_gradients else []
         self.parameters: ParameterExchange | None = None
         if self.exchanges_parameters:

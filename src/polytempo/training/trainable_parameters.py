@@ -5,12 +5,17 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from polytempo.training.pipeline.stage_model import StageModel
+
 
 def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name: those that need gradients and that the optimizer holds."""
+    """The parameters that are trained, by name: those that need gradients and that the optimizer holds.
+
+    Errors: ValueError where there are none, but in a stage of a model, and for others that the optimizer holds.
+    """
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     found = {name: p for name, p in model.named_parameters() if id(p) in held}
-    if not found:
+    if not found and not (isinstance(model, StageModel) and is_frozen(model)):
         raise ValueError("the optimizer holds no parameter of the model that needs gradients; make it from model")
     strangers = held.keys() - {id(p) for p in found.values()}
     if strangers:
@@ -20,6 +25,11 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
             f"{shapes[0]}; no rank would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
         )
     return found
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """Whether none of its parameters is trained."""
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def sparse_tables(model: nn.Module) -> frozenset[str]:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from polytempo.core import Port, Strategy
+from polytempo.core import Port, Strategy, is_idle
+from polytempo.core.errors import JobFailed
 from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
@@ -38,6 +39,7 @@ from polytempo.training.ports import DATA, MODEL, STAGE, Ports, check_mesh, port
 from polytempo.training.precision.masters import masters_of
 from polytempo.training.replica import Replica
 from polytempo.training.replicated_parameters import align, counted_elsewhere
+from polytempo.training.trainable_parameters import is_frozen
 
 UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step, as in a step without stages."""
@@ -87,9 +89,7 @@ class PipelineStage:
             parts = split_stage(model, parts, strategy.parted, self.number, self.schedule.stages, self.holders)
         self._whole, self._max_norm = model, max_norm
         self.model = StageModel(parts.stages[self.number :: self.schedule.stages])
-        if ports_of(port).model.size > 1:
-            refuse_norms(self.model, "this rank has some stages of the model; clip by pt.pipeline(…, max_norm=…)")
-        self.optimizer = optimizer(self.model)
+        self.optimizer = _optimizer(optimizer, self.model, model)
         masters = masters_of(self.model, self.optimizer, precision, called=list(self.model.parts))
         self.replica = Replica(
             self.model, self.optimizer, strategy, self.ports.data.size, allow_nan=allow_nan, masters=masters
@@ -266,6 +266,8 @@ class PipelineStage:
             own = list(self.model.parameters())
             others = [*self._shared.counted_elsewhere, *counted_elsewhere(replica.splits)]
             await replica.clip_grad_norm_(ports_of(ports.whole).model, own, self._max_norm, others)
+        if not replica.trainable and not is_idle(replica.strategy.gradients, ports.data.size):
+            replica.has_met()  # so that buffers do
         numel = sum(parameter.numel() for parameter in replica.trainable.values())
         await ports.whole.compute(self.optimizer.step, UPDATE_FLOPS * numel, "update")
         await replica.finish_step(ports.data)
@@ -296,6 +298,20 @@ def _advise(replica: Replica, schedule: Schedule) -> None:
     if schedule.estimation is not None and replica.guard is not None:
         lr = replica.optimizer.param_groups[0]["lr"]
         replica.guard.remedy = f"estimates need a smaller learning rate: a fifth of this one is {lr / 5:g}"
+
+
+def _optimizer(make: MakeOptimizer, stage: nn.Module, whole: nn.Module) -> Optimizer:
+    """The stage's; one that does nothing where all of its parameters are frozen and there is none of no parameters."""
+    if is_frozen(whole):
+        raise ValueError("no parameter of the model needs a gradient, so there is nothing to train; unfreeze some")
+    if len(list(stage.parameters())) < len(list(whole.parameters())):
+        refuse_norms(stage, "this rank has some stages of the model; clip by pt.pipeline(…, max_norm=…)")
+    try:
+        return make(stage)
+    except (ValueError, JobFailed):
+        if not is_frozen(stage):
+            raise
+        return SGD(stage.parameters(), lr=0.0)
 
 
 def schedule_of(strategy: Strategy) -> Schedule:

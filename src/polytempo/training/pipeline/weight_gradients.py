@@ -38,7 +38,7 @@ def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
     kinds: dict[type, Callable[[Any, Take], Callable[[Tensor], Tensor]]] = {nn.Linear: _linear}
     if take is not at_once:
         kinds |= dict.fromkeys(_CONVOLUTIONS, _convolution)
-    own: list[Any] = [m for m in layers if type(m) in kinds and m.weight.requires_grad and "forward" not in vars(m)]
+    own: list[Any] = [m for m in layers if type(m) in kinds and _adds_itself(m) and "forward" not in vars(m)]
     for layer in own:
         vars(layer)["forward"] = kinds[type(layer)](layer, take)
     try:
@@ -46,6 +46,13 @@ def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
     finally:
         for layer in own:
             del vars(layer)["forward"]
+
+
+def _adds_itself(layer: Any) -> bool:
+    """Whether its weight is a parameter that is trained, and nothing hooks the gradients that autograd would add."""
+    held = [each for each in (layer.weight, layer.bias) if each is not None]
+    hooked = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in held)
+    return isinstance(layer.weight, nn.Parameter) and layer.weight.requires_grad and not hooked
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
