@@ -19,6 +19,7 @@ from polytempo.engines import init as joining
 from polytempo.engines.environment import recognise
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
+from polytempo.wire.keys import make_keys, write_keys
 from polytempo.worlds import current, set_current
 
 pytestmark = pytest.mark.process
@@ -138,6 +139,15 @@ def test_two_processes_find_each_other_by_what_a_launcher_has_set(launcher: str,
     answers, said = ended(script, [[], []], [LAUNCHERS[launcher](rank, port) for rank in range(2)])
     assert answers == [[0, 2, 3.0, [0, 0], LOOPBACK], [1, 2, 3.0, [0, 0], []]]  # rank 0 keeps the store
     assert said == [f"polytempo: {launcher}, 2 ranks on 1 host\n", ""]
+
+
+def test_with_keys_ranks_meet_at_a_store_that_strangers_cannot_use(script: Path, tmp_path: Path) -> None:
+    folder, port = tmp_path / "private", free_port()
+    folder.mkdir(mode=0o700)
+    write_keys(folder / "keys", make_keys())
+    variables = [{**slurm_variables(rank, port), "POLYTEMPO_KEYS": str(folder / "keys")} for rank in range(2)]
+    answers, _ = ended(script, [[], []], variables)
+    assert answers == [[0, 2, 3.0, [0, 0], LOOPBACK], [1, 2, 3.0, [0, 0], []]]
 
 
 def test_torchrun_itself(script: Path) -> None:

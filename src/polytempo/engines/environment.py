@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LOOPBACK = "127.0.0.1"
-_URL = re.compile(r"tcp://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d{1,5})")
+_URL = re.compile(r"tcp://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d{1,5})(?:#([0-9a-f]{64}))?")
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 """Ports derived from a job's name lie above the range from which Linux hands out ephemeral ones."""
 _LAST_ORDINARY_STEP = 0xFFFF_FF00
@@ -201,8 +201,18 @@ def parsed_url(url: str) -> tuple[str, int]:
     """The host and the port of a rendezvous. ValueError for another text."""
     match = _URL.fullmatch(url)
     if match is None:
-        raise ValueError(f"a rendezvous is at tcp://host:port, not at {url!r}")
+        raise ValueError(f"a rendezvous is at tcp://host:port, not at {url.partition('#')[0]!r}")
     return match[1] or match[2], int(match[3])
+
+
+def token_in(url: str) -> bytes:
+    """The secret of a rendezvous, which stands behind its address. ValueError where there is none."""
+    match = _URL.fullmatch(url)
+    if match is None or match[4] is None:
+        raise ValueError(
+            f"the rendezvous at {url.partition('#')[0]!r} has no token of 64 hexadecimal digits (tcp://host:port#token)"
+        )
+    return bytes.fromhex(match[4])
 
 
 def _first_slurm_host(environ: Mapping[str, str]) -> str:

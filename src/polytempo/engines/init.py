@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,13 @@ from polytempo.core import Mesh, PeerLost, TimedOut, world_port
 from polytempo.core.folder_lock import machine_identity
 from polytempo.engines.elastic_round import name_of_round
 from polytempo.engines.environment import RankPlace, recognise
+from polytempo.engines.keyed_store import KeyedStore, StoreHolder
+from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.returned_rank import count_life, running
-from polytempo.engines.server_ranks import check_servers, dismiss, meet, serve
+from polytempo.engines.server_ranks import KEYS, check_servers, dismiss, meet, serve
 from polytempo.interop.autoload import register
 from polytempo.native.library import available
+from polytempo.wire.keys import Keys, read_keys
 from polytempo.worlds import ProcessWorld, current, set_current
 
 _LAST_MOMENT_S = 0.05
@@ -165,7 +169,10 @@ def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> 
 
 
 def _kept(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:
-    """A file on one host, otherwise a TCP store that rank 0 or torchrun's agent holds."""
+    """A file on one host, otherwise a store that the launcher, rank 0 or torchrun's agent holds.
+
+    Our launcher's takes keys, and so does rank 0's where `POLYTEMPO_KEYS` names a file of them; others are torch's.
+    """
     if place.rendezvous is not None:
         if not place.rendezvous.is_dir():  # a FileStore would wait for it for five minutes, whatever `timeout` is
             raise PeerLost(place.rank, None, "meeting", None, f"{place.rendezvous} is gone with the run")
@@ -174,13 +181,33 @@ def _kept(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> S
         return store
     assert place.master_address is not None
     assert place.master_port is not None
-    agent_holds_it = place.launcher == "Polytempo" or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.launcher == "Polytempo":
+        return _referenced(Rendezvous.joined(environ["POLYTEMPO_RENDEZVOUS"], timeout.total_seconds()).store)
+    agent_holds_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = (place.master_address, place.master_port)
+    spread = place.local_size is not None and place.local_size < place.size
+    if KEYS in environ and not agent_holds_it:
+        return _referenced(_keyed(address, read_keys(Path(environ[KEYS])), place.rank == 0, spread, timeout))
     if place.rank or agent_holds_it:
         return TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
-    spread = place.local_size is not None and place.local_size < place.size
     listener = _bound(*address, spread=spread)
     return TCPStore(*address, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _keyed(address: tuple[str, int], keys: Keys, holds: bool, spread: bool, timeout: timedelta) -> KeyedStore:
+    host, port = address
+    if holds:
+        with socket.socket(fileno=_bound(host, port, spread=spread)) as listener:
+            host = listener.getsockname()[0]
+        atexit.register(StoreHolder(host, keys, port).close)
+    where = f"[{host}]" if ":" in host else host
+    return KeyedStore(f"tcp://{where}:{port}", keys, timeout.total_seconds())
+
+
+def _referenced(store: KeyedStore) -> KeyedStore:
+    """Torch holds no reference to a store that is written in Python: it lives as long as this process."""
+    atexit.register(store.close)
+    return store
 
 
 def _bound(address: str, port: int, *, spread: bool) -> int:

@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
-import socket
+import secrets
 
-from torch._C._distributed_c10d import TCPStore
+from polytempo.engines.environment import parsed_url, token_in
+from polytempo.engines.keyed_store import KeyedStore, StoreHolder
+from polytempo.wire.keys import keys_of
 
-from polytempo.engines.environment import parsed_url
+_TOKEN_BYTES = 32
 
 
 class Rendezvous:
-    """Texts by key. A process that reaches `url` can read and write them: they are addresses, and no secrets.
+    """Texts by key, for those who have its `url`, `tcp://host:port#token`. The token is a secret: it makes the keys.
 
     Close it: the process that holds the store has threads for it as long as it is open, and a process with threads
     is no good parent of forked ones.
     """
 
-    def __init__(self, store: TCPStore, url: str) -> None:
-        self._store: TCPStore | None = store
+    def __init__(self, store: KeyedStore | StoreHolder, url: str) -> None:
+        self._store: KeyedStore | StoreHolder | None = store
         self.url = url
 
     @classmethod
     def held(cls, host: str) -> Rendezvous:
         """A new one in this process, which listens at `host` alone, on any free port."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=1024)
-        port = listener.getsockname()[1]
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return cls(store, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        holder = StoreHolder(host, keys_of(token))
+        return cls(holder, f"{holder.address}#{token.hex()}")
 
     @classmethod
-    def joined(cls, url: str) -> Rendezvous:
-        """The one that another process holds."""
+    def joined(cls, url: str, timeout_s: float = 300.0) -> Rendezvous:
+        """The one that another process holds. `DistNetworkError` where it is not there within `timeout_s`."""
         host, port = parsed_url(url)
-        return cls(TCPStore(host, port, is_master=False, wait_for_workers=False), url)
+        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return cls(KeyedStore(address, keys_of(token_in(url)), timeout_s), url)
 
     def set(self, key: str, text: str) -> None:
         """Let others find `text`, in place of any before it."""
         assert self._store is not None, "it is closed"
-        self._store.set(key, text)
+        if isinstance(self._store, StoreHolder):
+            self._store.table.perform("set", [key], text.encode())
+        else:
+            self._store.set(key, text)
 
     def get(self, key: str) -> str | None:
         """The text; None as long as there is none."""
         assert self._store is not None, "it is closed"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        if isinstance(self._store, StoreHolder):
+            value = self._store.table.perform("get", [key])
+        else:
+            value = self._store.found(key)
+        return value.decode() if isinstance(value, bytes) else None
 
     @property
-    def store(self) -> TCPStore:
-        """The store itself, where groups of ranks meet."""
-        assert self._store is not None, "it is closed"
+    def store(self) -> KeyedStore:
+        """The store itself, where groups of ranks meet; of the one that another process holds."""
+        assert isinstance(self._store, KeyedStore), "it is closed, or held here"
         return self._store
 
     def close(self) -> None:
         """Let go of the store."""
+        if self._store is not None:
+            self._store.close()
         self._store = None

@@ -2,11 +2,12 @@
 
 All processes of a run hold the same keys, and no other process has them. Each process is server to those that connect
 to it (by the server pair) and client where it connects (by the client pair). Keys travel
-in a file that only their owner can read; never in arguments, environments or logs.
+in a file that only their owner can read; never in arguments or logs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-_KEY_LENGTH = 40
+_KEY_LENGTH, _LEAST_TOKEN_BYTES = 40, 32
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +56,20 @@ class Keys:
 def make_keys() -> Keys:
     """New keys, from the system's random numbers."""
     return Keys(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+
+def keys_of(token: bytes) -> Keys:
+    """The keys that all processes make of one secret: each secret key is a SHA-256 of it, as CURVE takes any 32 bytes.
+
+    ValueError for a token that could be guessed.
+    """
+    if len(token) < _LEAST_TOKEN_BYTES:
+        raise ValueError(f"a token of {len(token)} bytes could be guessed; it has at least {_LEAST_TOKEN_BYTES}")
+    pairs: list[bytes] = []
+    for end in (b"server", b"client"):
+        secret = z85.encode(hashlib.sha256(b"polytempo " + end + b" " + token).digest())
+        pairs += [zmq.curve_public(secret), secret]
+    return Keys(*pairs)
 
 
 def write_keys(path: Path, keys: Keys) -> None:

@@ -1,0 +1,199 @@
+"""Floods by a stranger on this host, who can reach every port of a run and has none of its keys.
+
+    python benchmarks/attacks/floods.py [--runs served elastic] [--floods calm idle bytes slow values] [--epochs 40]
+
+    idle      2,000 connections that say nothing
+    bytes     150 at a time, each a greeting and the beginning of a command of 1 GiB, which goes on
+    slow      200 connections of one byte a second
+    values    clients of torch's store, which leave 280 MiB of values where they are taken
+
+A run has a soft limit of 1,024 descriptors. For each flood: whether the run ends well, the most memory and descriptors
+that any of its processes came to, and its seconds; all beside those of a calm run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed import TCPStore
+
+from polytempo.bench.tables import markdown
+from polytempo.core import descriptors
+
+RUNS = {
+    "served": ["--strategy", "async_sgd(shards=2)", "--transport", "tcp"],
+    "elastic": ["--strategy", "sync_sgd", "--min-workers", "1"],
+}
+NUM_PORTS = {"served": 6, "elastic": 1}
+"""The launcher, two shards, two workers and the evaluator; the launcher alone."""
+SOFT = 1024
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+COMMAND = b"\x06" + (1 << 30).to_bytes(8, "big")
+CHUNK, VALUE = bytes(1 << 16), "x" * (8 << 20)
+_LOOK_S = 0.2
+_LISTENS = "0A"
+
+Ports = list[int]
+
+
+class Seen(NamedTuple):
+    """The most that any process of a run came to."""
+
+    memory_mib: float
+    descriptors: int
+
+
+def processes(root: int) -> list[int]:
+    """`root` and all that it has started."""
+    found = [root]
+    for process in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{process}/task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def ports(of: list[int]) -> Ports:
+    """Where they listen on loopback."""
+    inodes = set()
+    for process in of:
+        with suppress(OSError):
+            inodes |= {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].partition(":")[2], 16) for row in rows if row[3] == _LISTENS and f"socket:[{row[9]}]" in inodes]
+
+
+def seen(of: list[int]) -> Seen:
+    """Their memory and descriptors now."""
+    memory, opened = [0.0], [0]
+    for process in of:
+        with suppress(OSError):
+            memory.append(int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
+            opened.append(len(os.listdir(f"/proc/{process}/fd")))
+    return Seen(max(memory), max(opened))
+
+
+# --------------------------------------------------------------------------------------------------------- strangers
+
+
+def connected(where: Ports, most: int) -> Iterator[socket.socket]:
+    """Connections in turn to each port, that do not wait."""
+    for number in range(most):
+        with suppress(OSError):
+            one = socket.create_connection(("127.0.0.1", where[number % len(where)]), timeout=5.0)
+            one.setblocking(False)
+            yield one
+
+
+def kept_up(where: Ports, most: int, send: bytes | None, greet: bytes, pause_s: float) -> None:
+    """Hold `most` connections, each greeted, and send on each as fast as it takes it, or every `pause_s`."""
+    held: list[socket.socket] = []
+    while True:
+        for one in connected(where, most - len(held)):
+            with suppress(OSError):
+                one.send(greet)
+                held.append(one)
+        with selectors.DefaultSelector() as ready:
+            for one in held:
+                ready.register(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if send else 0))
+            for key, mask in ready.select(0.1):
+                one = held[held.index(key.fileobj)]  # type: ignore[arg-type]
+                try:
+                    if mask & selectors.EVENT_READ and not one.recv(1 << 16):
+                        raise ConnectionResetError
+                    if mask & selectors.EVENT_WRITE and send:
+                        one.send(send)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    held.remove(one)
+                    one.close()
+        time.sleep(pause_s)
+
+
+def values(where: Ports) -> None:
+    """Leave values in every store of torch's that takes them."""
+    for port in where:
+        with suppress(Exception):
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+            for number in range(35):
+                store.set(f"stranger/{number}", VALUE)
+    time.sleep(1e6)
+
+
+FLOODS: dict[str, Callable[[Ports], None] | None] = {
+    "calm": None,
+    "idle": lambda where: kept_up(where, 2_000, None, b"", 0.1),
+    "bytes": lambda where: kept_up(where, 150, CHUNK, GREETING + COMMAND, 0.0),
+    "slow": lambda where: kept_up(where, 200, b"\xff", b"\xff", 1.0),
+    "values": values,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- a run
+
+
+def flooded(name: str, flood: Callable[[Ports], None] | None, epochs: int) -> list[str]:
+    """One row: how the run ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "polytempo", "train", "digits", "--workers", "2", "--epochs", str(epochs)]
+        since_s = time.monotonic()
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        process = subprocess.Popen(
+            [*command, "--threads", "1", "--out", f"{folder}/run", *RUNS[name]],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, hard)),
+        )
+        where: Ports = []
+        while process.poll() is None and len(where) < NUM_PORTS[name]:
+            time.sleep(_LOOK_S)
+            where = ports(processes(process.pid))
+        stranger = multiprocessing.Process(target=flood, args=(where,), daemon=True) if flood else None
+        if stranger is not None:
+            stranger.start()
+        most = Seen(0, 0)
+        try:
+            while process.poll() is None:
+                most = Seen(*map(max, most, seen(processes(process.pid))))
+                time.sleep(_LOOK_S)
+        finally:
+            if stranger is not None:
+                stranger.kill()
+        assert process.stderr is not None
+        said = process.stderr.read().strip().splitlines()
+        ended = "ended well" if process.returncode == 0 else f"code {process.returncode}: {(said or [''])[-1][:80]}"
+        seconds = time.monotonic() - since_s
+        return [ended, f"{most.memory_mib:.0f}", f"{most.descriptors}", f"{seconds:.1f}"]
+
+
+def main() -> None:
+    """All floods of all runs, as a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--floods", nargs="+", choices=FLOODS, default=list(FLOODS))
+    parser.add_argument("--epochs", type=int, default=40)
+    given = parser.parse_args()
+    descriptors.raised()
+    chosen = [(run, flood) for run in given.runs for flood in given.floods]
+    rows = [[run, flood, *flooded(run, FLOODS[flood], given.epochs)] for run, flood in chosen]
+    print(markdown((["run", "flood", "it", "MiB", "descriptors", "seconds"], rows)))
+
+
+if __name__ == "__main__":
+    main()
