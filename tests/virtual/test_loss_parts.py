@@ -21,6 +21,7 @@ from polytempo.jobs.digits import job as digits
 from polytempo.spec.objective import part_weights
 from polytempo.training.evaluate import Evaluation, tensors_of
 from polytempo.training.growth import next_pieces
+from polytempo.training.portion_loss import PortionLoss
 from polytempo.training.requirements import check_loss
 
 s = pt.strategies
@@ -91,8 +92,13 @@ def test_a_loss_that_is_no_mean_over_samples_is_warned_of(loss: Callable[[Any, A
 
 
 def test_a_mean_over_samples_is_not_warned_of() -> None:
-    """In parts of other lengths, and computed again."""
+    """In parts of other lengths, and computed again; nor a loss of what is not in rows of samples."""
     staged(model, s.gpipe(2, 4), lambda output, y: functional.mse_loss(output[:, 0], y.double()), BATCHES)
+
+    def turned() -> nn.Module:
+        return nn.Sequential(model(), nn.Flatten(0, 1))
+
+    staged(turned, s.gpipe(2, 2), lambda output, y: output.sum() / len(y), BATCHES)
 
 
 def job(loss: Callable[[Any, Any], Tensor]) -> pt.Job:
@@ -141,8 +147,11 @@ def test_a_loss_of_the_whole_batch_says_what_it_divides_by() -> None:
 
 @pytest.mark.parametrize("name", ["cross_entropy with weights", "a sum", "a divisor of its own"])
 @pytest.mark.parametrize("strategy", [pt.parse_strategy("sync_sgd(route=invariant)"), s.flexrr()], ids=str)
-def test_slices_count_by_samples_and_refuse_a_loss_that_does_not(name: str, strategy: Strategy) -> None:
+def test_slices_and_portions_count_by_samples_and_refuse_a_loss_that_does_not(name: str, strategy: Strategy) -> None:
     check_loss(functional.cross_entropy, strategy)
     check_loss(padded, strategy)
     with pytest.raises(ValueError, match="by their samples"):
         check_loss(LOSSES[name], strategy)
+    own = job(LOSSES[name])
+    with pytest.raises(ValueError, match="L-BFGS joins"):
+        PortionLoss(own, model(), own.data(None), 0)

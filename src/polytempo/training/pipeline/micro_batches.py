@@ -88,7 +88,7 @@ class MicroBatches:
                 leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
                 return torch.zeros((), device=leaves[0].device)
             loss = self._loss(output, target)
-            if self._compares and len(sizes) > 1:
+            if self._compares and len(sizes) > 1 and _of_samples((output, target), sizes[number]):
                 self._compare(output, target, loss.detach(), sizes, number)
             return loss if share == 1 else loss * share
 
@@ -97,7 +97,7 @@ class MicroBatches:
     def _compare(self, output: Any, target: Any, loss: Tensor, sizes: Sequence[int], number: int) -> None:
         """Warn, once, where the first two micro-batches have another loss together than the mean of theirs."""
         if number == 0:
-            self._first = (tree_map(_detached, output), target, loss)
+            self._first = (tree_map(Tensor.detach, output), target, loss)
         elif self._first is not None:
             (before, its_target, its_loss), self._first, self._compares = self._first, None, False
             expected = (its_loss * sizes[0] + loss * sizes[1]) / (sizes[0] + sizes[1])
@@ -129,9 +129,10 @@ def _is_cut(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _of_samples(values: Any, samples: int) -> bool:
+    """Whether all of them are tensors with a row for each sample, so that two micro-batches can be joined."""
+    return all(_is_cut(leaf) and len(leaf) == samples for leaf in tree_flatten(values)[0])
 
 
-def _joined(first: Any, second: Any) -> Any:
-    return torch.cat([first, second]) if _is_cut(first) else first
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first, second])
