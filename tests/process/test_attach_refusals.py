@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -259,3 +262,38 @@ def test_two_models_on_one_batch_have_the_same_share() -> None:
     assert first == second
     assert first[0] == first[1]
     assert close(first[0], flat(alone), 1e-12)
+
+
+# --- torch's own wrappers
+
+
+def in_ddp(net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net)
+
+
+def in_part(net: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), DistributedDataParallel(net))
+
+
+def sharded(net: nn.Module) -> nn.Module:
+    return cast(nn.Module, fully_shard(net, mesh=init_device_mesh("cpu", (2,))))
+
+
+def test_models_that_torch_averages_or_shards_are_refused_and_so_is_ddp_around_an_attached_one() -> None:
+    def work(world: ProcessWorld) -> Result:
+        for wrap, said in ((in_ddp, "the model is wrapped by Dist"), (in_part, "'1' is wrapped"), (sharded, "by FSDP")):
+            wrapped = wrap(small())
+            for strategy in (s.sync_sgd(), s.local_sgd(), s.downpour()):
+                with pytest.raises(ValueError, match=said):
+                    pt.attach(wrapped, SGD(wrapped.parameters(), lr=0.1), strategy)
+        net = small()
+        handle = pt.attach(net, SGD(net.parameters(), lr=0.1))
+        ddp = in_ddp(net)
+        with pytest.raises(RuntimeError, match="is called by DistributedDataParallel"):
+            ddp(batches(1)[0][0])
+        net(batches(1)[0][0])
+        handle.detach()
+        ddp(batches(1)[0][0])
+        return None
+
+    together(2, work)

@@ -33,7 +33,7 @@ from polytempo.training.loss_scale import facts as scaler_facts
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.noise_post import watch_noise
 from polytempo.training.optimizer_state import broadcast_optimizer
-from polytempo.training.ownership import check_hooks
+from polytempo.training.ownership import check_bare, check_hooks
 from polytempo.training.ports import ports_of
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.precision.masters import masters_of
@@ -110,6 +110,7 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
         )
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
+    check_bare(model)
     check_hooks(optimizer)
     check_divided(model, optimizer, strategy)
 

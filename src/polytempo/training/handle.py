@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +22,7 @@ from polytempo.training.backward import Backward
 from polytempo.training.divided_parameters import shared_elsewhere
 from polytempo.training.join import JoinMembership
 from polytempo.training.loss_scale import LossScale
-from polytempo.training.ownership import Ownership
+from polytempo.training.ownership import Ownership, called_modules
 from polytempo.training.ports import Ports
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.training.replica import Replica
@@ -73,7 +73,7 @@ class Handle:
         self._hooks += [replica.optimizer.register_step_post_hook(self._after_step), *self._backward.watch()]
         if ports.data.size > 1:
             hook = WeakHook(self._members.given_to)
-            for module in _called(replica.model):
+            for module in called_modules(replica.model):
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     @property
@@ -285,11 +285,6 @@ class Handle:
         if self.one_copy is not None:
             self.one_copy.detach()
         self.attached = False
-
-
-def _called(model: nn.Module) -> list[nn.Module]:
-    """The modules that are given batches: the model, or its parts where it is a mere list of them."""
-    return list(model.children()) if isinstance(model, nn.ModuleList | nn.ModuleDict) else [model]
 
 
 def _meets(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:

@@ -2,16 +2,21 @@
 
 attach(model, a)     b.step() on one of the model's parameters     refused: no rank would hear of it
                      b.step() that calls a.step(), as a wrapper does    goes on, and so does the reverse
+                     DDP(model)(x), and attach(DDP(model), a)      refused: gradients would be averaged twice
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from polytempo.training.weak_hook import WeakHook
 
 _owned: WeakKeyDictionary[nn.Module, Ownership] = WeakKeyDictionary()
 """Of the models that are attached."""
@@ -29,9 +34,13 @@ class Ownership:
         if not _hooks:
             _hooks.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
         _owned[model] = self
+        hook = WeakHook(self._called)
+        self._watches = [module.register_forward_pre_hook(hook) for module in called_modules(model)]
 
     def end(self) -> None:
         """Let any optimizer move the model."""
+        for watch in self._watches:
+            watch.remove()
         model = self._model()
         if model is not None and _owned.get(model) is self:
             del _owned[model]
@@ -50,6 +59,14 @@ class Ownership:
             self._num_steps += 1
         elif self._steps_before.pop(id(optimizer), None) == self._num_steps and not self._stepping:
             self._check(optimizer)
+
+    def _called(self, module: nn.Module, *_: Any) -> None:
+        wrapper: nn.Module | None = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and any(each is module for each in wrapper.modules()):
+            raise RuntimeError(
+                "an attached model is called by DistributedDataParallel, and both would average its gradients; call "
+                "the model itself, or call detach() on its handle and train it with DistributedDataParallel alone"
+            )
 
     def _check(self, optimizer: Optimizer) -> None:
         model, own = self._model(), self.optimizer()
@@ -74,6 +91,30 @@ def check_hooks(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__}.step() calls no hooks, because its __init__ does not call that of "
             "torch.optim.Optimizer; attach the optimizer that it wraps, whose step() it calls"
         )
+
+
+def check_bare(model: nn.Module) -> None:
+    """Raise ValueError for a model that torch averages or shards over its ranks already, as a whole or in part."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to load, and a sharded model has loaded it
+    shards = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for name, module in model.named_modules():
+        where = f"its module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{where} is wrapped by DistributedDataParallel, and both would average its gradients; attach the "
+                "bare model, or keep DistributedDataParallel and give it a hook: "
+                "ddp.register_comm_hook(None, pt.comm_hook(codec, model))"
+            )
+        if isinstance(module, shards):
+            raise ValueError(
+                f"{where} is sharded by FSDP, and attach would average shards of different parameters with each other; "
+                'attach a whole model, or train with FSDP alone, after dist.init_process_group("polytempo")'
+            )
+
+
+def called_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that are given batches: the model, or its parts where it is a mere list of them."""
+    return list(model.children()) if isinstance(model, nn.ModuleList | nn.ModuleDict) else [model]
 
 
 def _owners(optimizer: Optimizer) -> list[Ownership]:
