@@ -95,8 +95,8 @@ ROWS: list[tuple[Strategy, Callable[[], Meet], int]] = [
     (pt.strategies.parameter_averaging(PERIOD), lambda: means, PERIOD),
     (pt.strategies.gossip(aggregation.complete), lambda: means, 1),
     (pt.strategies.stochastic_gradient_push(aggregation.complete), lambda: means, 1),
-    (pt.strategies.diloco(PERIOD), lambda: Outer(0.7, 0.9, nesterov=1), PERIOD),
-    (pt.strategies.slowmo(PERIOD), lambda: Outer(1.0, 0.7, nesterov=0), PERIOD),
+    (pt.strategies.diloco(PERIOD, outer_lr=0.7, outer_momentum=0.9), lambda: Outer(0.7, 0.9, nesterov=1), PERIOD),
+    (pt.strategies.slowmo(PERIOD, slow_momentum=0.7), lambda: Outer(1.0, 0.7, nesterov=0), PERIOD),
     (pt.strategies.adasum(), Adaptive, 1),
 ]
 
