@@ -43,7 +43,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
 
 # Laws with many cases, of which `make test` looks at some, and `make test-runs` at all (tests/some_cases.py).
-LONG := $(patsubst %,tests/laws/test_%.py,loops observation optimizers pipeline_laws placed_laws served_clock \
+LONG := $(patsubst %,tests/laws/test_%.py,combinations loops observation optimizers pipeline_laws placed_laws served_clock \
 	tentative unused)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.

@@ -63,6 +63,8 @@ class JoinMembership:
         """The model is given this: it may be a batch whose share is known."""
         if torch.is_grad_enabled():
             self._batch = self._world.shares.of(inputs, named) or self._batch
+            if not self.joining:
+                self._replica.share = self.share
 
     def end_step(self) -> None:
         """The coming step is made of another batch."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle
 from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.training.bucket import Bucket, Empty
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES, buckets
@@ -76,7 +77,8 @@ class Replica:
         """Names of parameters that no other rank has a copy of."""
         check_optimizer(optimizer, self.splits, self.own)
         self.step = 0
-        self.share: float | None = None
+        self._data_groups = {layer.data_group for layer in divided_layers(model).values()}
+        self.share = None
         self.member = MemberWeight()
         """How much this rank counts in means over models."""
         self.loss_scale: LossScale | None = None
@@ -105,6 +107,18 @@ class Replica:
         """Parameters that the optimizer keeps nothing for."""
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
+
+    @property
+    def share(self) -> float | None:
+        """This rank's weight in means over ranks, which layers that are divided over them take, too."""
+        return self._share
+
+    @share.setter
+    def share(self, share: float | None) -> None:
+        """Set it, for the layers too."""
+        self._share = share
+        for group in self._data_groups:
+            group.share = share
 
     def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
         transform = self.strategy.gradients

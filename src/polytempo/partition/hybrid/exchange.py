@@ -68,6 +68,8 @@ class DividedCall:
     """For codecs that draw: which call of which pass this is."""
     name: str
     """The layer's, for errors."""
+    share: float | None = None
+    """This rank's weight in the step, whose passes may have other numbers of samples; None: as of this pass."""
 
     def by(self, step: _Step, round_number: int, pieces: ExchangedPieces) -> RoundCodec:
         """How these travel; the same on all ranks."""
@@ -86,8 +88,8 @@ class DividedCall:
 
     @property
     def weight(self) -> float:
-        """This rank's samples over all: the weight of its loss, a mean over them, in the mean over all samples."""
-        return self.samples[self.port.rank] / max(sum(self.samples), 1)
+        """The weight of this rank's loss, a mean over its samples, in the mean over all samples of the step."""
+        return self.samples[self.port.rank] / max(sum(self.samples), 1) if self.share is None else self.share
 
 
 class Kept(NamedTuple):

@@ -35,6 +35,8 @@ class DataGroup:
     exchange: Exchange = "joined"
     samples: tuple[int, ...] = field(default=(), init=False)
     """How many each rank has in the pass under way."""
+    share: float | None = field(default=None, init=False)
+    """This rank's weight in the mean that the step is made of; None: its part of the samples of each pass."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for an exchange that is none."""
@@ -97,6 +99,7 @@ class DividedLayer(SplitLayer):
             self.group.wires,
             self.group.next_occasion(),
             str(self.shown),
+            group.share,
         )
 
 

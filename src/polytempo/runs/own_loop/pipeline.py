@@ -62,7 +62,7 @@ def pipeline(
     deals them by tickets, the same to all stages of a replica; see `ServedPipeline`.
 
     `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
-    clips by the norm of the whole model's gradient. Tied weights in several stages have their gradients summed.
+    clips by the whole model's gradient's norm, under schedules that wait. Gradients of tied weights are summed.
     `activations` and `gradients` are codecs (`pt.compression`), also as text such as "int8", by which tensors pass from
     stage to stage, and their gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
 

@@ -16,6 +16,7 @@ from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.facts import steps_late
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.spec.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
@@ -52,6 +53,7 @@ class Pipeline:
     ) -> None:
         keep_memory()  # of activations
         self._world, self.schedule = world, schedule_of(strategy)
+        _check_max_norm(max_norm, self.schedule)
         ranks = 1 if strategy.parted is None else strategy.parted.ranks
         whole = laid_out(world.port, self.schedule.stages, ranks)
         self.cut, self._told = agreed_cut(world, whole, model, strategy, sample, by, seed, max_norm)
@@ -176,6 +178,16 @@ class Pipeline:
     def _identity(self) -> dict[str, Any]:
         """What a state must be of to be this rank's."""
         return self._told | {"rank": self._world.rank, "ranks": self._world.size}
+
+
+def _check_max_norm(max_norm: float | None, schedule: Schedule) -> None:
+    """Raise ValueError where a stage would wait in its step for the norm of gradients of later steps."""
+    if max_norm is not None and steps_late(schedule):
+        raise ValueError(
+            f"max_norm={max_norm:g} clips by the norm of the whole model's gradient, and in {schedule.name} the first "
+            f"stage has its part {steps_late(schedule)} steps after the last one; use a schedule that waits (gpipe, "
+            "one_f_one_b, interleaved, zero_bubble), or leave max_norm out"
+        )
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,349 @@
+"""What a row of `combinations` trains: the model, its job, a user's loop, and the same training in plain torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+import polytempo as pt
+from laws.combinations import FAMILIES, LAYOUTS, SERVED, STAGED, WAITING, Combination
+from polytempo.core import Strategy
+from polytempo.data.plan import part, permutation
+from polytempo.spec.options import OptionKeywords
+from polytempo.worlds import ProcessWorld
+
+SAMPLES, GLOBAL_BATCH, STEPS = 71, 24, 6
+"""Two epochs of two whole batches and one of 23 samples, which two replicas share unevenly."""
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.02),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3),
+}
+"""With this ε rounding of a gradient that is nearly zero makes no step of the rate's size."""
+
+
+class Instance(nn.Module):
+    """Instance norm of six features as three channels of two, with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.unflatten(1, (3, 2)))
+        return y.flatten(1)
+
+
+NORMS = {
+    "none": nn.Identity,
+    "batch": lambda: nn.BatchNorm1d(6),
+    "instance": Instance,
+    "layer": lambda: nn.LayerNorm(6),
+    "group": lambda: nn.GroupNorm(2, 6),
+}
+
+
+class Spare(nn.Sequential):
+    """Layers, one of which is never used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, layer in self.named_children():
+            if name != "spare":
+                x = layer(x)
+        return x
+
+
+def model_of(row: Combination) -> nn.Module:
+    """Four layers with a norm behind the first; drawn from torch's generator."""
+    layers = OrderedDict[str, nn.Module](
+        first=nn.Linear(4, 6, bias=False),  # a norm takes a bias away again
+        norm=NORMS[row.norm](),
+        bend=nn.Tanh(),
+        up=nn.Linear(6, 8),
+        turn=nn.Tanh(),
+        down=nn.Linear(8, 6, bias=False),
+        again=NORMS[row.norm](),
+        twist=nn.Tanh(),
+        last=nn.Linear(6, 2),
+    )
+    if row.loop == "unused":
+        layers["spare"] = nn.Linear(3, 3)
+    net = (Spare if row.loop == "unused" else nn.Sequential)(layers)
+    net[0].requires_grad_(row.loop != "frozen")
+    return net.to(dtype_of(row))
+
+
+def dtype_of(row: Combination) -> torch.dtype:
+    return torch.float64 if row.precision == "float64" else torch.float32
+
+
+def points(num_samples: int, seed: int, dtype: torch.dtype) -> TensorDataset:
+    x = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return TensorDataset(x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1))
+
+
+def trainable(row: Combination, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return OPTIMIZERS[row.optimizer]([p for p in parameters if p.requires_grad])
+
+
+def job_of(row: Combination) -> pt.Job:
+    dtype = dtype_of(row)
+    return pt.Job(
+        model=partial(model_of, row),
+        data=lambda folder: pt.Data(points(SAMPLES, 0, dtype), points(16, 1, dtype)),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters, lr: trainable(row, parameters),
+    )
+
+
+def strategy_of(row: Combination) -> Strategy:
+    return LAYOUTS[row.layout](FAMILIES[row.family]())
+
+
+def workers_of(row: Combination) -> int:
+    return row.replicas * (2 if row.layout in STAGED or row.layout == "split" else 1)
+
+
+def mesh_of(row: Combination) -> dict[str, int] | None:
+    """How the ranks of a user's loop lie."""
+    axes = {"split": "model", **dict.fromkeys(STAGED, "stage")}
+    return {"data": row.replicas, axes[row.layout]: 2} if row.layout in axes else None
+
+
+def options_of(row: Combination, steps: int = STEPS) -> OptionKeywords:
+    given: OptionKeywords = {"threads": 1, "steps": steps}
+    if row.precision == "bf16":
+        given["precision"] = pt.precision("bf16")
+    if row.family in SERVED:
+        return given | {"batch_size": GLOBAL_BATCH // row.replicas}
+    return given | {"global_batch_size": GLOBAL_BATCH}
+
+
+# ------------------------------------------------------------------ plain torch
+
+
+class Replica:
+    """One replica in plain torch: parameters, 16-bit ones made of them in each pass, and an optimizer."""
+
+    def __init__(self, row: Combination) -> None:
+        torch.manual_seed(0)
+        self.row, self.net = row, model_of(row)
+        self.optimizer = trainable(row, self.net.parameters())
+
+    def output(self, x: Tensor) -> Tensor:
+        if self.row.precision != "bf16":
+            answer: Tensor = self.net(x)
+            return answer
+        wide = {id(p) for m in self.net.modules() if isinstance(m, _NORMS) for p in m.parameters()}
+        low = {n: p if id(p) in wide else p.bfloat16() for n, p in self.net.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            answer = torch.func.functional_call(self.net, low, (x,))
+        return answer.float()
+
+    def backward(self, x: Tensor, y: Tensor, weight: float) -> None:
+        for each_x, each_y in zip(*self._pieces(x, y), strict=True):
+            (nn.functional.mse_loss(self.output(each_x), each_y) * (weight * len(each_x) / len(x))).backward()
+
+    def _pieces(self, x: Tensor, y: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Micro-batches."""
+        number = 2 if self.row.layout in WAITING or self.row.loop == "accumulated" else 1
+        bounds = [part(len(x), number, index) for index in range(number)]
+        return [x[a:b] for a, b in bounds if a < b], [y[a:b] for a, b in bounds if a < b]
+
+    def clip(self) -> None:
+        if self.row.loop == "clipped":
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+_NORMS = (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm, nn.GroupNorm)
+
+
+def plain(row: Combination) -> dict[str, Tensor]:
+    """The parameters and buffers that plain torch reaches, by name."""
+    copies = [Replica(row) for _ in range(row.replicas)]
+    anchor = [p.detach().clone().requires_grad_() for p in copies[0].net.parameters()]
+    outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
+    together = row.family in ("sync", "backup")
+    for step in range(STEPS):
+        batch = batch_of(step, row)
+        for rank, copy in enumerate(copies):
+            mine = slice(*part(len(batch[0]), row.replicas, rank))
+            x, y = (tensor[mine] for tensor in batch)
+            copy.optimizer.zero_grad()
+            copy.backward(x, y, len(x) / len(batch[0]) if together else 1.0)
+        if together:
+            _sum_gradients(copies)
+        for copy in copies:
+            copy.clip()
+            copy.optimizer.step()
+        if together or step % 3 == 2:
+            _meet(copies, parameters=not together)
+            if row.family == "diloco":
+                _outer_step(copies, anchor, outer)
+    return mean_state(copies)
+
+
+def batch_of(step: int, row: Combination) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: the next samples of the epoch's permutation."""
+    steps = -(-SAMPLES // GLOBAL_BATCH)
+    start = step % steps * GLOBAL_BATCH
+    order = permutation(SAMPLES, 0, step // steps)[start : start + GLOBAL_BATCH]
+    x, y = points(SAMPLES, 0, dtype_of(row)).tensors
+    return x[order], y[order]
+
+
+def _sum_gradients(copies: list[Replica]) -> None:
+    for parameters in zip(*(copy.net.parameters() for copy in copies), strict=True):
+        if parameters[0].grad is not None:
+            total = sum(p.grad for p in parameters)  # type: ignore[misc]
+            for p in parameters:
+                p.grad = total.clone()  # type: ignore[union-attr]
+
+
+def _meet(copies: list[Replica], *, parameters: bool) -> None:
+    """Running statistics become their mean, and parameters where they have moved apart."""
+    mean = mean_state(copies)
+    names = {name for name, _ in copies[0].net.named_parameters()}
+    for copy in copies:
+        copy.net.load_state_dict({k: v for k, v in mean.items() if parameters or k not in names}, strict=False)
+
+
+def mean_state(copies: list[Replica]) -> dict[str, Tensor]:
+    states = [copy.net.state_dict() for copy in copies]
+    return {
+        name: torch.stack([state[name] for state in states]).mean(0) if tensor.is_floating_point() else tensor
+        for name, tensor in states[0].items()
+    }
+
+
+def _outer_step(copies: list[Replica], anchor: list[Tensor], outer: Optimizer) -> None:
+    """w ← Nesterov(w, w - mean of the replicas)"""
+    for wide, now in zip(anchor, copies[0].net.parameters(), strict=True):
+        wide.grad = wide.detach() - now.detach()
+    outer.step()
+    for copy in copies:
+        for wide, now in zip(anchor, copy.net.parameters(), strict=True):
+            now.data.copy_(wide.detach())
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a value, relative to the larger of 1 and the largest of its tensor."""
+    assert set(found) == set(expected)
+    return max(
+        float((found[name].double() - tensor.double()).abs().max() / max(1.0, float(tensor.double().abs().max())))
+        for name, tensor in expected.items()
+    )
+
+
+def loss_of(row: Combination, state: dict[str, Tensor]) -> float:
+    """On the test set, of the model with these parameters and buffers."""
+    net = model_of(row)
+    net.load_state_dict(state)
+    x, y = points(16, 1, dtype_of(row)).tensors
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(net.eval()(x), y))
+
+
+# ------------------------------------------------------------------ a user's loop
+
+
+def own_loop(row: Combination, world: ProcessWorld, stop: int | None = None) -> dict[str, Tensor]:
+    """The whole model after a loop of `STEPS` steps; after `stop` steps all is saved, made again, and goes on."""
+    loop = (StagedLoop if row.layout in STAGED else AttachedLoop)(row, world)
+    step = 0
+    while step < STEPS:
+        for x, y in loop.batches:
+            loop.step(x, y)
+            step += 1
+            if step == stop:
+                loop = loop.again()
+                break
+    return loop.end()
+
+
+class StagedLoop:
+    """`pt.pipeline`, and a step a batch."""
+
+    def __init__(self, row: Combination, world: ProcessWorld) -> None:
+        torch.manual_seed(0)
+        self.row, self.world = row, world
+        dtype = dtype_of(row)
+        self.pipe = pt.pipeline(
+            model_of(row),
+            partial(trainable, row),
+            nn.functional.mse_loss,
+            strategy_of(row),
+            sample=torch.zeros(2, 4, dtype=dtype),
+            max_norm=0.1 if row.loop == "clipped" else None,
+        )
+        self.batches = pt.shard(points(SAMPLES, 0, dtype), batch_size=GLOBAL_BATCH // row.replicas)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.pipe.step(x, y)
+
+    def again(self) -> StagedLoop:
+        state, place = self.pipe.training_state(), self.batches.state_dict()
+        other = StagedLoop(self.row, self.world)
+        other.pipe.load_training_state(state)
+        other.batches.load_state_dict(place)
+        return other
+
+    def end(self) -> dict[str, Tensor]:
+        self.pipe.finish()
+        return self.pipe.state_dict()
+
+
+class AttachedLoop:
+    """`pt.attach`, and the loop of every textbook; parts of layers by `pt.split` or `pt.hybrid`."""
+
+    def __init__(self, row: Combination, world: ProcessWorld) -> None:
+        torch.manual_seed(0)
+        self.row, self.world = row, world
+        self.net = self._parted(model_of(row))
+        self.optimizer = trainable(row, self.net.parameters())
+        strategy = pt.strategies.shared_memory() if row.layout == "one_copy" else FAMILIES[row.family]()
+        self.handle = pt.attach(self.net, self.optimizer, strategy, precision=options_of(row).get("precision"))
+        self.batches = pt.shard(points(SAMPLES, 0, dtype_of(row)), batch_size=GLOBAL_BATCH // row.replicas)
+
+    def _parted(self, net: nn.Module) -> nn.Module:
+        if self.row.layout == "split":
+            return pt.split(net, {"up": "column", "down": "row"})
+        return pt.hybrid(net, ["up", "down"]) if self.row.layout == "hybrid" else net
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        if self.row.loop == "accumulated":
+            cut = part(len(x), 2, 0)[1]
+            with self.handle.no_sync():
+                (nn.functional.mse_loss(self.net(x[:cut]), y[:cut]) * (cut / len(x))).backward()
+            (nn.functional.mse_loss(self.net(x[cut:]), y[cut:]) * (1 - cut / len(x))).backward()
+        else:
+            nn.functional.mse_loss(self.net(x), y).backward()
+        if self.row.loop == "clipped":
+            self.handle.clip_grad_norm_(0.1)
+        self.optimizer.step()
+
+    def again(self) -> AttachedLoop:
+        states = [each.state_dict() for each in (self.net, self.optimizer, self.handle, self.batches)]
+        states = deepcopy(states)
+        self.handle.detach()
+        other = AttachedLoop(self.row, self.world)
+        for each, state in zip((other.net, other.optimizer, other.handle, other.batches), states, strict=True):
+            each.load_state_dict(state)
+        return other
+
+    def end(self) -> dict[str, Tensor]:
+        with self.handle.consensus():
+            buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+            whole = self.net.full_parameters() if self.row.layout in ("split", "hybrid") else self.net.state_dict()
+            found = {name: tensor.clone() for name, tensor in {**buffers, **whole}.items()}
+        self.handle.detach()
+        return found

@@ -1,0 +1,196 @@
+"""Combinations of features that cover every pair: strategy × layout × precision × norm × optimizer × loop × …
+
+A row takes one value of each factor. `covering` chooses rows until each pair of values that can stand together is in
+one of them. A new feature is a new value here, and so it meets all others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+from polytempo import strategies as s
+from polytempo.core import Strategy
+
+SEED = 31
+"""Another seed chooses other rows, which cover the pairs as well."""
+
+
+class Combination(NamedTuple):
+    """One value of each factor."""
+
+    family: str
+    layout: str
+    precision: str
+    norm: str
+    optimizer: str
+    loop: str
+    replicas: int
+    saving: str
+    world: str
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in self)
+
+
+FAMILIES: dict[str, Callable[[], Strategy]] = {
+    "sync": s.sync_sgd,
+    "local": lambda: s.local_sgd(period=3),
+    "post_local": lambda: s.post_local_sgd(switch_step=2, period=2),
+    "diloco": lambda: s.diloco(period=3, outer_lr=0.7, outer_momentum=0.9),
+    "slowmo": lambda: s.slowmo(period=3),
+    "adasum": s.adasum,
+    "gossip": s.gossip,
+    "delayed": lambda: s.delayed_sgd(delay=1),
+    "top_k": lambda: s.top_k_sgd(0.3, exact_below=0),
+    "one_bit": lambda: s.one_bit_sgd(exact_below=0),
+    "power": lambda: s.power_sgd(1, exact_below=0),
+    "backup": lambda: s.backup_workers(backups=0),
+    "downpour": lambda: s.downpour(2, 2),
+}
+"""What replicas of a model, or of a part of it, exchange."""
+
+LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
+    "whole": lambda inner: inner,
+    "one_copy": lambda inner: s.shared_memory(),
+    "gpipe": lambda inner: s.gpipe(2, 2, inner=inner),
+    "one_f_one_b": lambda inner: s.one_f_one_b(2, 2, inner=inner),
+    "interleaved": lambda inner: s.interleaved(2, 2, parts=2, inner=inner),
+    "zero_bubble": lambda inner: s.zero_bubble(2, 2, inner=inner),
+    "ddg": lambda inner: s.ddg(2, inner=inner),
+    "features_replay": lambda inner: s.features_replay(2, inner=inner),
+    "pipelined_backprop": lambda inner: s.pipelined_backprop(2, inner=inner),
+    "pipedream": lambda inner: s.pipedream(2, inner=inner),
+    "pipedream_2bw": lambda inner: s.pipedream_2bw(2, 2, inner=inner),
+    "split": lambda inner: s.split({"up": "column", "down": "row"}, parts=2, inner=inner),
+    "hybrid": lambda inner: s.hybrid("up, down", inner=inner),
+}
+"""How a model lies on ranks."""
+
+FACTORS: dict[str, Sequence[str | int]] = {
+    "family": list(FAMILIES),
+    "layout": list(LAYOUTS),
+    "precision": ["float64", "float32", "bf16"],
+    "norm": ["none", "batch", "instance", "layer", "group"],
+    "optimizer": ["sgd", "momentum", "adamw"],
+    "loop": ["job", "clipped", "frozen", "unused", "own", "accumulated"],
+    "replicas": [1, 2],
+    "saving": ["saved", "resumed"],
+    "world": ["virtual", "processes"],
+}
+FACTOR_NAMES = tuple(FACTORS)
+STAGED = tuple(layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "split", "hybrid"))
+WAITING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
+"""Stages that compute what one process would."""
+LATE = tuple(layout for layout in STAGED if layout not in WAITING)
+"""Stages that update by gradients of earlier parameters."""
+OWN = ("own", "accumulated", "clipped")
+"""Loops that a user writes."""
+SERVED = ("backup", "downpour")
+MEET_BY_PARAMETERS = ("local", "post_local", "diloco", "slowmo", "gossip")
+PLAIN = ("sync", "backup", "local", "diloco")
+"""Families that `combination_runs.plain` computes."""
+
+Pair = tuple[tuple[str, str | int], tuple[str, str | int]]
+
+
+Values = Mapping[str, Sequence[str | int]]
+"""Of each factor that is named, some."""
+
+IMPOSSIBLE: list[Values] = [
+    {"layout": ["one_copy"], "family": [family for family in FAMILIES if family != "sync"]},
+    {"layout": ["hybrid"], "replicas": [1]},  # its ranks are the replicas
+    {"loop": OWN, "world": ["virtual"]},  # a user's loop runs on processes
+    {"saving": ["resumed"], "world": ["virtual"]},  # the same arguments give the same simulation
+    {"loop": ["accumulated"], "layout": STAGED},  # micro-batches are accumulation
+    {"loop": OWN, "layout": STAGED, "precision": ["bf16"]},  # an option of jobs
+    {"loop": OWN, "family": SERVED},  # starts a server in each row: `process/test_attach_served` and its neighbours
+]
+"""Rows without a meaning, as opposed to refused ones."""
+
+REFUSED: list[tuple[str, Values]] = [
+    ("drops gradients", {"family": ["backup"], "layout": LATE}),
+    ("one of both can have 16-bit", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
+    ("one copy of the weights", {"layout": ["one_copy"], "precision": ["bf16"]}),
+    ("models differ|them differ", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
+    ("parameter server|them differ", {"family": SERVED, "layout": ["split", "hybrid"]}),
+    ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
+    ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped"]}),
+]
+"""Why rows are refused, as a pattern of the message, in the order of the checks."""
+
+
+def fits(chosen: Mapping[str, str | int], values: Values) -> bool:
+    """Whether all these factors are chosen, with one of these values."""
+    return all(chosen.get(name) in allowed for name, allowed in values.items())
+
+
+def possible(chosen: Mapping[str, str | int]) -> bool:
+    return not any(fits(chosen, values) for values in IMPOSSIBLE)
+
+
+def refusal(chosen: Mapping[str, str | int]) -> str | None:
+    return next((words for words, values in REFUSED if fits(chosen, values)), None)
+
+
+def comparable(chosen: Mapping[str, str | int]) -> bool:
+    """Whether plain torch computes the row: no gradient is late, and `combination_runs.plain` knows the family."""
+    plain = chosen.get("family", "sync") in PLAIN and chosen.get("layout") not in LATE
+    return plain and possible(chosen) and refusal(chosen) is None
+
+
+def _pairs() -> Iterator[Pair]:
+    """Every pair of values of two factors."""
+    for (first, some), (second, others) in combinations(FACTORS.items(), 2):
+        yield from (((first, a), (second, b)) for a, b in product(some, others))
+
+
+def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
+    """Every pair of values in a row."""
+    return combinations(zip(FACTOR_NAMES, row, strict=True), 2)
+
+
+def covering(seed: int = SEED) -> list[Combination]:
+    """Rows with every possible pair of values; rows that plain torch computes have all of their pairs by themselves."""
+    draw = random.Random(seed)
+    rows = _covering(comparable, [], draw)
+    return rows + _covering(possible, rows, draw)
+
+
+Allowed = Callable[[Mapping[str, str | int]], bool]
+
+
+def _covering(allowed: Allowed, given: Sequence[Combination], draw: random.Random) -> list[Combination]:
+    """Rows that cover what `given` leaves; each is the best of some completions of a pair that is not covered yet."""
+    covered = {pair for row in given for pair in pairs_of(row)}
+    left, rows = {pair: None for pair in _pairs() if allowed(dict(pair)) and pair not in covered}, list[Combination]()
+    while left:
+        starts = draw.choices(list(left), k=20)
+        found = [row for start in starts if (row := _completed(dict(start), left, allowed, draw)) is not None]
+        rows.append(max(found, key=lambda row: sum(pair in left for pair in pairs_of(row))))
+        for pair in pairs_of(rows[-1]):
+            left.pop(pair, None)
+    return rows
+
+
+def _completed(
+    chosen: dict[str, str | int], left: Mapping[Pair, None], allowed: Allowed, draw: random.Random
+) -> Combination | None:
+    """A row with the values `chosen`, each other value the one that covers most; None where none is allowed."""
+    for name in draw.sample(FACTOR_NAMES, len(FACTOR_NAMES)):
+        if name not in chosen:
+            fitting = [value for value in FACTORS[name] if allowed({**chosen, name: value})]
+            if not fitting:
+                return None
+            draw.shuffle(fitting)
+            chosen[name] = max(fitting, key=lambda value, name=name: _gain(name, value, chosen, left))
+    return Combination(**{name: chosen[name] for name in FACTOR_NAMES})  # type: ignore[arg-type]
+
+
+def _gain(name: str, value: str | int, chosen: Mapping[str, str | int], left: Mapping[Pair, None]) -> int:
+    mine, place = (name, value), FACTOR_NAMES.index(name)
+    return sum(
+        ((mine, other) if place < FACTOR_NAMES.index(other[0]) else (other, mine)) in left for other in chosen.items()
+    )

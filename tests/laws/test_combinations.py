@@ -1,0 +1,152 @@
+"""Every pair of features: as plain torch, as in the other world, as if never saved or broken off; or refused.
+
+Rows are chosen by `combinations`. `make test` looks at some of them, `make test-runs` at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polytempo as pt
+from laws.combination_runs import (
+    STEPS,
+    distance,
+    job_of,
+    loss_of,
+    mesh_of,
+    options_of,
+    own_loop,
+    plain,
+    strategy_of,
+    workers_of,
+)
+from laws.combinations import FACTORS, OWN, SERVED, Combination, comparable, covering, possible, refusal
+from polytempo.core import PolytempoError
+from polytempo.runs import run_page
+from polytempo.spec.result import Result
+from polytempo.worlds import ProcessWorld
+from process.crew import together
+from some_cases import some_of
+
+ROWS = covering()
+VIRTUAL = [row for row in ROWS if row.world == "virtual"]
+JOBS = [row for row in ROWS if row.world == "processes" and row.loop not in OWN]
+LOOPS = [row for row in ROWS if row.loop in OWN]
+BROKEN_OFF_AT = 4
+"""In the middle of the second epoch, and of a round of local steps."""
+
+
+@contextmanager
+def refused_or_not(row: Combination) -> Iterator[None]:
+    """What runs inside is refused if the table says so, else it ends well."""
+    words = refusal(row._asdict())
+    if words is None:
+        yield
+    else:
+        with pytest.raises((ValueError, PolytempoError), match=words):
+            yield
+
+
+@pytest.fixture(autouse=True)
+def _without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_page, "write_report", lambda *_, **__: None)
+
+
+def of_model(row: Combination, tolerance_16: float) -> float:
+    """How far parameters may be from plain torch's. In 16 bits partial sums are rounded that torch does not have."""
+    return {"float64": 1e-9, "float32": 2e-4, "bf16": tolerance_16}[row.precision]
+
+
+def test_every_pair_of_values_is_in_a_row() -> None:
+    covered = {pair for row in ROWS for pair in combinations(row._asdict().items(), 2)}
+    wanted = [
+        ((a, x), (b, y)) for (a, some), (b, others) in combinations(FACTORS.items(), 2) for x in some for y in others
+    ]
+    assert [pair for pair in wanted if pair not in covered and possible(dict(pair))] == []
+    assert 150 < len(ROWS) < 250
+    assert sum(refusal(row._asdict()) is None for row in ROWS) > 0.7 * len(ROWS)
+
+
+@pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3), ids=str)
+def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
+    """Saving changes no bit, no operation and no time; what is saved is what plain torch reaches."""
+    with refused_or_not(row):
+        alone = simulated(row)
+        saved = alone if row.family in SERVED else simulated(row, out=tmp_path, checkpoint_every=2)
+        assert seen(saved) == seen(alone)
+        check_plain(row, alone, None if row.family in SERVED else tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("row", some_of(JOBS, 0, of=8), ids=str)
+def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
+    """The bits of the virtual world, also where it is saved, or broken off and resumed."""
+    with refused_or_not(row):
+        strategy, workers = strategy_of(row), workers_of(row)
+        if row.saving == "resumed":
+            pt.run(job_of(row), strategy, workers, **options_of(row, BROKEN_OFF_AT), out=tmp_path)
+        found = pt.run(
+            *(job_of(row), strategy, workers),
+            **options_of(row),
+            out=tmp_path,
+            checkpoint_every=2,
+            resume=row.saving == "resumed",
+        )
+        assert found.steps == STEPS
+        if row.family == "downpour":  # its workers come to the server in another order
+            assert math.isfinite(found.loss or math.nan)
+            return
+        virtual = simulated(row)
+        assert found.loss == pytest.approx(virtual.loss, rel=1e-5 if row.family in SERVED else 1e-12)
+        assert row.family in SERVED or found.parameters_sha256 == virtual.parameters_sha256
+        check_plain(row, found, None if row.family in SERVED else tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("row", some_of(LOOPS, 0, of=8), ids=str)
+def test_a_loop_of_a_user(row: Combination) -> None:
+    """What the job reaches, and plain torch; the same bits where all is saved, made again, and goes on."""
+
+    def work(world: ProcessWorld) -> Any:
+        if (mesh := mesh_of(row)) is not None:
+            pt.init(mesh=mesh)
+        stops = [None, BROKEN_OFF_AT] if row.saving == "resumed" else [None]
+        return [{name: t.tolist() for name, t in own_loop(row, world, stop).items()} for stop in stops]
+
+    with refused_or_not(row):
+        straight, *resumed = together(workers_of(row), work, timeout_s=120)[0]
+        assert all(each == straight for each in resumed)
+        model = {name: torch.tensor(values, dtype=torch.float64) for name, values in straight.items()}
+        if comparable(row._asdict()):
+            assert distance(model, plain(row)) < of_model(row, 2e-2)
+        if row.loop == "own":
+            assert loss_of(row, model) == pytest.approx(simulated(row).loss, rel=of_model(row, 2e-2))
+
+
+def simulated(row: Combination, **options: Any) -> Result:
+    return pt.simulate(job_of(row), strategy_of(row), workers_of(row), **options_of(row), **options)
+
+
+def seen(result: Result) -> tuple[Any, ...]:
+    return result.parameters_sha256, result.trace_hash, result.seconds, result.loss, result.train_loss
+
+
+def check_plain(row: Combination, found: Result, folder: Path | None) -> None:
+    """What was saved in the folder is what plain torch reaches; without a folder, its loss is."""
+    if not comparable(row._asdict()):
+        return
+    expected = plain(row)
+    if folder is None:
+        assert found.loss == pytest.approx(loss_of(row, expected), rel=of_model(row, 2e-2))
+    else:
+        saved: dict[str, Tensor] = pt.checkpoint_model(folder)
+        assert distance(saved, expected) < of_model(row, 2e-2)
