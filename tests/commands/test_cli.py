@@ -184,7 +184,7 @@ def test_a_job_without_its_data_is_a_wrong_value(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_run(tmp_path: Path) -> None:
-    """Exit code 130, one word, no traceback."""
+    """Exit code 130, a line, no traceback. Whether it had begun, and saves, is the machine's affair."""
     command = [sys.executable, "-u", "-m", "polytempo", "train", "digits", "--epochs", "100000"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_the_run(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert error.splitlines()[-1] == "interrupted"
+    assert "interrupted" in error.splitlines()[-1]
     assert "Traceback" not in error
 
 

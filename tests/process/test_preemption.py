@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 import polytempo as pt
-from polytempo.core.notice import PREEMPTED, Notice, Preempted, noticed
+from polytempo.core.notice import INTERRUPTED, PREEMPTED, Interrupted, Notice, Preempted, noticed
 from polytempo.engines.worker import Result
+from polytempo.report.live_status import read_status
+from polytempo.report.runs import load_result
 from polytempo.runs.served.run_snapshot import read_run_snapshot
 from polytempo.server.shard.snapshot import newest_whole
+from polytempo.training.checkpoint import read_manifest
 from polytempo.training.checkpoint_folders import latest
 from polytempo.training.preemption import PreemptionWatch
 from polytempo.worlds import ProcessWorld
@@ -32,8 +35,8 @@ STEPS = 1_000_000
 """More than there is time for."""
 
 
-def sending(at: int, to: str, once: Path) -> pt.Job:
-    """The job of `test_resume`, in which rank 1 sends SIGTERM at its `at`-th batch, if no rank has done it before."""
+def sending(at: int, to: str, once: Path, number: int = signal.SIGTERM) -> pt.Job:
+    """The job of `test_resume`, in which rank 1 sends a signal at its `at`-th batch, if no rank has done it before."""
     calls = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -41,7 +44,7 @@ def sending(at: int, to: str, once: Path) -> pt.Job:
         calls += 1
         if calls == at and os.environ["POLYTEMPO_RANK"] == "1" and not once.exists():
             once.touch()
-            os.kill(os.getppid() if to == "launcher" else os.getpid(), signal.SIGTERM)
+            os.kill(os.getppid() if to == "launcher" else os.getpid(), number)
         return squared(output, target[:, 1:])
 
     return replace(job(), loss=loss)
@@ -72,6 +75,55 @@ def test_a_run_that_is_asked_to_leave_goes_on_to_the_same_bits(how: pt.Strategy,
     resumed = pt.run(job(), how, 2, steps=steps, out=out, resume=True, threads=1)
     assert resumed.parameters_sha256 == pt.run(job(), how, 2, steps=steps, threads=1).parameters_sha256
     assert resumed.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("how", "more"), [(s.local_sgd(period=3), {}), (s.sync_sgd(), {"min_workers": 1})], ids=["ranks", "elastic"]
+)
+def test_ctrl_c_saves_leaves_a_page_and_says_how_to_go_on(
+    how: pt.Strategy, more: dict[str, int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(sending(9, "launcher", tmp_path / "sent", signal.SIGINT), how, out, **more) == INTERRUPTED
+    newest = latest(out / "checkpoint")
+    assert newest is not None
+    step = read_manifest(newest).step
+    assert f"--resume --out {out}" in capfd.readouterr().err
+    result, status = load_result(out), read_status(out)
+    assert status is not None
+    assert (result["left"], result["steps"], status.state) == (f"interrupted after step {step}", step, "preempted")
+    assert result["left"] in (out / "report.html").read_text()
+    resumed = pt.run(job(), how, 2, steps=step + 10, out=out, resume=True, threads=1, **more)
+    assert f"goes on from step {step}," in capfd.readouterr().err
+    assert (resumed.left, resumed.steps) == (None, step + 10)
+    if not more:
+        assert resumed.parameters_sha256 == pt.run(job(), how, 2, steps=step + 10, threads=1).parameters_sha256
+
+
+def interrupted_twice() -> None:
+    with noticed(30.0) as notice:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert notice.given_s is not None
+        notice.given_s -= 2.0
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted_and_saved() -> None:
+    with noticed(30.0):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise Preempted(3)
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    def work() -> None:
+        with pytest.raises(KeyboardInterrupt) as ended:
+            interrupted_twice()
+        assert not isinstance(ended.value, Preempted)
+        with pytest.raises(Interrupted):
+            interrupted_and_saved()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    assert child(work) == 0
 
 
 def test_without_a_folder_sigterm_ends_a_run_as_before(tmp_path: Path) -> None:
@@ -195,8 +247,8 @@ def test_what_nothing_catches_exits_with_75() -> None:
 # ---- with a parameter server ----
 
 
-def terminating(at: int, to: str, once: Path) -> pt.Job:
-    """The counting job, in which a worker sends SIGTERM at its `at`-th batch, if none has done it before."""
+def terminating(at: int, to: str, once: Path, number: int = signal.SIGTERM) -> pt.Job:
+    """The counting job, in which a worker sends a signal at its `at`-th batch, if none has done it before."""
     calls = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -205,17 +257,19 @@ def terminating(at: int, to: str, once: Path) -> pt.Job:
         if calls == at:
             with suppress(FileExistsError):  # of two workers at their batch `at`, one alone makes the file
                 once.touch(exist_ok=False)
-                os.kill(os.getppid() if to == "launcher" else os.getpid(), signal.SIGTERM)
+                os.kill(os.getppid() if to == "launcher" else os.getpid(), number)
         return output.mean()
 
     return counting(loss)
 
 
-def test_a_served_run_is_saved_and_goes_on_with_every_ticket_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)])
+def test_a_served_run_is_saved_and_goes_on_with_every_ticket_once(sent: int, code: int, tmp_path: Path) -> None:
     out, how = tmp_path / "run", strategy()
-    job = terminating(15, "launcher", tmp_path / "sent")
+    job = terminating(15, "launcher", tmp_path / "sent", sent)
     status = child(lambda: pt.run(job, how, WORKERS, epochs=10_000, out=out, threads=1))
-    assert status == PREEMPTED
+    assert status == code
+    assert load_result(out)["left"]
     number = newest_whole(out / "checkpoint", SHARDS)
     assert number is not None
     saved = read_run_snapshot(out / "checkpoint", number)

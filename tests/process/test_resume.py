@@ -201,7 +201,9 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, harm: str, tmp_path:
     else:
         del content[-1:]
     (newest / file).write_bytes(content)
-    with pytest.raises(pt.WorkerDied, match=rf"CheckpointError(.|\n)*{newest.name}/{file} (is damaged|has \d+ bytes)"):
+    with pytest.raises(
+        pt.WorkerDied, match=rf"DamagedCheckpoint(.|\n)*{newest.name}/{file} (is damaged|has \d+ bytes)"
+    ):
         fitted(s.local_sgd(period=2), steps=4, out=tmp_path, resume=True)
 
 

@@ -201,6 +201,7 @@ def test_damage_falls_back_to_the_snapshot_before(tmp_path: Path) -> None:
     assert result.parameters_sha256 == counted(EPOCHS)
     record = json.loads((tmp_path / "record" / "0001" / "run.json").read_bytes())
     assert record["snapshot"] == newest - 1
+    assert (checkpoint / f"snapshot-{newest:08d}-run.json.damaged").read_bytes() == b"{}"
 
 
 def test_checkpoints_without_a_server_are_no_snapshots_but_are_named(tmp_path: Path) -> None:

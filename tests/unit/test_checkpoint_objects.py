@@ -14,7 +14,14 @@ from object_store import Store, bucket
 from polytempo.core.url_path import UrlPath
 from polytempo.server.shard import snapshot
 from polytempo.server.shard.snapshot import SnapshotError, complete, discard_beyond, newest_whole
-from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint import (
+    CheckpointPart,
+    commit,
+    newest_undamaged,
+    read_manifest,
+    read_part,
+    write_part,
+)
 from polytempo.training.checkpoint_folders import CheckpointError, latest
 
 RANKS = 2
@@ -127,6 +134,35 @@ def test_damage_is_named(root: UrlPath, name: str) -> None:
     else:
         with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
             loaded(root)
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank-1"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
+    root: UrlPath, tmp_path: Path, kind: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where: UrlPath | Path = root if kind == "bucket" else tmp_path / "checkpoint"
+    for step in (10, 20):
+        save(where, step, float(step))
+    for last, before in ((20, 10), (10, None)):
+        folder = where / f"step-{last:08d}"
+        [found] = [each for each in folder.iterdir() if each.name.startswith(name)]
+        content = found.read(100_000) if isinstance(found, UrlPath) else found.read_bytes()
+        harmed = content[:50] + b"x" + content[51:] if name == "manifest.json" else content[:-9]
+        _ = found.write(harmed) if isinstance(found, UrlPath) else found.write_bytes(harmed)
+        if before is None:  # what is left stays, to be looked at
+            with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
+                newest_undamaged(where)
+            assert latest(where) == folder
+        else:
+            assert newest_undamaged(where) == where / f"step-{before:08d}"
+            assert latest(where) == where / f"step-{before:08d}"
+            assert str(found.parent) in capsys.readouterr().err
+            assert any(
+                each.name.endswith(".damaged")
+                for each in [*where.iterdir(), *(folder.iterdir() if folder.is_dir() else [])]
+            )
+    assert newest_undamaged(tmp_path / "empty") is None
 
 
 # ---- snapshots of shards ----

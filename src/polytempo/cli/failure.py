@@ -28,7 +28,7 @@ def exit_code() -> Generator[None]:
     """Turn what goes wrong inside into a message and an exit code.
 
     `ValueError`, a wrong value, is 2, in a worker too; Ctrl-C is 130, SIGTERM 143; everything else, a run that failed,
-    is 1. A run that has saved and left after SIGTERM ends with 75 (see `core.notice`).
+    is 1. A run that has saved and left after SIGTERM ends with 75, after Ctrl-C with 130 (see `core.notice`).
     With `POLYTEMPO_DEBUG=1` the traceback is shown, too.
     """
     try:
@@ -98,6 +98,8 @@ def wrong_value(error: Exception) -> str | None:
 def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
     if os.environ.get("POLYTEMPO_DEBUG") == "1":
         traceback.print_exception(error)
+    if isinstance(error, SystemExit):
+        return typer.Exit(code)  # the run has said what it saved
     if isinstance(error, KeyboardInterrupt):
         print("terminated" if isinstance(error, Terminated) else "interrupted", file=sys.stderr)
     else:

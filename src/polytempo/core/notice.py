@@ -1,6 +1,7 @@
 """`Notice`: a signal says that this process has to leave soon, as Slurm, Kubernetes and spot machines do.
 
 SIGTERM ─▶ given: training saves and leaves ─▶ Preempted, exit code 75     a later SIGTERM: it ends at once
+Ctrl-C  ─▶ the same ─▶ Interrupted, exit code 130                          a later Ctrl-C: the same
               └── grace_s later, if it is still there: SIGKILL, for what it was about to write is lost anyway
 """
 
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-PREEMPTED = 75
-"""The exit code of a process that has saved and left: EX_TEMPFAIL of sysexits.h, "try again later"."""
+PREEMPTED, INTERRUPTED = 75, 130
+"""The exit codes of a process that has saved and left: EX_TEMPFAIL of sysexits.h, "try again later"; and Ctrl-C's."""
 _TWICE_S = 1.0
 """A batch system and what it has started may both pass on one signal: two of them within this time count as one."""
 
@@ -30,13 +31,23 @@ class Preempted(SystemExit):
     with 75.
     """
 
+    exit_code = PREEMPTED
+    how = "preempted"
+
     def __init__(self, step: int, saved: str = "") -> None:
-        super().__init__(PREEMPTED)
+        super().__init__(self.exit_code)
         self.step, self.saved = step, saved
 
     def __str__(self) -> str:
         saved = f", which is saved in {self.saved}: go on with resume" if self.saved else ""
-        return f"preempted after step {self.step}{saved}"
+        return f"{self.how} after step {self.step}{saved}"
+
+
+class Interrupted(Preempted, KeyboardInterrupt):
+    """The same where Ctrl-C asked."""
+
+    exit_code = INTERRUPTED
+    how = "interrupted"
 
 
 class Notice:
@@ -46,6 +57,8 @@ class Notice:
         self.grace_s = grace_s
         self.given_s: float | None = None
         """When, on the monotonic clock."""
+        self.number: int = signal.SIGTERM
+        """Which signal."""
         self._before: dict[int, signal.Handlers | object] = {}
         self._closed = threading.Event()
 
@@ -63,13 +76,16 @@ class Notice:
         """The handler: the first signal is noted, one that comes later does what it did before."""
         now_s = time.monotonic()
         if self.given_s is None:
-            self.given_s = now_s
+            self.given_s, self.number = now_s, number
+            if number == signal.SIGINT:
+                os.write(2, b"\nCtrl-C: saving, then the run ends; a second Ctrl-C ends it at once\n")
             threading.Thread(target=self._end_late, name="polytempo-grace", daemon=True).start()
         elif now_s > self.given_s + _TWICE_S:
             self.end(number, frame)
 
-    def end(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
-        """End as the signal would have ended this process without a notice."""
+    def end(self, number: int | None = None, frame: FrameType | None = None) -> None:
+        """End as the signal would have ended this process without a notice; None: the first one."""
+        number = self.number if number is None else number
         before = self._before.get(number, signal.SIG_DFL)
         if callable(before):
             before(number, frame)
@@ -89,7 +105,7 @@ class Notice:
             return
         for number in numbers:
             before = signal.getsignal(number)
-            if before is signal.SIG_DFL or getattr(before, "ends", False):
+            if before in (signal.SIG_DFL, signal.default_int_handler) or getattr(before, "ends", False):
                 self._before[number] = before
                 signal.signal(number, self.take)
         if (
@@ -117,11 +133,17 @@ def ignore_hangup() -> None:
 
 @contextmanager
 def noticed(grace_s: float) -> Iterator[Notice]:
-    """Inside, SIGTERM, and what `POLYTEMPO_PREEMPT_SIGNAL` names, is noted; a handler of the program's own stays."""
+    """Inside, SIGTERM, Ctrl-C, and what `POLYTEMPO_PREEMPT_SIGNAL` names, is noted; a handler of the program's own
+    stays. A `Preempted` that Ctrl-C has brought about leaves as `Interrupted`.
+    """
     notice = Notice(grace_s)
-    notice.watch(preempting_signals())
+    notice.watch([*preempting_signals(), signal.SIGINT])
     try:
         yield notice
+    except Preempted as error:
+        if notice.number == signal.SIGINT:
+            raise Interrupted(error.step, error.saved) from error
+        raise
     finally:
         notice.close()
 

@@ -162,12 +162,12 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
         strategy=str(result["strategy"]),
         world=str(result["world"]),
         workers=int(result["workers"]),
-        state="failed" if result.get("diverged") else "finished",
+        state="failed" if result.get("diverged") else "preempted" if result.get("left") else "finished",
         written_s=0.0,
         began_s=0.0,
         launcher_host="",
         launcher_pid=0,
-        why=str(result.get("diverged") or ""),
+        why=str(result.get("diverged") or result.get("left") or ""),
         train={key: result.get(f"{key}s" if key in ("step", "epoch") else key) for key in _POSITION}
         | _loss(result)
         | _noise(rows),

@@ -139,7 +139,7 @@ def _found(spec: RunSpec) -> Result | None:
             raise ValueError(f"{out} has a run with {name}={getattr(result, name)}, and not {value}; give that value")
     enough = (result.steps, options.steps), (result.epochs, spec.epochs)
     ended = any(most is not None and done >= most for done, most in enough)
-    return result if ended or result.diverged or result.reached else None
+    return result if (ended and not result.left) or result.diverged or result.reached else None
 
 
 def _going_on(spec: RunSpec) -> RunSpec:

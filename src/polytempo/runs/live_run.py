@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from polytempo.core.notice import Preempted
+from polytempo.core.notice import PREEMPTED, Preempted
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preempting, Role
 from polytempo.report.live_status import (
@@ -161,7 +161,8 @@ class LiveRun:
         if error is None:
             self._write("finished")
         else:
-            said = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+            alone = isinstance(error, KeyboardInterrupt) and not isinstance(error, Preempted)
+            said = "interrupted" if alone else str(error) or type(error).__name__
             said = said.partition("\n")[0]
             self._write("preempted" if isinstance(error, Preempted) else "failed", said[:_MOST_WHY])
 
@@ -207,7 +208,8 @@ def _state_of(process: EngineProcess) -> ProcessState:
     code = process.exit_code
     if code is None:
         return "stopped" if process.stopped else "running"
-    return "killed" if code < 0 else "failed" if code else "ended"
+    left = code == PREEMPTED and process.failure is not None and process.failure.error == Preempted.__name__
+    return "killed" if code < 0 else "failed" if code and not left else "ended"
 
 
 def _plain(row: Row | None) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from polytempo.runs.arguments import (
     checked_job,
     is_here,
 )
+from polytempo.runs.divergence import left_result, saved_step
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.folder import began
 from polytempo.runs.rehearsal import rehearse
@@ -32,6 +33,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.checkpoint import go_on_from
 from polytempo.training.trainer import Trainer, held_by_first
 
 
@@ -66,7 +68,8 @@ def run(
     Errors: `NotFinite` names the step, the rank and the parameter where a loss, a gradient or a parameter was NaN or
     infinite. `WorkerDied` names the first worker that failed and quotes its log. With a parameter server, workers may
     be killed and the run goes on (see `run_served`). `Preempted`, a SystemExit with code 75, where this process or a
-    worker got SIGTERM and there is an `out`: the run is saved there, and `resume` goes on from it.
+    worker got SIGTERM and there is an `out`: the run is saved there, and `resume` goes on from it. After Ctrl-C it
+    is the same with code 130, and a KeyboardInterrupt, too.
     """
     job, strategy, setup = checked_job(job), strategy_from(strategy), checked_engine(engine)
     check_workers(strategy, workers)
@@ -111,17 +114,26 @@ def performed(
     spec: RunSpec, engine: EngineSetup, progress: Progress | None, available: Available | None = None
 ) -> Result:
     """The run itself."""
-    try:
-        with began(spec.options.out):
+    out = spec.options.out
+    with began(out):
+        try:
+            if out is not None and spec.options.resume and spec.strategy.server is None:
+                go_on_from(out)
             if spec.options.elastic:
                 return run_elastic(spec, engine, progress, available)
             if spec.strategy.server is not None:
                 return run_served(spec, engine, progress)
             return run_collective(spec, engine, progress)
-    except Preempted as error:
-        told = Preempted(error.step, str(spec.options.out))
-        print(f"polytempo: {told}", file=sys.stderr)
-        raise told from None
+        except Preempted as error:
+            assert out is not None
+            told = type(error)(error.step, str(out))
+            page = reported(left_result(spec, told), out).report
+            print(f"polytempo: {told} (--resume --out {out}); what was: {page}", file=sys.stderr)
+            raise told from None
+        except KeyboardInterrupt:
+            if out is not None and (step := saved_step(spec, out)) is not None:
+                print(f"polytempo: {out} holds step {step:,}: go on with --resume --out {out}", file=sys.stderr)
+            raise
 
 
 def join(
@@ -136,7 +148,7 @@ def join(
     job, strategy, options = checked_job(job), strategy_from(strategy), with_keywords(options, more)
     world = init(timeout_s=options.timeout_s)
     shown = progress if world.rank == 0 else None
-    with held_by_first(world, options.out):
+    with held_by_first(world, options):
         with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
             result = Trainer(job, strategy, options, world=world).fit_held(on_row=show)
         return reported(result, options.out) if options.out is not None and world.rank == 0 else result

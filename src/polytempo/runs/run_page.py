@@ -20,7 +20,8 @@ def reported(result: Result, out: Place) -> Result:
     saved = out / "checkpoint"
     named = replace(result, report=str(out / "report.html"), checkpoint=str(saved) if saved.exists() else None)
     named.write(out)
-    write_report(out / "report.html", [load_run(out)], title=f"{result.job}: {result.strategy}")
+    title = ": ".join(filter(None, (result.job, result.strategy, result.left)))
+    write_report(out / "report.html", [load_run(out)], title=title)
     return named
 
 

@@ -49,6 +49,8 @@ class Result:
     """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
     diverged: str | None = None
     """What was NaN or infinite, where that ended this run of a comparison."""
+    left: str | None = None
+    """Of a run that was asked to leave, by SIGTERM or Ctrl-C: after which step. `resume` goes on from there."""
     report: str | None = None
     checkpoint: str | None = None
     ledger: list[dict[str, Any]] | None = None

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,15 +36,18 @@ from polytempo.core.state import Scalar
 from polytempo.core.url_path import Place, UrlPath
 from polytempo.training.checkpoint_folders import (
     CheckpointError,
+    DamagedCheckpoint,
+    complete_in,
     damaged,
     final_folder,
     make_partial,
     move_into_place,
     partial_folder,
     prune,
+    set_aside,
     still_there,
 )
-from polytempo.training.checkpoint_objects import fetched, object_name, object_of, put_manifest, put_part
+from polytempo.training.checkpoint_objects import fetched, object_name, object_of, put_manifest, put_part, stored
 from polytempo.training.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -166,19 +170,67 @@ def read_part(path: Place, rank: int) -> CheckpointPart:
     expected = parts[rank]
     named: Place = path / expected.name
     try:
-        with _local(path, expected) as file:
-            num_bytes = _size(file)
-            if num_bytes != expected.num_bytes:
-                raise damaged(path, named, f"has {num_bytes} bytes instead of {expected.num_bytes}")
-            if _sha256(file) != expected.sha256:
-                raise damaged(path, named, "is damaged (its sha256 is not the manifest's)")
-            with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-                return CheckpointPart(tensors, scalars_of(opened.metadata()))
+        with _undamaged(path, expected) as file, safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            return CheckpointPart(tensors, scalars_of(opened.metadata()))
     except OSError as error:
         raise damaged(path, named, f"cannot be read ({error.strerror})") from error
     except (SafetensorError, *_FORGED) as error:
         raise damaged(path, named, f"is not what a rank has written ({type(error).__name__}: {error})") from error
+
+
+def newest_undamaged(root: Place) -> Place | None:
+    """The newest checkpoint in `root` that is as it was written; None where there is none.
+
+    Newer ones that are damaged are set aside, and standard error names them. CheckpointError where all are damaged:
+    then they stay. Cost: all of it is read; where a URL names it, its manifest and the sizes of its parts are.
+    """
+    harmed: list[tuple[Place, DamagedCheckpoint]] = []
+    for _, folder in sorted(complete_in(root).items(), reverse=True):
+        try:
+            for part in read_manifest(folder).parts:
+                _check(folder, part)
+        except DamagedCheckpoint as error:
+            harmed.append((folder, error))
+            continue
+        for other, why in harmed:
+            print(f"note: {why.problem}: {other} is set aside as {set_aside(other)}", file=sys.stderr)
+        return folder
+    if harmed:
+        raise harmed[0][1]
+    return None
+
+
+def go_on_from(out: Place) -> None:
+    """Before a run in `out` is resumed: set damaged checkpoints aside, and say on standard error which one it takes."""
+    if (folder := newest_undamaged(out / "checkpoint")) is not None:
+        print(f"polytempo: goes on from step {read_manifest(folder).step:,}, saved in {folder}", file=sys.stderr)
+
+
+def _check(path: Place, part: PartFile) -> None:
+    named: Place = path / part.name
+    try:
+        if isinstance(path, UrlPath):
+            found = stored(path, part).size()
+            if found != part.num_bytes:
+                raise damaged(path, named, f"has {found} bytes instead of {part.num_bytes}")
+            return
+        with _undamaged(path, part):
+            pass
+    except OSError as error:
+        raise damaged(path, named, f"cannot be read ({error.strerror})") from error
+
+
+@contextmanager
+def _undamaged(path: Place, part: PartFile) -> Iterator[Path]:
+    """A part as a local file, whose size and hash are right."""
+    with _local(path, part) as file:
+        num_bytes, named = _size(file), path / part.name
+        if num_bytes != part.num_bytes:
+            raise damaged(path, named, f"has {num_bytes} bytes instead of {part.num_bytes}")
+        if _sha256(file) != part.sha256:
+            raise damaged(path, named, "is damaged (its sha256 is not the manifest's)")
+        yield file
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from polytempo.core import files
 from polytempo.core.errors import PolytempoError
 from polytempo.core.url_path import P, Place, UrlPath
 from polytempo.training.checkpoint_objects import complete_steps, prune_objects
-from polytempo.training.manifest import BY_CONTENT, COMPLETE, KEPT, LEFTOVER, MANIFEST
+from polytempo.training.manifest import BY_CONTENT, COMPLETE, KEPT, LEFTOVER, MANIFEST, MAX_MANIFEST_BYTES
 
 _TRIES = 100
 
@@ -32,10 +32,31 @@ class CheckpointError(PolytempoError):
     """A checkpoint cannot be written, or what is on the disk is not what was written."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not as it was written; `problem` says which file and why."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        self.problem = problem
+        super().__init__(f"{problem}; {remedy}")
+
+
 def latest(root: Place) -> Place | None:
     """The folder of the newest complete checkpoint, or None where there is none."""
-    folders = _complete_in(root)
+    folders = complete_in(root)
     return folders[max(folders)] if folders else None
+
+
+def set_aside(folder: Place) -> Place:
+    """Let a damaged checkpoint count no more, and keep what it holds under another name, which is returned."""
+    if isinstance(folder, UrlPath):
+        manifest, aside = folder / MANIFEST, folder / f"{MANIFEST}.damaged"
+        aside.write(manifest.read(MAX_MANIFEST_BYTES))
+        manifest.remove()
+        return aside
+    aside_folder = folder.with_name(f"{folder.name}.damaged")
+    files.remove(aside_folder)
+    os.rename(folder, aside_folder)
+    return aside_folder
 
 
 def partial_folder(root: P, step: int) -> P:
@@ -50,7 +71,8 @@ def final_folder(root: P, step: int) -> P:
     return root / f"step-{step:08d}"
 
 
-def _complete_in(root: Place) -> Mapping[int, Place]:
+def complete_in(root: Place) -> Mapping[int, Place]:
+    """Complete checkpoints by step."""
     return complete_steps(root) if isinstance(root, UrlPath) else _complete(root)
 
 
@@ -136,13 +158,13 @@ def still_there(root: Place) -> str:
     return f"The checkpoint {previous} is untouched." if previous else "There is no earlier checkpoint."
 
 
-def damaged(path: Place, file: Place, problem: str) -> CheckpointError:
+def damaged(path: Place, file: Place, problem: str) -> DamagedCheckpoint:
     """The error for a `file` of checkpoint `path` that is not as it was written, with what to do."""
     match = COMPLETE.fullmatch(path.name)
     step = int(match[1]) if match else 0
-    earlier = {other: folder for other, folder in _complete_in(path.parent).items() if other < step}
+    earlier = {other: folder for other, folder in complete_in(path.parent).items() if other < step}
     if earlier:
         remedy = f"delete {path} to fall back to {earlier[max(earlier)]}"
     else:
         remedy = f"there is no earlier checkpoint; delete {path} and start again"
-    return CheckpointError(f"{file} {problem}; {remedy}")
+    return DamagedCheckpoint(f"{file} {problem}", remedy)

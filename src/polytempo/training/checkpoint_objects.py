@@ -58,12 +58,16 @@ def put_manifest(folder: UrlPath, content: bytes, hashes: Sequence[str]) -> None
     _keep_only(folder, hashes)
 
 
+def stored(folder: UrlPath, part: PartFile) -> UrlPath:
+    """The object that a part is."""
+    source = folder / object_name(int(Path(part.name).stem.removeprefix("rank-")), part.sha256)
+    return source if source.exists() else folder / part.name  # of a local run whose checkpoint was copied here
+
+
 @contextmanager
 def fetched(folder: UrlPath, part: PartFile) -> Iterator[Path]:
     """A local copy of a part. OSError where it has another size, before it is copied."""
-    source = folder / object_name(int(Path(part.name).stem.removeprefix("rank-")), part.sha256)
-    if not source.exists():
-        source = folder / part.name  # of a local run whose checkpoint was copied here
+    source = stored(folder, part)
     with tempfile.TemporaryDirectory(prefix="polytempo-part-") as scratch:
         copy = Path(scratch) / part.name
         if source.size() == part.num_bytes:  # else the caller says what is wrong, without a copy

@@ -17,7 +17,6 @@ from polytempo.core import Port, Strategy
 from polytempo.core.files import run_folder
 from polytempo.core.folder_lock import FolderTaken, Owner, held
 from polytempo.core.notice import noticed
-from polytempo.core.url_path import Place
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.large_batch.probe import NoiseProbe
@@ -36,6 +35,7 @@ from polytempo.strategies import sync_sgd
 from polytempo.training.agree import agree, gather_json
 from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
+from polytempo.training.checkpoint import go_on_from
 from polytempo.training.collective_observer import CollectiveObserver
 from polytempo.training.distillation import data_of_group, of_group
 from polytempo.training.drift_watch import watch
@@ -147,7 +147,7 @@ class Trainer:
 
         Rank 0 holds the folder `out` meanwhile: `FolderTaken` on all ranks where another run has it.
         """
-        with held_by_first(self.world, self.options.out):
+        with held_by_first(self.world, self.options):
             return self.fit_held(on_row=on_row)
 
     def fit_held(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
@@ -215,13 +215,16 @@ class Trainer:
 
 
 @contextmanager
-def held_by_first(world: ProcessWorld, out: Place | None) -> Iterator[None]:
-    """Inside, rank 0 holds the folder `out`. All ranks raise `FolderTaken` where another run has it."""
+def held_by_first(world: ProcessWorld, options: RunOptions) -> Iterator[None]:
+    """Inside, rank 0 holds the run's folder. All ranks raise `FolderTaken` where another run has it."""
+    out = options.out
     with ExitStack() as stack:
         refused: FolderTaken | None = None
         if out is not None and world.rank == 0:
             try:
                 stack.enter_context(held(run_folder(out)))
+                if options.resume:
+                    go_on_from(out)
             except FolderTaken as error:
                 refused = error
         if out is not None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -35,6 +37,7 @@ from polytempo.server.shard.snapshot import (
     SnapshotError,
     complete,
     discard_beyond,
+    files_of,
     newest_whole,
     read,
     snapshot_errors,
@@ -128,8 +131,21 @@ def resumed(
         older = _newest(folder, num_shards, facts, before=newest.number)
         before = None if older is None else _with_parts(folder, num_shards, older, numbers_per_batch)
         chosen = before if before is not None and before.is_one_step else chosen
+    _set_aside(folder, num_shards, chosen.run_snapshot.number)
     discard_beyond(folder, chosen.run_snapshot.number)
     return chosen
+
+
+def _set_aside(folder: Place, num_shards: int, last: int) -> None:
+    """Of snapshots after `last`, which all shards have written whole, and which are damaged: keep the files under other
+    names where they can be renamed, and name them."""
+    numbers = {int(match[1]) for name in disk_of(folder).names(folder) if (match := _NAME.fullmatch(name))}
+    for number in sorted(each for each in numbers if each > last and complete(folder, each, num_shards)):
+        harmed = [run_snapshot_path(folder, number), *files_of(folder, number, num_shards)]
+        for path in harmed if isinstance(folder, Path) else []:
+            with suppress(OSError):
+                disk_of(folder).rename(path, path.with_name(f"{path.name}.damaged"))
+        print(f"note: snapshot {number} in {folder} is damaged and set aside", file=sys.stderr)
 
 
 def _with_parts(folder: Place, num_shards: int, run_snapshot: RunSnapshot, numbers_per_batch: int) -> Resumed:

@@ -151,6 +151,10 @@ class ServedRun:
         folder, per_batch = self.out / "checkpoint", service.numbers_per_batch
         found = resumed(folder, service.shards, self.common, per_batch, even=batches.deals == "evenly")
         self.run_snapshot, self.resumed_at = found.run_snapshot, found.run_snapshot.step
+        print(
+            f"polytempo: goes on from step {self.resumed_at:,}, snapshot {found.run_snapshot.number} in {folder}",
+            file=sys.stderr,
+        )
         self.incarnation = (found.run_snapshot.generation + 1) * LIVES + 1
         go_on(self.scheduler, found, folder)
         self.scored_again = found.scored_again(self.program.points, batches)
