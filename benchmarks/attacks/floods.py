@@ -2,8 +2,8 @@
 
     python benchmarks/attacks/floods.py [--runs served elastic] [--floods calm idle bytes slow values] [--epochs 40]
 
-    idle      2,000 connections that say nothing
-    bytes     150 at a time, each a greeting and the beginning of a command of 1 GiB, which goes on
+    idle      1,500 connections to one port that say nothing
+    bytes     150 connections, each a greeting and all but the end of a command, of 16 MiB or of one part (128 KiB)
     slow      200 connections of one byte a second
     values    clients of torch's store, which leave 280 MiB of values where they are taken
 
@@ -17,13 +17,12 @@ import argparse
 import multiprocessing
 import os
 import resource
-import selectors
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +41,8 @@ NUM_PORTS = {"served": 6, "elastic": 1}
 """The launcher, two shards, two workers and the evaluator; the launcher alone."""
 SOFT = 1024
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-COMMAND = b"\x06" + (1 << 30).to_bytes(8, "big")
-CHUNK, VALUE = bytes(1 << 16), "x" * (8 << 20)
+COMMANDS = [GREETING + b"\x06" + length.to_bytes(8, "big") + bytes(length - 1) for length in (16 << 20, 128 << 10)]
+VALUE = "x" * (8 << 20)
 _LOOK_S = 0.2
 _LISTENS = "0A"
 
@@ -99,29 +98,22 @@ def connected(where: Ports, most: int) -> Iterator[socket.socket]:
             yield one
 
 
-def kept_up(where: Ports, most: int, send: bytes | None, greet: bytes, pause_s: float) -> None:
-    """Hold `most` connections, each greeted, and send on each as fast as it takes it, or every `pause_s`."""
-    held: list[socket.socket] = []
+def kept_up(where: Ports, most: int, say: Sequence[bytes], part_bytes: int, pause_s: float) -> None:
+    """Hold `most` connections, and send on each what it has to `say`, in such parts, every `pause_s`."""
+    held: dict[socket.socket, memoryview] = {}
     while True:
         for one in connected(where, most - len(held)):
-            with suppress(OSError):
-                one.send(greet)
-                held.append(one)
-        with selectors.DefaultSelector() as ready:
-            for one in held:
-                ready.register(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if send else 0))
-            for key, mask in ready.select(0.1):
-                one = held[held.index(key.fileobj)]  # type: ignore[arg-type]
-                try:
-                    if mask & selectors.EVENT_READ and not one.recv(1 << 16):
-                        raise ConnectionResetError
-                    if mask & selectors.EVENT_WRITE and send:
-                        one.send(send)
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    held.remove(one)
-                    one.close()
+            held[one] = memoryview(say[len(held) % len(say)])
+        for one, rest in list(held.items()):
+            try:
+                held[one] = rest[one.send(rest[:part_bytes]) if rest else 0 :]
+                if one.recv(1 << 16) == b"":
+                    raise ConnectionResetError
+            except BlockingIOError:
+                pass
+            except OSError:
+                del held[one]
+                one.close()
         time.sleep(pause_s)
 
 
@@ -137,9 +129,9 @@ def values(where: Ports) -> None:
 
 FLOODS: dict[str, Callable[[Ports], None] | None] = {
     "calm": None,
-    "idle": lambda where: kept_up(where, 2_000, None, b"", 0.1),
-    "bytes": lambda where: kept_up(where, 150, CHUNK, GREETING + COMMAND, 0.0),
-    "slow": lambda where: kept_up(where, 200, b"\xff", b"\xff", 1.0),
+    "idle": lambda where: kept_up(where[:1], 1_500, [b""], 1, 0.1),
+    "bytes": lambda where: kept_up(where, 150, COMMANDS, 1 << 20, 0.0),
+    "slow": lambda where: kept_up(where, 200, [GREETING], 1, 1.0),
     "values": values,
 }
 
@@ -148,7 +140,7 @@ FLOODS: dict[str, Callable[[Ports], None] | None] = {
 
 
 def flooded(name: str, flood: Callable[[Ports], None] | None, epochs: int) -> list[str]:
-    """One row: how the run ended."""
+    """The end of one run: how, the most memory and descriptors of a process, seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "polytempo", "train", "digits", "--workers", "2", "--epochs", str(epochs)]
         since_s = time.monotonic()
