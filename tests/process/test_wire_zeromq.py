@@ -16,6 +16,7 @@ import pytest
 import torch
 import zmq
 
+from polytempo.runs.served.mailbox_directory import NodeMail
 from polytempo.server.message import Beat, Message, Pulled
 from polytempo.wire.frames import FrameLimits, encode
 from polytempo.wire.guard import MOST_STRANGERS, Strangers
@@ -214,6 +215,29 @@ def test_nothing_is_left_behind(private: Path) -> None:
         once()
     assert (threading.active_count(), descriptors()) == (threads, files)
     assert list(private.iterdir()) == []
+
+
+def test_lines_to_nodes_that_are_gone_for_good_are_closed(
+    box: Open, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy of a shard that is started again is another node, in a run that goes on for weeks."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    clock_s = 0.0
+    monkeypatch.setattr("polytempo.runs.served.mailbox_directory.time.monotonic", lambda: clock_s)
+    with closing(box(0, f"ipc://{private}/0")) as inner, closing(box(1, f"ipc://{private}/1")) as alive:
+        mail = NodeMail(0, inner, lambda node: f"ipc://{private}/{node}", moves=False)
+        files = []
+        for copy in range(2, 34):
+            clock_s += 30.0
+            assert mail.post(copy, beat(copy))
+            assert mail.post(1, beat(copy))
+            assert number(alive.take(WAIT_S)) == copy
+            files.append(descriptors())
+        assert files[-1] == files[3]
+        monkeypatch.undo()
 
 
 # -------------------------------------------------------------------------------------- strangers before and after

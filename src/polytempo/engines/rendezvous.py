@@ -53,6 +53,13 @@ class Rendezvous:
             value = self._store.found(key)
         return value.decode() if isinstance(value, bytes) else None
 
+    def take(self, key: str) -> str | None:
+        """The same, for its one reader: the text is not kept."""
+        text = self.get(key)
+        if text is not None:
+            self.store.delete_key(key)
+        return text
+
     @property
     def store(self) -> KeyedStore:
         """The store itself, where groups of ranks meet; of the one that another process holds."""

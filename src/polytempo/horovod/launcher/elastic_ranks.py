@@ -164,6 +164,7 @@ class ElasticRanks:
             self._slots.failed(time.monotonic(), self.host_of(life))
         if not self._is_over:
             self._perform(self._machine.ended(time.monotonic(), life))
+            self._board.forget(life)
 
     def _finish(self) -> None:
         """The script has come to its end in one process: the group's others come to theirs, and all else leaves."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -36,9 +36,11 @@ class WatchedStore(Store):
     def __init__(self, inner: Any, check: Callable[[], None], timeout_s: float) -> None:
         super().__init__()
         self._inner, self._check, self._timeout_s = inner, check, timeout_s
+        self._written, self._used = set[str](), set[str]()
 
     def set(self, key: str, value: Any) -> None:
         """As any store."""
+        self._written.add(key)
         self._inner.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -48,6 +50,7 @@ class WatchedStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """As any store."""
+        self._written.add(key)
         return int(self._inner.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -56,6 +59,7 @@ class WatchedStore(Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """As any store."""
+        self._written.add(key)
         return bytes(self._inner.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
@@ -80,6 +84,7 @@ class WatchedStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` are there. Raises Superseded, or TimeoutError after the deadline."""
+        self._used.update(keys)
         until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         wait_s = _WAIT_S
         while not self._inner.check(keys):
@@ -88,6 +93,12 @@ class WatchedStore(Store):
                 raise TimeoutError(f"timed out waiting for {', '.join(keys)}")
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _MOST_WAIT_S)
+
+    def clear(self, *, of_others: bool) -> None:
+        """Remove the keys that were written here; of a group that is over, also others' that were read here."""
+        with suppress(RuntimeError):  # the launcher has ended, and the store with it
+            for key in self._written | (self._used if of_others else set()):
+                self._inner.delete_key(key)
 
 
 @contextmanager
@@ -128,4 +139,5 @@ def joined_group(store: Store, view: GroupView, board: MemberBoard, timeout_s: f
         set_current(None)
         if dist.is_initialized():
             dist.destroy_process_group()
+        watched.clear(of_others=rank < 2)  # a lost member cannot
         distributed_c10d._world.group_count = 0  # part of the names in the store; what failed has counted already

@@ -1,7 +1,7 @@
 """The board of an elastic run: texts that its launcher and its members leave for each other at a `Rendezvous`.
 
 member of life L    up/L/0, up/L/1, …   ──▶ launcher          each a message of `membership.message`, or a row of
-launcher            down/L/0, down/L/1, … ──▶ member          metrics, as JSON; read once, in order
+launcher            down/L/0, down/L/1, … ──▶ member          metrics, as JSON; read once, in order, and not kept
 """
 
 from __future__ import annotations
@@ -68,10 +68,18 @@ class LauncherBoard:
     def heard(self, life: int) -> list[Said]:
         """What a process has said since the last look."""
         found: list[Said] = []
-        while (text := self._rendezvous.get(f"up/{life}/{self._read.get(life, 0)}")) is not None:
+        while (text := self._rendezvous.take(f"up/{life}/{self._read.get(life, 0)}")) is not None:
             self._read[life] = self._read.get(life, 0) + 1
             found.append(_message(text))
         return found
+
+    def forget(self, life: int) -> None:
+        """Remove what was said by a process that has ended, and to it."""
+        self.heard(life)
+        unread = self._written.pop(life, 0) - 1
+        while unread >= 0 and self._rendezvous.take(f"down/{life}/{unread}") is not None:
+            unread -= 1
+        self._read.pop(life, None)
 
 
 class MemberBoard:
@@ -137,7 +145,7 @@ class MemberBoard:
         """Read what has come. Any thread may."""
         with self._looking:
             self._looked_s = time.monotonic()
-            while (text := self._rendezvous.get(f"down/{self.life}/{self._read}")) is not None:
+            while (text := self._rendezvous.take(f"down/{self.life}/{self._read}")) is not None:
                 self._read += 1
                 self._take(_message(text))
 

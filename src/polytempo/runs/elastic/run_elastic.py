@@ -233,7 +233,7 @@ class ElasticLauncher:
     def _end(self, process: EngineProcess) -> None:
         life, failure = process.role.life, process.failure
         if life not in self._machine.alive:
-            return  # it was dismissed
+            return self._board.forget(life)  # it was dismissed
         if failure is not None and failure.error == Preempted.__name__:
             self._saved_step = (failure.facts or {})["step"]
             return
@@ -241,6 +241,7 @@ class ElasticLauncher:
             raise died([process], len(self.processes))
         self.history.loses(str(process.role), how(process))
         self._perform(self._machine.ended(time.monotonic(), life))
+        self._board.forget(life)
 
     def _give_up_stopped(self) -> None:
         """A process that a signal has stopped is as good as lost, but it may wake up: so it is ended."""

@@ -23,6 +23,8 @@ Transport = Literal["shared", "tcp"]
 
 _LOOK_S = 0.05
 """How often it is looked whether a node listens elsewhere by now."""
+_IDLE_S = 60.0
+"""A line on which nothing was posted for so long is closed when another one is made: its node may be gone for good."""
 
 
 class MailboxDirectory:
@@ -76,6 +78,8 @@ class NodeMail:
         """Node -> its address."""
         self._looked_s: dict[int, float] = {}
         """Node -> when its address was last looked at."""
+        self._posted_s: dict[int, float] = {}
+        """Node -> when something was last posted to it."""
 
     def post(self, to: int, message: Message) -> bool:
         """Send without waiting, to a node that may not be there yet."""
@@ -91,6 +95,7 @@ class NodeMail:
 
     def _reaches(self, node: int) -> bool:
         now_s = time.monotonic()
+        self._posted_s[node] = now_s
         if node in self._known and (not self._moves or now_s - self._looked_s[node] < _LOOK_S):
             return True
         self._looked_s[node] = now_s
@@ -98,9 +103,17 @@ class NodeMail:
         if address is None:
             return False
         if self._known.get(node) != address:
+            self._forget_idle(now_s)
             self._mailbox.connect(node, address)
             self._known[node] = address
         return True
+
+    def _forget_idle(self, now_s: float) -> None:
+        """Each line costs a descriptor, and a copy of a shard that takes a lost one's place is another node."""
+        for node in [node for node, posted_s in self._posted_s.items() if now_s - posted_s > _IDLE_S]:
+            self._mailbox.forget(node)
+            for facts in (self._known, self._looked_s, self._posted_s):
+                facts.pop(node, None)
 
 
 def addresses_in(folder: Path) -> Callable[[int], str | None]:
