@@ -168,6 +168,8 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(search.Trials, "run", stopped)
     out, err = asked(capsys, "digits", *TARGET, *SMALL, code=130)
     assert "workers x" in out.splitlines()[0]
+    assert "The search was interrupted" in out.splitlines()[1]
+    assert "On ethernet(" in out
     assert err == "interrupted: this is what was found until then\n"
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from polytempo.report.metrics import MetricsWriter, read_metrics
+from polytempo.runs.served.tally import Tally
 
 
 def rows(*steps: int) -> list[dict[str, Any]]:
@@ -76,3 +78,17 @@ def test_numbers_that_are_not_finite_become_null(path: Path) -> None:
     with MetricsWriter(path) as metrics:
         metrics.write({"step": 1, "loss": math.nan, "samples_per_s": math.inf})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None, "samples_per_s": None}
+
+
+def test_rows_of_a_served_run_count_from_its_first_work_as_its_seconds_do() -> None:
+    """Processes took two seconds to start; the run was resumed after ten seconds of work."""
+    told: list[dict[str, Any]] = []
+    spec = SimpleNamespace(options=SimpleNamespace(until={}))
+    program: Any = SimpleNamespace(spec=spec, service=None, batches=None, precision=None)
+    scheduler: Any = SimpleNamespace(stop=lambda: None)
+    before: Any = SimpleNamespace(step=40, seconds=10.0)
+    for run_before in (None, before):
+        tally = Tally(program, scheduler, run_before)
+        tally.record, tally.began_s = told.append, lambda: 2.0
+        tally.take_row({"kind": "train", "step": 41, "seconds": 2.5, "loss": 1.0})
+    assert [row["seconds"] for row in told] == [0.5, 10.5]

@@ -152,7 +152,7 @@ def test_the_timeline_draws_every_event_once() -> None:
     assert compute["base"] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert all_reduce["x"] == [0.5] * 8
     assert all(below > above for above, below in zip(compute["y"], all_reduce["y"], strict=True))
-    assert "rank 1, step 1<br>all_reduce: 0.5 s<br>500 B sent" in all_reduce["hovertext"]
+    assert "rank 1, step 1<br>all-reduce: 0.5 s<br>500 B sent" in all_reduce["hovertext"]
     assert timeline(record()._replace(events=[])) is None
 
 
@@ -175,3 +175,19 @@ def test_layers_in_parts() -> None:
     assert "<h2>Layers in parts</h2>" in written
     assert "<td>4 + 3</td><td>0 B</td><td>2 MB</td>" in written
     assert "Layers in parts" not in page([record()], title="plain")
+
+
+def test_losses_of_workers_are_one_line_of_their_mean() -> None:
+    """Two workers a factor of ten apart tell their losses in turn."""
+    told = [(1, 0, 10.0), (2, 1, 1.0), (3, 0, 8.0), (4, 1, 0.8)]
+    rows = [{"kind": "train", "samples": at, "worker": who, "loss": loss} for at, who, loss in told]
+    line = plots.points(record()._replace(metrics=rows), "train", "samples", "loss")
+    assert line == [(1, 10.0), (2, 5.5), (3, 4.5), (4, 4.4)]
+
+
+def test_the_timeline_calls_operations_by_words() -> None:
+    events = [Event(0, 1, op, 8, 0.0, 1.0) for op in ("compute", "post", "take")]
+    written = page([record()._replace(events=events)], title="t")
+    for word in ("gradient and step", "send a message", "wait for messages"):
+        assert f"{word}<span" in written
+    assert "post<span" not in written

@@ -37,7 +37,18 @@ def scaled(tests: Tests, seconds: float = 1.0, accuracy: float = 0.0) -> Tests:
 
 TABLE: list[tuple[str, list[RunRecord], str]] = [
     ("no run", [], ""),
-    ("a single run has nothing to be sooner than", [run("a", STEADY)], ""),
+    ("a single run that says no time", [run("a", STEADY)], ""),
+    (
+        "a single run",
+        [run("a", STEADY, seconds=5.0)],
+        "a reaches 97 % after 4 s, and ends at 98.0 % accuracy after 5 s.",
+    ),
+    (
+        "a single run of a job that measures no accuracy",
+        [run("a", [], seconds=5.0)],
+        "a ends with a loss of 0.1 after 5 s.",
+    ),
+    ("a single run that diverged", [run("a", STEADY, seconds=5.0, diverged="inf")], ""),
     (
         "sooner, at equal accuracy",
         [run("sync", STEADY), run("local", scaled(STEADY, 0.5))],
@@ -197,3 +208,9 @@ def test_the_order_of_the_others_changes_nothing() -> None:
 )
 def test_remarks_on_runs_that_went_wrong(runs: list[RunRecord], sentences: list[str]) -> None:
     assert [sentence.replace("\u00a0", " ") for sentence in remarks(runs)] == sentences
+
+
+def test_a_resumed_run_says_what_is_of_its_last_part() -> None:
+    resumed = run("a", STEADY, seconds=5.0, resumed_at=1200)
+    assert [each for each in remarks([resumed]) if "resumed at step 1,200" in each]
+    assert remarks([run("a", STEADY, seconds=5.0, resumed_at=None)]) == []

@@ -116,8 +116,9 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
     """The choice, the runner-up, and what would change the choice."""
     winner, second, turned = found.winner, found.runner_up, found.reversal
     names, unit = short_names(plain), money_unit(plain)
+    until_then = ["The search was interrupted: this is what was found until then."] if found.interrupted else []
     if winner is None:
-        return [_none(found, unit)]
+        return [_none(found, unit), *until_then]
 
     def told(forecast: dict[str, Any]) -> str:
         times = [human_seconds(forecast[key]) for key in ("seconds", "low_s", "high_s")]
@@ -127,7 +128,7 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
         )
 
     better = "cheaper" if found.limits.by_price else "faster"
-    said = [f"{told(plain['winner'])}."]
+    said = [f"{told(plain['winner'])}.", *until_then]
     if second is None:
         said.append("No other strategy is known to reach the target within the limits.")
     else:
@@ -217,7 +218,7 @@ def _show(plain: dict[str, Any], sentences: list[str]) -> None:
         print("\nThe front: no other run is both faster and cheaper.")
         show_table((*_COLUMNS, unit), rows)
     runs, trials = plural(plain["runs"], "run"), plural(len(plain["trials"]), "trial")
-    print(f"\n{runs} compared, {trials}, {human_seconds(plain['took_s'])}.")
+    print(f"\nOn {plain['cluster']}: {runs} compared, {trials}, {human_seconds(plain['took_s'])}.")
     if plain["given_up"]:
         print("\nGiven up (too slow, or the target was not reached):")
         for each in plain["given_up"]:

@@ -8,16 +8,12 @@ from typing import NamedTuple
 
 from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
-from polytempo.report.summary import TIMES, baseline_of, finite, human_seconds, percent
+from polytempo.report.summary import EQUAL, EQUALLY, TIMES, baseline_of, finite, human_seconds, percent
 
-EQUAL = 0.005
-"""Accuracies that differ by no more are called equal: half a point, the chance of one seed and a small test set."""
 FAR_BELOW = 0.02
 """Who ends so far below the best is named."""
 FALLEN, RISING = 0.05, 0.01
 """By how much a run has fallen from its best test, or risen in its last fifth, where that is said."""
-EQUALLY_FAST = 1.05
-"""Times and rates whose ratio is no greater are called equal."""
 
 
 class Finish(NamedTuple):
@@ -39,12 +35,14 @@ class Reached(NamedTuple):
 
 
 def headline(runs: Sequence[RunRecord]) -> str:
-    """The finding of a comparison in one sentence, or "" where the runs do not bear one out.
+    """The finding of a comparison in one sentence, or "" where the runs do not bear one out; of a single run its end.
 
     The baseline is that of the speed-ups. The level is the highest whole percentage that it and another run reach.
     Who reaches it sooner is said only where the times between the tests do not overlap; otherwise rates are compared.
     Virtual seconds are never compared with real ones, and one job never with another.
     """
+    if len(runs) == 1:
+        return _alone(runs[0])
     if len({run.result.get("job") for run in runs}) > 1:
         return ""
     for simulated in (False, True):
@@ -62,11 +60,34 @@ def headline(runs: Sequence[RunRecord]) -> str:
     return ""
 
 
+def _alone(run: RunRecord) -> str:
+    """How accurate a run ends, and when it had almost got there; its loss where it measures no accuracy."""
+    seconds, loss, [name] = finite(run.result.get("seconds")), finite(run.result.get("loss")), short_labels([run])
+    if _diverged(run) or seconds is None:
+        return ""
+    finish = finish_of(run, name.removesuffix(" (simulated)"))
+    after = f"after {_time(seconds)}"
+    if finish.accuracy is None:
+        return "" if loss is None else f"{finish.name} ends with a loss of {loss:.4g} {after}."
+    level = math.floor(100 * (finish.accuracy - EQUAL) + 1e-9) / 100
+    first = reached(finish, level) if level > 0 else None
+    sooner = (
+        f"reaches {100 * level:.0f}\u00a0% after {_time(first.by_s)}, and " if first and first.by_s < seconds else ""
+    )
+    return f"{finish.name} {sooner}ends at {percent(finish.accuracy, 1)} accuracy {after}."
+
+
 def remarks(runs: Sequence[RunRecord]) -> list[str]:
     """A sentence for every run that diverged, and one for those that end far below the most accurate."""
     names = short_labels(runs)
     pairs = list(zip(runs, names, strict=True))
     sentences = [f"{name} diverged: {_because(run)}" for run, name in pairs if _diverged(run)]
+    sentences += [
+        f"{name} was resumed at step {run.result['resumed_at']:,}: what was sent, and the share of communication, are "
+        "of the steps after it."
+        for run, name in pairs
+        if run.result.get("resumed_at") is not None
+    ]
     ends = [(accuracy, run, name) for run, name in pairs if (accuracy := _accuracy(run)) is not None]
     ends = [each for each in ends if not _diverged(each[1])]
     best, _, best_name = max(ends, key=lambda each: each[0], default=(0.0, None, ""))
@@ -144,7 +165,7 @@ def _faster(finishes: Sequence[Finish]) -> str:
     rates = baseline.samples_per_s, fastest.samples_per_s
     if min(rates) <= 0:
         return ""
-    if max(rates) <= EQUALLY_FAST * min(rates):
+    if max(rates) <= EQUALLY * min(rates):
         return f"{fastest.name} and {baseline.name} process about as many samples per second as each other."
     ahead, behind = (fastest, baseline) if rates[1] > rates[0] else (baseline, fastest)
     next_one = ", the next" if ahead is baseline and len(finishes) > 2 else ""
@@ -174,12 +195,12 @@ def _as_good(finish: Finish, baseline: Finish) -> bool:
 
 
 def _level_with(each: Reached, soonest: Reached) -> bool:
-    return soonest.by_s <= each.by_s <= soonest.by_s * EQUALLY_FAST
+    return soonest.by_s <= each.by_s <= soonest.by_s * EQUALLY
 
 
 def _before(one: Reached, other: Reached) -> bool:
     """Whether it is certain that `one` came first: its test had passed before the other's last that had not."""
-    return one.by_s <= other.after_s and other.by_s > EQUALLY_FAST * one.by_s
+    return one.by_s <= other.after_s and other.by_s > EQUALLY * one.by_s
 
 
 def _course(run: RunRecord) -> str:

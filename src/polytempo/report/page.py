@@ -16,7 +16,7 @@ from polytempo.report.runs import RunRecord
 from polytempo.report.style import css, look
 from polytempo.report.summary import TIMES, baseline_sentences
 from polytempo.report.table import breakable, details_table, facts, numbers, summary_table, swatch, tiles
-from polytempo.report.timeline import Timeline, timeline
+from polytempo.report.timeline import WORDS, Timeline, timeline
 from polytempo.worlds.trace import COMMUNICATION
 
 _SIMULATED = (
@@ -208,7 +208,7 @@ def _timeline_panel(number: int, drawing: Timeline, figures: dict[str, Figure]) 
     key = f"timeline-{number}"
     figures[key] = drawing.figure
     items = "".join(
-        f'<li><span class="square" style="background:{css(color)}"></span>{escape(op)}'
+        f'<li><span class="square" style="background:{css(color)}"></span>{escape(WORDS.get(op, op))}'
         f'<span class="kind">{"communication" if op in COMMUNICATION else "computation"}</span></li>'
         for op, color in drawing.colors.items()
     )

@@ -112,10 +112,16 @@ def bytes_bars(runs: Sequence[RunRecord]) -> Figure:
 def points(run: RunRecord, kind: str, over: str, quantity: str) -> list[tuple[float, float]]:
     """The pairs (`over`, `quantity`) of the rows of `kind` in the order of `over`, without those that are not finite.
 
-    Workers of a parameter server do not write their rows in that order.
+    Workers of a parameter server do not write their rows in that order, and each tells its own loss: a point is the
+    mean of what each told last.
     """
-    pairs = ((finite(row.get(over)), finite(row.get(quantity))) for row in run.rows(kind))
-    return sorted(((x, y) for x, y in pairs if x is not None and y is not None), key=lambda pair: pair[0])
+    found = ((finite(row.get(over)), finite(row.get(quantity)), row.get("worker")) for row in run.rows(kind))
+    ordered = sorted(((x, y, who) for x, y, who in found if x is not None and y is not None), key=lambda each: each[0])
+    line, last = [], dict[object, float]()
+    for x, y, who in ordered:
+        last[who] = y
+        line.append((x, math.fsum(last.values()) / len(last)))
+    return line
 
 
 def windowed(line: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:

@@ -9,6 +9,10 @@ from typing import NamedTuple
 from polytempo.report.names import short_labels
 from polytempo.report.runs import RunRecord
 
+EQUAL = 0.005
+"""Accuracies that differ by no more are called equal: half a point, the chance of one seed and a small test set."""
+EQUALLY = 1.05
+"""Times, rates and losses whose ratio is no greater are called equal."""
 TIMES = "\u00d7"
 """The multiplication sign."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from polytempo.report.names import plural, short_labels
 from polytempo.report.runs import RunRecord
 from polytempo.report.style import LineStyle, css, look
-from polytempo.report.summary import TIMES, Summary, human_bytes, human_seconds, percent, summaries
+from polytempo.report.summary import EQUAL, EQUALLY, TIMES, Summary, human_bytes, human_seconds, percent, summaries
 
 
 class Column(NamedTuple):
@@ -20,6 +20,8 @@ class Column(NamedTuple):
     unit: str
     text: Callable[[Summary], str]
     merit: Callable[[Summary], float | None] = lambda line: None
+    level: Callable[[float, float], bool] = lambda merit, best: merit == best
+    """Whether a merit is called equal to the best one."""
     timed: bool = False
 
 
@@ -31,17 +33,33 @@ def _percent_or_nothing(value: float | None, decimals: int) -> str:
     return "n/a" if value is None else percent(value, decimals)
 
 
+def _level_accuracy(accuracy: float, best: float) -> bool:
+    return round(best - accuracy, 9) <= EQUAL
+
+
+def _level_ratio(merit: float, best: float) -> bool:
+    low, high = sorted((abs(merit), abs(best)))
+    return merit * best >= 0 and high <= EQUALLY * low
+
+
 def _negative(value: float | None) -> float | None:
     return None if value is None or value == math.inf else -value
 
 
 COLUMNS = (
-    Column("Accuracy", "test", lambda line: _percent_or_nothing(line.accuracy, 2), lambda line: line.accuracy),
+    Column(
+        "Accuracy",
+        "test",
+        lambda line: _percent_or_nothing(line.accuracy, 2),
+        lambda line: line.accuracy,
+        _level_accuracy,
+    ),
     Column(
         "Loss",
         "final",
         lambda line: "not finite" if line.loss == math.inf else _or_nothing(line.loss, ".4g"),
         lambda line: _negative(line.loss),
+        _level_ratio,
     ),
     Column("Time", "", lambda line: human_seconds(line.seconds)),
     Column(
@@ -49,6 +67,7 @@ COLUMNS = (
         "samples/s",
         lambda line: f"{line.samples_per_s:,.0f}",
         lambda line: line.samples_per_s,
+        _level_ratio,
         timed=True,
     ),
     Column(
@@ -69,7 +88,7 @@ COLUMNS = (
 
 
 def summary_table(runs: Sequence[RunRecord]) -> str:
-    """A row a run; the best throughput, loss, accuracy and bytes are bold where there is something to compare."""
+    """A row a run; bold are the best throughput, loss, accuracy and bytes, and all level with them, unless all are."""
     lines = summaries(runs)
     headings = "".join(f"<th>{escape(column.heading)}<small>{escape(column.unit)}</small></th>" for column in COLUMNS)
     best = [_best(column, lines) for column in COLUMNS]
@@ -99,15 +118,15 @@ def tiles(runs: Sequence[RunRecord]) -> str:
     lines = _ended_well(summaries(runs))
     found = []
     if any(line.accuracy is not None for line in lines):
-        best = _leaders(lines, lambda line: line.accuracy)
+        best = _leaders(lines, lambda line: line.accuracy, _level_accuracy)
         found.append(("Highest test accuracy", percent(best[0].accuracy or 0.0), best))
     elif any(_negative(line.loss) is not None for line in lines):
-        best = _leaders(lines, lambda line: _negative(line.loss))
+        best = _leaders(lines, lambda line: _negative(line.loss), _level_ratio)
         found.append(("Lowest loss", f"{best[0].loss:.4g}", best))
-    best = _leaders(_comparable(lines), lambda line: line.samples_per_s)
+    best = _leaders(_comparable(lines), lambda line: line.samples_per_s, _level_ratio)
     found.append(("Highest throughput", f"{best[0].samples_per_s:,.0f} samples/s", best))
     if any(line.workers > 1 for line in lines):
-        best = _leaders(lines, lambda line: -line.bytes_sent if line.workers > 1 else None)
+        best = _leaders(lines, lambda line: -line.bytes_sent if line.workers > 1 else None, lambda a, b: a == b)
         found.append(("Least sent per rank", human_bytes(best[0].bytes_sent), best))
     return _tiles("", [(name, value, _of(lines)) for name, value, lines in found])
 
@@ -130,11 +149,13 @@ def _tiles(more_class: str, found: Sequence[tuple[str, str, str]]) -> str:
     return f'<dl class="tiles {more_class}">{items}</dl>'
 
 
-def _leaders(lines: Sequence[Summary], merit: Callable[[Summary], float | None]) -> list[Summary]:
-    """Those with the highest merit, of which there is at least one."""
-    merits = [merit(line) for line in lines]
-    highest = max(value for value in merits if value is not None)
-    return [line for line, value in zip(lines, merits, strict=True) if value == highest]
+def _leaders(
+    lines: Sequence[Summary], merit: Callable[[Summary], float | None], level: Callable[[float, float], bool]
+) -> list[Summary]:
+    """The one with the highest merit, of which there is at least one, and behind it those that are level with it."""
+    merits = [(value, line) for line in lines if (value := merit(line)) is not None]
+    highest, first = max(merits, key=lambda each: each[0])
+    return [first, *(line for value, line in merits if line is not first and level(value, highest))]
 
 
 def _of(lines: Sequence[Summary]) -> str:
@@ -210,8 +231,9 @@ def swatch(style: LineStyle) -> str:
 def _best(column: Column, lines: Sequence[Summary]) -> set[int]:
     rivals = _comparable(_ended_well(lines)) if column.timed else _ended_well(lines)
     merits = [column.merit(line) if line in rivals else None for line in lines]
-    known = {merit for merit in merits if merit is not None}
-    return {number for number, merit in enumerate(merits) if merit == max(known)} if len(known) > 1 else set()
+    known = [merit for merit in merits if merit is not None]
+    best = {n for n, merit in enumerate(merits) if merit is not None and column.level(merit, max(known))}
+    return best if len(best) < len(known) else set()
 
 
 def _ended_well(lines: Sequence[Summary]) -> list[Summary]:

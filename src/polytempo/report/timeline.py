@@ -16,6 +16,21 @@ MAX_BARS = 3000
 NUM_STEPS = 4
 
 
+WORDS = {
+    "compute": "gradient and step",
+    "send": "send",
+    "recv": "wait for a message",
+    "post": "send a message",
+    "take": "wait for messages",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "score": "test",
+    "save": "checkpoint",
+}
+"""What readers call operations; the others keep their names."""
+
+
 class Timeline(NamedTuple):
     """A figure, the colors of its operations, and a sentence on what part of the run it shows."""
 
@@ -44,7 +59,7 @@ def timeline(run: RunRecord, num_steps: int = NUM_STEPS) -> Timeline | None:
         figure.data.append(
             {
                 "type": "bar",
-                "name": op,
+                "name": WORDS.get(op, op),
                 "orientation": "h",
                 "base": [(event.start_s - begin_s) * scale for event in events],
                 "x": [(event.end_s - event.start_s) * scale for event in events],
@@ -119,7 +134,7 @@ def _description(event: Event, scale: float, unit: str) -> str:
     sent = f"<br>{human_bytes(event.bytes)} sent" if event.bytes else ""
     peer = f" (rank {event.peer})" if event.peer >= 0 else ""
     duration = f"{(event.end_s - event.start_s) * scale:.4g} {unit}"
-    return f"rank {event.rank}, step {event.step}<br>{event.op}{peer}: {duration}{sent}"
+    return f"rank {event.rank}, step {event.step}<br>{WORDS.get(event.op, event.op)}{peer}: {duration}{sent}"
 
 
 def edges(events: Sequence[Event], color: str, length_s: float) -> dict[str, object]:

@@ -47,6 +47,9 @@ class Result:
     trace_hash: str
     reached: bool | None = None
     """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
+    resumed_at: int | None = None
+    """The step from which the last part of a resumed run went on: bytes and communication are those of that part, and
+    steps, samples, seconds and samples/s those of the whole run."""
     diverged: str | None = None
     """What was NaN or infinite, where that ended this run of a comparison."""
     left: str | None = None

@@ -110,6 +110,8 @@ class TrainingContext:
     observer: Observer
     scheduler: LRScheduler | None = None
     seconds: float = 0.0
+    resumed_at: int | None = None
+    """The step from which a resumed run goes on."""
     """Training time so far, over all runs; a checkpoint carries it."""
     average: WeightAverage | None = None
     """Of this rank's weights over its steps, where that is scored in their place."""
@@ -157,12 +159,8 @@ class TrainingSummary(NamedTuple):
     epochs: float
     samples: int
     """Samples behind us, over all ranks and, after a resume, earlier runs."""
-    trained: int
-    """Samples of this run alone."""
     seconds: float
     """Training time until all ranks were done, with that of earlier runs."""
-    trained_s: float
-    """Training time of this run alone."""
     score: Score | None
     """Of the final model; in a virtual world rank 0 has it."""
     train_loss: float | None
@@ -182,8 +180,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     _check(context)
     ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
-    samples_before, seconds_before = _position(context)[1], context.seconds
-    meter = Meter(samples_before, seconds_before)
+    meter = Meter(_position(context)[1], context.seconds)
     scored_step, scored = context.replica.step, None
     while not _over(context):
         if not await _rest_of_epoch(ports, context, meter, clock):
@@ -220,9 +217,7 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
         steps=moment.step,
         epochs=moment.epoch,
         samples=moment.samples,
-        trained=moment.samples - samples_before,
         seconds=moment.seconds,
-        trained_s=moment.seconds - seconds_before,
         score=score,
         train_loss=meter.loss,
         reached=reached,

@@ -157,7 +157,7 @@ class Trainer:
         if out is not None:
             run_folder(out)
             if self.options.resume:
-                resumed_at = world.drive(load(self.port, context, out / "checkpoint"))
+                resumed_at = context.resumed_at = world.drive(load(self.port, context, out / "checkpoint"))
         with ExitStack() as files:
             writer = None
             if out is not None and world.rank == 0:
@@ -327,7 +327,7 @@ def result_of(
         epochs=summary.epochs,
         samples=summary.samples,
         seconds=summary.seconds,
-        samples_per_s=summary.trained / summary.trained_s if summary.trained_s else 0.0,
+        samples_per_s=summary.samples / summary.seconds if summary.seconds else 0.0,
         loss=summary.train_loss if score is None else score.loss,
         accuracy=None if score is None else score.accuracy,
         train_loss=summary.train_loss,
@@ -339,6 +339,7 @@ def result_of(
         parameters_sha256=parameters_sha256(summary.parameters.values()) if learned else None,
         trace_hash=trace_hash,
         reached=summary.reached,
+        resumed_at=context.resumed_at,
         stages=[first[number] for number in sorted(first)] or None,
         ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned and one_model else None,
     )

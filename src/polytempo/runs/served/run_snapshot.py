@@ -346,7 +346,8 @@ class SnapshotSaves:
     def write(self, number: int, now_s: float) -> None:
         """Write the launcher's part of snapshot `number`, as things stand."""
         dump = b64encode(self._coordinator.scheduler.dump()).decode()
-        run_snapshot = RunSnapshot(number, self._generation, self._step(), self._facts, dump, self._seconds + now_s)
+        seconds = self._seconds + now_s - self._coordinator.began_s
+        run_snapshot = RunSnapshot(number, self._generation, self._step(), self._facts, dump, seconds)
         try:
             write_run_snapshot(self._folder, run_snapshot)
         except OSError as error:

@@ -81,7 +81,7 @@ class ServedRun:
         self._resume()
         self.tally = Tally(self.program, self.scheduler, self.run_snapshot)
         self.coordinator = self._coordinator()
-        self.tally.stop = self.coordinator.stop
+        self.tally.stop, self.tally.began_s = self.coordinator.stop, lambda: self.coordinator.began_s
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
         self.events = RunEvents()

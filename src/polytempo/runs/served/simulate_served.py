@@ -111,7 +111,7 @@ class ServedSimulation:
             topology.spares,
             lambda shard, nodes: None,  # they are there already
         )
-        self.tally.stop = self.coordinator.stop
+        self.tally.stop, self.tally.began_s = self.coordinator.stop, lambda: self.coordinator.began_s
         self.scores = self._scores()
         self.nodes = self._nodes()
 

@@ -52,9 +52,11 @@ class Tally:
         self._scheduler = scheduler
         self.record: Callable[[dict[str, Any]], None] = lambda row: None
         self.stop: Callable[[], None] = scheduler.stop
+        self.began_s: Callable[[], float] = lambda: 0.0
+        """When the first work was dealt, by the clock that rows have."""
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
         """The highest step of any row; and how long the run lasted before it was resumed."""
-        self._samples = _samples_behind(scheduler, self._batches)
+        self._resumed_at = None if before is None else before.step
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if self._spec.options.until else None
@@ -64,8 +66,8 @@ class Tally:
         self.take_row(json.loads(text))
 
     def take_row(self, row: dict[str, Any]) -> None:
-        """A row; its time counts from the beginning of the run, however often that was resumed."""
-        row = row | {"seconds": self._seconds + row["seconds"]}
+        """A row; its time counts from the first work of the run, as a result's does, however often that was resumed."""
+        row = row | {"seconds": self._seconds + max(0.0, row["seconds"] - self.began_s())}
         self.last_step = max(self.last_step, row["step"])
         if row["kind"] == "test":
             self._tested = row
@@ -95,7 +97,7 @@ class Tally:
             epochs=samples / self._batches.num_samples,
             samples=samples,
             seconds=self._seconds + seconds,
-            samples_per_s=(samples - self._samples) / seconds if seconds else 0.0,
+            samples_per_s=samples / (self._seconds + seconds) if seconds else 0.0,
             loss=train_loss if self._tested is None else self._tested["loss"],
             accuracy=None if self._tested is None else self._tested["accuracy"],
             train_loss=train_loss,
@@ -107,6 +109,7 @@ class Tally:
             parameters_sha256=totals.parameters_sha256,
             trace_hash=totals.trace_hash,
             reached=self._reached,
+            resumed_at=self._resumed_at,
             ledger=of_tickets(
                 *(self._batches, self._scheduler.done, [shard.tickets for shard in totals.statistics]),
                 numbers_per_batch=self._service.numbers_per_batch,

@@ -66,6 +66,8 @@ class Coordinator:
         self.statistics: dict[int, Statistics] = {}
         """Each shard's statistics at the end of the run."""
         self.finished = False
+        self.began_s = 0.0
+        """When the first work was dealt; until then, 0."""
         self._chains = Chains(nodes.chains)
         self._expected = set(nodes.workers)
         """Workers that were started and have not sent a message."""
@@ -295,6 +297,7 @@ class Coordinator:
         """Answer the calls for work that can be answered: those of workers that every shard knows as members."""
         if self._expected or self.reshaper.moving:
             return []  # the first deal is made when all workers that were started are here
+        self.began_s = self.began_s or now_s
         out: Outbox = []
         calls = self._calls
         for worker, ask in calls.waiting.items():  # the batch scheduler keeps calls that it cannot answer yet
