@@ -177,8 +177,8 @@ class Bucket:
 
         Cost: one element of each parameter, and a pass over those where that is 0.
         """
-        names = [name for name in self.parameters if name not in self._frozen]
-        if answer is None or answer.flat.is_meta:
+        names = [name for name, p in self.parameters.items() if p.numel() and name not in self._frozen]
+        if answer is None or answer.flat.is_meta or not names:
             self.silent = []
         elif alike and answer.flat.device.type == "cpu":
             empty = self._without_values(answer)
@@ -193,7 +193,8 @@ class Bucket:
             self._witnesses = torch.tensor([min(begin, flat.numel() - 1) for begin in begins[:-1]])
         found: set[str] = set()
         for i in (flat[self._witnesses] == 0).nonzero().flatten().tolist():
-            place = _first_value(flat[begins[i] : begins[i + 1]])
+            own = flat[begins[i] : begins[i + 1]]
+            place = _first_value(own) if len(own) else None
             if place is None:
                 found.add(answer.names[i])
             else:

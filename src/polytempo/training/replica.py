@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
-from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle
+from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle, native
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
@@ -209,7 +209,7 @@ class Replica:
             return
         used = torch.tensor([float(name not in bucket.unused) for bucket, name in asked])
         if data.size > 1:
-            used = await tree(data.on_channel(_UNUSED_CHANNEL), used)
+            used = await native(data.on_channel(_UNUSED_CHANNEL), used)
         for (bucket, name), count in zip(asked, used.tolist(), strict=True):
             if not count:
                 bucket.leave(name)
