@@ -56,7 +56,9 @@ class Rendezvous:
     def take(self, key: str) -> str | None:
         """The same, for its one reader: the text is not kept."""
         text = self.get(key)
-        if text is not None:
+        if text is not None and isinstance(self._store, StoreHolder):
+            self._store.table.perform("delete_key", [key])
+        elif text is not None:
             self.store.delete_key(key)
         return text
 
