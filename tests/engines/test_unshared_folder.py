@@ -21,9 +21,9 @@ s = pt.strategies
 
 @pytest.fixture(autouse=True)
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agents are on this host; they look for a file that is not there, and take the folder for another host's."""
+    """The agents are on this host; they look for a mark that is not there, and take the folder for another host's."""
     plain = FileServer.to_plain
-    monkeypatch.setattr(FileServer, "to_plain", lambda server: plain(server) | {"token": "absent"})
+    monkeypatch.setattr(FileServer, "to_plain", lambda server: plain(server) | {"mark": ""})
 
 
 def test_a_collective_run_leaves_everything_and_goes_on(tmp_path: Path) -> None:

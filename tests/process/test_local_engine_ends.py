@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import polytempo
 from polytempo.engines.failures import WorkerDied
 from polytempo.engines.fork import fork
+from polytempo.engines.janitor import private_folder
 from polytempo.engines.launch import launch
 from polytempo.engines.worker import RankInfo, Result
 from process.launches import private, rest
@@ -149,6 +150,31 @@ def test_nothing_outlives_the_launcher(
     assert len(ended) == 5
     assert list(private.iterdir()) == []
     assert shared_memory_of(processes) == []
+
+
+def test_a_private_folder_ends_with_a_process_that_is_killed(private: Path) -> None:
+    """As those of calibrate and validate."""
+    goes_on, ends = os.pipe()
+    reading, writing = os.pipe()
+
+    def killed() -> None:
+        with private_folder() as folder:
+            (folder / "run").mkdir()
+            os.write(writing, b".")
+            os.read(goes_on, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = fork(killed)
+    os.read(reading, 1)
+    (janitor,) = children_of(child)
+    assert len(list(private.iterdir())) == 1
+    watched = os.pidfd_open(janitor)
+    os.write(ends, b".")
+    os.waitpid(child, 0)
+    assert wait([watched], DEADLINE_S)
+    assert list(private.iterdir()) == []
+    for descriptor in (goes_on, ends, reading, writing, watched):
+        os.close(descriptor)
 
 
 def shared_memory_of(processes: set[int]) -> list[str]:

@@ -16,7 +16,7 @@ import polytempo as pt
 from object_store import bucket
 from polytempo.cli.folder import checked_folder
 from polytempo.core import folder_lock
-from polytempo.core.folder_lock import FolderTaken, Heartbeat, Owner, held, is_lock
+from polytempo.core.folder_lock import FolderTaken, Heartbeat, Owner, bears, held, is_lock, mark_of
 from polytempo.core.url_path import Place, UrlPath, place
 from polytempo.engines.fork import fork
 from polytempo.jobs import find
@@ -180,6 +180,16 @@ def test_a_start_that_is_refused_removes_nothing_of_the_owner(tmp_path: Path) ->
             pass
         assert locks(out)
     assert list(out.iterdir()) == []
+
+
+def test_a_held_folder_is_recognised_by_its_mark(tmp_path: Path) -> None:
+    with held(tmp_path):
+        mark = mark_of(tmp_path)
+        assert bears(tmp_path, mark)
+        assert not bears(tmp_path / "elsewhere", mark)
+        assert not bears(tmp_path, mark + "x")
+    assert not bears(tmp_path, mark)
+    assert (mark_of(tmp_path), bears(tmp_path, ""), bears(tmp_path, "../x:")) == ("", False, False)
 
 
 def test_a_lock_that_is_left_is_not_taken_for_a_file_of_somebody(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from msgspec import structs
 
 import polytempo as pt
+from polytempo.core.folder_lock import held
 from polytempo.core.url_path import UrlPath
 from polytempo.engines.engine import EngineAddress
 from polytempo.runs.launcher_files import PART_BYTES, FileAnswer, FileRequest, FileServer, OutFolder, served_files
@@ -133,7 +134,7 @@ def test_over_the_channel_with_its_keys_alone(tmp_path: Path, monkeypatch: pytes
     given: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(LauncherFileSystem, "asks", None)
     spec = RunSpec.of(pt.jobs.find("digits"), pt.strategies.sync_sgd(), 1, RunOptions(out=tmp_path))
-    with served_files(tmp_path, EngineAddress("127.0.0.1", 1, shares_files=False), given):
+    with held(tmp_path), served_files(tmp_path, EngineAddress("127.0.0.1", 1, shares_files=False), given):
         assert with_launcher_files(spec, given) is spec, "this host sees the folder"
         elsewhere = replace(spec, options=replace(spec.options, out=tmp_path / "not here"))
         assert with_launcher_files(elsewhere, given).options.out == RUN

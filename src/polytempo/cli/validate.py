@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from polytempo.cli.measured_hosts import say_beyond_measured
 from polytempo.cli.plan import found_job
 from polytempo.cli.show import notes_on_stderr, show_json, show_table
 from polytempo.core import Strategy
+from polytempo.engines import janitor
 from polytempo.report.runs import as_written, load_run
 from polytempo.report.validation import PredictedTime, Validation, validation
 from polytempo.runs.simulate import simulate
@@ -36,8 +36,8 @@ def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_
     described, strategy = parse_cluster(cluster), parse_strategy(result["strategy"])
     _check_even(run, result, strategy)
     say_beyond_measured(cluster, result["workers"])
-    with notes_on_stderr(), tempfile.TemporaryDirectory(prefix="polytempo-validate-") as folder:
-        out = Path(folder) / "simulated"
+    with notes_on_stderr(), janitor.private_folder() as folder:
+        out = folder / "simulated"
         options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": data}
         if precision is not None:
             options["precision"] = precision

@@ -104,6 +104,24 @@ def is_lock(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def mark_of(out: Path) -> str:
+    """A text by which `bears` recognises this folder on another host while it is held; "" where it is not."""
+    for name in sorted(filter(is_lock, os.listdir(out)), reverse=True):
+        if (owner := _parsed(files.read(out / name, _MOST_BYTES))) is not None:
+            return f"{name}:{owner.token}"
+    return ""
+
+
+def bears(out: Path, mark: str) -> bool:
+    """Whether `out`, as this host sees it, is the folder that had the mark."""
+    name, _, token = mark.partition(":")
+    try:
+        owner = _parsed(files.read(out / name, _MOST_BYTES)) if is_lock(name) else None
+    except OSError:
+        return False
+    return owner is not None and owner.token == token
+
+
 def machine_identity() -> str:
     """Of the kernel that runs: hosts with one identity share a machine's cores. The host's name where it has none."""
     with suppress(OSError):

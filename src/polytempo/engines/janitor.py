@@ -6,9 +6,11 @@ import fcntl
 import gc
 import os
 import re
+import secrets
 import shutil
 import signal
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -61,6 +63,14 @@ def swept(home: Path) -> Iterator[int]:
             os.close(write_end)
             _await_end(janitor)
             shutil.rmtree(home, ignore_errors=True)  # only where the janitor was killed
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new temporary folder, which ends with the block, also where this process is killed."""
+    home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+    with swept(home):
+        yield home
 
 
 def _await_end(janitor: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from polytempo.core import files
+from polytempo.core.folder_lock import mark_of
 from polytempo.engines.engine import EngineAddress
 from polytempo.wire.channel import ChannelServer
 from polytempo.wire.keys import make_keys
@@ -160,15 +160,14 @@ class FileServer:
         self._keys, self._folder = make_keys(), OutFolder(out)
         where = f"[{host}]" if ":" in host else host
         self._channel = ChannelServer[FileRequest, FileAnswer](f"tcp://{where}:*", self._keys, FileRequest)
-        self._token = out / f".polytempo-{secrets.token_hex(8)}"
-        files.create(self._token).close()
+        self._mark = mark_of(out)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="polytempo-files", daemon=True)
         self._thread.start()
 
     def to_plain(self) -> dict[str, Any]:
         """What a process needs, as JSON takes it. It is a secret: it travels with the process's order alone."""
-        return {"address": self._channel.address, "keys": self._keys.to_plain(), "token": self._token.name}
+        return {"address": self._channel.address, "keys": self._keys.to_plain(), "mark": self._mark}
 
     def close(self) -> None:
         """End the thread, and listen no more."""
@@ -176,7 +175,6 @@ class FileServer:
         self._thread.join()
         self._channel.close(_LOOK_S)
         self._folder.close()
-        self._token.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         while not self._over.is_set():

@@ -16,6 +16,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 from msgspec import structs
 
+from polytempo.core.folder_lock import bears
 from polytempo.core.url_path import UrlPath
 from polytempo.runs.launcher_files import PART_BYTES, FileAnswer, FileRequest
 from polytempo.spec.run_spec import RunSpec
@@ -140,7 +141,7 @@ class LauncherFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
 def with_launcher_files(spec: RunSpec, setting: Mapping[str, Any]) -> RunSpec:
     """The run as this process sees it: its folder by a URL, where this host does not see the launcher's folder."""
     given, out = setting.get("files"), spec.options.out
-    if given is None or not isinstance(out, Path) or (out / given["token"]).exists():
+    if given is None or not isinstance(out, Path) or bears(out, given["mark"]):
         return spec
     LauncherFileSystem.asks = FileClient(given["address"], Keys.from_plain(given["keys"]))
     fsspec.register_implementation(LauncherFileSystem.protocol, LauncherFileSystem, clobber=True)

@@ -15,9 +15,7 @@ weights, moments and activations the caches would hold without it. Elsewhere suc
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -26,6 +24,7 @@ from polytempo.cluster.slow_spells import measured_steps
 from polytempo.cluster.speeds import EXCHANGE
 from polytempo.cluster.stragglers import constant
 from polytempo.core import Strategy
+from polytempo.engines import janitor
 from polytempo.engines.engine import EngineSetup
 from polytempo.report.runs import load_run
 from polytempo.report.validation import steps_of_ranks
@@ -141,8 +140,8 @@ def _measured_s(
     setup: EngineSetup, job: Job, strategy: Strategy, workers: int, asked: RunOptions, steps: int = _STEPS
 ) -> list[list[float]]:
     """Each rank's steps on the hosts, after the first ones."""
-    with tempfile.TemporaryDirectory(prefix="polytempo-calibrate-") as folder:
-        out = Path(folder) / "run"
+    with janitor.private_folder() as folder:
+        out = folder / "run"
         run(job, strategy, workers, replace(asked, steps=steps, out=out), engine=setup)
         return [taken[_WARM_UP:] for taken in steps_of_ranks(load_run(out).events)]
 

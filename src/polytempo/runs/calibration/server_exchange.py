@@ -9,7 +9,6 @@ processes wake each other up. Downpour exchanges in one of 8 steps, so it tells 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from polytempo.cluster import Cluster, KernelSpeed
 from polytempo.cluster.speeds import SERVER_EXCHANGE, SERVER_STEP
+from polytempo.engines import janitor
 from polytempo.engines.engine import EngineSetup
 from polytempo.report.runs import load_run
 from polytempo.report.validation import typical_step_s
@@ -103,7 +103,7 @@ def _simulated_s(small: SmallRun, cluster: Cluster, workers: int) -> float:
 
 
 def _typical_s(train: Callable[[Path], object]) -> float:
-    with tempfile.TemporaryDirectory(prefix="polytempo-calibrate-") as folder:
-        out = Path(folder) / "run"
+    with janitor.private_folder() as folder:
+        out = folder / "run"
         train(out)
         return typical_step_s(load_run(out).events, _PERIOD)
