@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import typer
 
 from polytempo.engines.environment import recognise
+from polytempo.spec.address_space import address_space_advice
 from polytempo.spec.plain_text import plain_text
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -103,5 +104,7 @@ def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
     if isinstance(error, KeyboardInterrupt):
         print("terminated" if isinstance(error, Terminated) else "interrupted", file=sys.stderr)
     else:
-        print(f"error: {plain_text(message or str(error)) or type(error).__name__}", file=sys.stderr)
+        said = plain_text(message or str(error)) or type(error).__name__
+        advice = "" if "ulimit -v" in said else address_space_advice(f"{type(error).__name__}: {said}")
+        print(f"error: {said}{'. ' if advice else ''}{advice}", file=sys.stderr)
     return typer.Exit(code)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
 from polytempo.engines.engine import EngineProcess
+from polytempo.spec.address_space import address_space_advice
 from polytempo.spec.plain_text import plain_text
 
 _LAST_LINES = 20
@@ -45,6 +46,9 @@ def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why
     cause, *others = sorted(failed, key=order)
     rank, code, lines = cause.role.node, cause.exit_code or 0, last_lines(cause.log, "Fatal Python error:")
     why += "" if cause.failure is not None and lines else _full_disks(cause.log.parent, Path(tempfile.gettempdir()))
+    failure = cause.failure
+    advice = "" if failure is None else address_space_advice(f"{failure.error}: {failure.message}")
+    why += f" {advice}" if advice else ""
     quoted = quote(f"The last lines of {who or f'rank {rank}'}", lines)
     message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended.{why} {quoted}"
     if others:

@@ -1,0 +1,19 @@
+"""Advice where an error is for want of memory, and this process's address space is limited."""
+
+from __future__ import annotations
+
+import re
+import resource
+
+_LACK = re.compile(r"MemoryError|alloc|out of memory|start new thread|no shared memory", re.IGNORECASE)
+
+
+def address_space_advice(said: str) -> str:
+    """A sentence with the remedy; "" where `said`, an error's name and text, is about something else, or no limit."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY or not _LACK.search(said):
+        return ""
+    return (
+        f"Each process may have {most / 1e9:,.2f} GB of address space (ulimit -v): raise that limit (ulimit -v "
+        "unlimited), or take a smaller model."
+    )
