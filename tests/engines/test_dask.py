@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_nothing(client: Client, tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=LONG_S)
     assert process.returncode != 0
-    assert b"KeyboardInterrupt" in errors
+    assert b"nterrupt" in errors  # before its first step, or after it has saved
 
 
 def test_a_killed_launcher_leaves_nothing(client: Client, tmp_path: Path) -> None:
