@@ -328,6 +328,35 @@ def test_the_consensus_has_the_mean_of_the_running_statistics() -> None:
     assert mine_0 != mine_1
 
 
+def test_models_in_turns_and_behind_one_that_is_left_have_messages_of_their_own() -> None:
+    """What is under way past a step: a ring that goes on while another model computes, and models that are mixed."""
+    strategies = [s.delayed_sgd(2, route=pt.collectives.ring), s.gossip(overlap=True)]
+
+    def work(world: ProcessWorld) -> list[list[list[float]]]:
+        def begun(strategy: Strategy) -> tuple[nn.Module, Optimizer]:
+            net = nn.Sequential(nn.Linear(4, 9000, dtype=torch.float64), nn.Linear(9000, 3, dtype=torch.float64))
+            optimizer = SGD(net.parameters(), lr=1e-4)
+            pt.attach(net, optimizer, strategy)
+            return net, optimizer
+
+        def trained(strategy: Strategy, *, in_turns: bool) -> list[list[float]]:
+            torch.manual_seed(0)
+            both = [begun(strategy), begun(strategy)]
+            data = list(mine(batches(20), world))
+            for part in [data[i : i + 1] for i in range(20)] if in_turns else [data]:
+                for net, optimizer in both:
+                    loop(net, optimizer, part)
+            return [[float(p.detach().sum()) for p in net.parameters()] for net, _ in both]
+
+        found = []
+        for strategy in strategies:
+            alone = trained(strategy, in_turns=False)
+            found.append([alone, trained(strategy, in_turns=True), trained(strategy, in_turns=False)])
+        return [[each == alone for each in more] for alone, *more in found]
+
+    assert together(3, work) == [[[True, True]] * 2] * 3
+
+
 def test_where_ranks_are_in_step_the_consensus_needs_no_buffers() -> None:
     def work(world: ProcessWorld) -> Result:
         net = nn.BatchNorm1d(4)

@@ -112,7 +112,7 @@ def test_two_pipelines_of_a_world_send_each_other_nothing(name: str) -> None:
     async def program(port: Port) -> None:
         for number, (model, parts) in enumerate(zip(models, cuts, strict=True)):
             whole, loss = laid_out(port, 2), nn.functional.mse_loss
-            stage = PipelineStage(model, parts, of_parameters(sgd), loss, strategy, whole, seed=0, pipeline=number)
+            stage = PipelineStage(model, parts, of_parameters(sgd), loss, strategy, whole, seed=0, series=number)
             for x, y in batches(3 + 3 * number):
                 await stage.step((x,), y)
 

@@ -74,6 +74,8 @@ class Port:
     """The group that `meshed` was called on; None: this one."""
     clock: Now = field(default=_NOW, compare=False, repr=False)
     """What `now` asks."""
+    series: int = 0
+    """The number of the model that is trained over it, in its world: another one's messages may be under way."""
 
     @property
     def size(self) -> int:
@@ -270,6 +272,7 @@ class Port:
             channel=self.channel,
             timeout_s=self.timeout_s,
             clock=self.clock,
+            series=self.series,
         )
 
     def on_channel(self, number: int) -> Port:
@@ -281,6 +284,13 @@ class Port:
             raise ValueError(f"channels nest two deep, and this port is two deep already; got number {number}")
         channel = self._group * CHANNELS_OF_A_GROUP + path
         return replace(self, channel=channel)
+
+    def on_channel_of_series(self, number: int = 0, of: int = 1) -> Port:
+        """As `on_channel`, for messages that are under way past a step: channel `number` of those that each model has.
+
+        Models whose numbers are 1023 // `of` apart have the same ones.
+        """
+        return self.on_channel(self.series % max(1, (_CHANNELS - 1) // of) * of + number)
 
     def within(self, timeout_s: float) -> Port:
         """The same group with a deadline on every operation."""

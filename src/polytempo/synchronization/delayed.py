@@ -49,7 +49,7 @@ def delayed(delay: int, transform: Transform) -> Transform:
         due = await _answer(oldest)
         if isinstance(state.inner, Late):  # it will have to wait for its turn, and the tensors may change meanwhile
             bundle = bundle.with_flat(bundle.flat)
-        own_messages = port.on_channel(state.step % (delay + 1))
+        own_messages = port.on_channel_of_series(state.step % (delay + 1), of=delay + 1)
         work = await port.start(begin(own_messages, bundle, state.inner))
         inner = None if state.inner is None else Late(work, 1)
         handed_out = None if due is None else due.copy()

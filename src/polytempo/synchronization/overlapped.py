@@ -39,7 +39,7 @@ def overlapped(transform: Transform) -> Transform:
     async def apply(port: Port, bundle: Bundle, state: OverlappedState) -> tuple[Bundle | None, OverlappedState]:
         came, inner = await settled(state.coming), await settled(state.given.inner)
         out = bundle if came is None else bundle.with_flat(came.flat + (bundle.flat - state.given.anchor.flat))
-        work = await port.start(begin(port, out.copy(), inner))
+        work = await port.start(begin(port.on_channel_of_series(), out.copy(), inner))
         return out, OverlappedState(Late(work, 0), AnchorState(out.copy(), Late(work, 1)))
 
     async def beside(port: Port, bundle: Bundle, state: OverlappedState) -> Bundle:

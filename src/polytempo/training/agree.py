@@ -16,6 +16,7 @@ from polytempo.core import Mismatch, Port, Strategy
 from polytempo.spec.plain_values import written
 from polytempo.training.divided_parameters import own_parameters
 from polytempo.training.ports import Ports, mesh_of
+from polytempo.worlds import ProcessWorld
 
 _NOTHING = "nothing"
 _MAX_BYTES = 64 * 2**20
@@ -33,6 +34,13 @@ async def gather_json(port: Port, value: Any) -> list[Any]:
     padded[: mine.numel()] = mine
     texts = await port.all_gather(padded)
     return [json.loads(bytes(text[:n].numpy())) for text, n in zip(texts, lengths, strict=True)]
+
+
+def next_series(world: ProcessWorld) -> int:
+    """The number of one more model that is trained in a world, the same on all ranks, which all call it."""
+    number: int = max(world.drive(gather_json(world.port, world.num_series)))
+    world.num_series = number + 1
+    return number
 
 
 async def agree(port: Port, facts: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
 from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.precision import Precision, check_precision
-from polytempo.training.agree import agree_to_train
+from polytempo.training.agree import agree_to_train, next_series
 from polytempo.training.attached_models import handle_of, set_handle
 from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.buffers import BufferRule
@@ -177,7 +177,7 @@ def _handle(
     group = host_group(world, ports.data, strategy)
     if ports.data.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer, shares=group is not None))
-    return _hooked(world, model, optimizer, strategy, options, group)
+    return _hooked(world, model, optimizer, strategy, options, group, series=next_series(world))
 
 
 def _hooked(
@@ -187,9 +187,11 @@ def _hooked(
     strategy: Strategy,
     options: AttachOptions,
     group: Group | None = None,
+    series: int = 0,
 ) -> Handle:
-    """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters."""
-    ports = ports_of(world.port)
+    """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters. `series`: the
+    number of the model among those of a world."""
+    ports = ports_of(replace(world.port, series=series))
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
     grows = options.grows and not is_idle(fitted(own, optimizer).parameters, 2)
     replica = Replica(

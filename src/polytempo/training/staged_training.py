@@ -21,11 +21,11 @@ from polytempo.training.randomness import kept_random_states, seed_step
 
 
 def staged(
-    spec: RunSpec, model: nn.Module, parts: Cut, port: Port, flops_per_sample: float = 0.0, pipeline: int = 0
+    spec: RunSpec, model: nn.Module, parts: Cut, port: Port, flops_per_sample: float = 0.0, series: int = 0
 ) -> PipelineStage:
     """The stage of the job's `model` that the rank of `port`, which is laid out, has. Sends nothing.
 
-    `pipeline`: its number among those of a world.
+    `series`: its number among the models that a world trains.
     """
     return PipelineStage(
         model,
@@ -38,7 +38,7 @@ def staged(
         allow_nan=spec.options.allow_nan,
         flops_per_sample=flops_per_sample,
         precision=spec.options.precision,
-        pipeline=pipeline,
+        series=series,
     )
 
 

@@ -32,7 +32,7 @@ from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
-from polytempo.training.agree import agree, gather_json
+from polytempo.training.agree import agree, gather_json, next_series
 from polytempo.training.attach import AttachOptions, attach_replica
 from polytempo.training.background_observer import BackgroundObserver
 from polytempo.training.checkpoint import go_on_from
@@ -49,7 +49,6 @@ from polytempo.training.model_parts import ModelParts
 from polytempo.training.noise_post import check_measured
 from polytempo.training.norm_growth import norm_growth
 from polytempo.training.parted_training import laid_out_run, parted_model
-from polytempo.training.pipeline.pipeline import next_pipeline
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.ports import mesh_of, ports_of
 from polytempo.training.preemption import PreemptionWatch
@@ -283,7 +282,7 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
     port, parts = world.port, cut_of(spec, model, data)
     world.drive(agree(port, {"strategy": str(spec.strategy), "begins of stages": list(parts.begins)}))
     world.drive(broadcast_model(port, model))
-    stage = staged(spec, model, parts, port, pipeline=next_pipeline(world))
+    stage = staged(spec, model, parts, port, series=next_series(world))
     stage.replica.drift = watch(world, stage.ports.data, stage.replica, spec.options.on_drift)
     return _Part(port, stage.replica, staged_step(stage, spec.job), stage)
 

@@ -60,8 +60,8 @@ class ProcessWorld:
         """How many processes of this rank the run has had; from 2 on it is in no process group."""
         self.servers: ServerRanks | None = None
         """The launcher's processes that serve instead of training."""
-        self.num_pipelines = 0
-        """Pipelines of stages that all ranks have made so far; each has messages of its own."""
+        self.num_series = 0
+        """Models that were attached or cut into stages so far; each has messages of its own."""
         self._zero_s = time.monotonic()
         self._lock: HostLock | None = None
         self._host_group: Group | None = None

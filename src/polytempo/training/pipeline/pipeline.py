@@ -20,7 +20,7 @@ from polytempo.partition.schedules.facts import steps_late
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.spec.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
-from polytempo.training.agree import agree, gather_json
+from polytempo.training.agree import agree, gather_json, next_series
 from polytempo.training.drift_watch import watch
 from polytempo.training.model_broadcast import broadcast_model
 from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
@@ -60,7 +60,7 @@ class Pipeline:
         if world.size > 1:
             world.drive(broadcast_model(whole, model, frozenset()))
         make = of_parameters(optimizer)
-        options: dict[str, Any] = {"seed": seed, "max_norm": max_norm, "pipeline": next_pipeline(world)}
+        options: dict[str, Any] = {"seed": seed, "max_norm": max_norm, "series": next_series(world)}
         self._stage = PipelineStage(model, self.cut, make, loss, strategy, whole, **options)
         self.stage, self.ports = self._stage.number, self._stage.ports
         self.model, self.optimizer = self._stage.model, self._stage.optimizer
@@ -192,14 +192,6 @@ def _check_max_norm(max_norm: float | None, schedule: Schedule) -> None:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def next_pipeline(world: ProcessWorld) -> int:
-    """The number of one more pipeline, whose messages are its own. All ranks call it. Errors: `Mismatch`."""
-    number = world.num_pipelines
-    world.drive(agree(world.port, {"number of pipelines so far": number}))
-    world.num_pipelines += 1
-    return number
 
 
 def agreed_cut(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class PipelineStage:
     """The stage that rank `port.rank` has of `model`, which is cut as `parts` says. It begins nothing itself.
 
     `strategy` has the schedule; `port` is laid out (`laid_out`). `optimizer` makes that of the stage's model.
-    `pipeline`: its number among the pipelines of a world (`next_pipeline`).
+    `series`: its number among the models that a world trains (`next_series`).
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class PipelineStage:
         allow_nan: bool = True,
         flops_per_sample: float = 0.0,
         precision: Precision | None = None,
-        pipeline: int = 0,
+        series: int = 0,
     ) -> None:
-        self.schedule, self.cut, self.ports = schedule_of(strategy), parts, _stage_ports(port)
+        self.schedule, self.cut, self.ports = schedule_of(strategy), parts, _stage_ports(replace(port, series=series))
         self.number = self.ports.model.rank
-        self._stages = own_messages(self.ports.model, pipeline)
+        self._stages = own_messages(self.ports.model)
         self.split = isinstance(strategy.parted, SplitLayers)
         """Whether the layers of stages are split."""
         self.holders = _holders(port) if self.split else port.among([port.rank])

@@ -121,17 +121,17 @@ class StageMail:
         return part % self._num_stages
 
 
-def own_messages(stages: Port, pipeline: int) -> Port:
-    """The port of the stages of a world's pipeline with this number: what another one has sent never comes to it.
+def own_messages(stages: Port) -> Port:
+    """The channel of a pipeline by its port's series: what another one has sent never comes to it.
 
     A schedule that does not wait leaves messages under way after every step, also in a pipeline that is abandoned.
     Errors: ValueError where there were too many pipelines in the world.
     """
-    channel, place = divmod(pipeline, _PIPELINES_OF_A_CHANNEL)
+    channel, place = divmod(stages.series, _PIPELINES_OF_A_CHANNEL)
     if channel >= _NUM_CHANNELS:
         raise ValueError(
             f"a world has channels for {_NUM_CHANNELS * _PIPELINES_OF_A_CHANNEL} pipelines, and this is number "
-            f"{pipeline}; start the processes anew"
+            f"{stages.series}; start the processes anew"
         )
     return stages.on_channel(_FIRST_CHANNEL + channel).on_channel(place)
 
