@@ -6,11 +6,13 @@ import os
 import re
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import polytempo as pt
 import warm
 from polytempo import strategies
 from polytempo.cli.main import app
@@ -197,3 +199,23 @@ def test_the_pictures_are_what_the_simulator_draws() -> None:
     drawn = runpy.run_path(str(DOCS / "pictures/draw.py"))["pictures"]()
     committed = {file.stem: file.read_text(encoding="utf-8") for file in (DOCS / "pictures").glob("*.svg")}
     assert [name for name in {**drawn, **committed} if drawn.get(name) != committed.get(name)] == []
+
+
+def test_the_caption_has_the_numbers_of_the_picture() -> None:
+    """`python docs/pictures/compare.py` draws it anew; its steps, bytes and virtual seconds are the same everywhere."""
+    drawn = runpy.run_path(str(DOCS / "pictures/compare.py"))
+    caption = " ".join(README.partition("docs/compare.png)\n\n*")[2].partition("*")[0].split())
+    found = re.search(
+        r"take ([\d.]+) s where synchronous SGD takes ([\d.]+) s, .* send ([\d.]+) MB, not ([\d.]+) MB.* the (\d+) ",
+        caption,
+    )
+    assert found is not None, caption
+    local_s, synchronous_s, local_mb, synchronous_mb, steps = map(float, found.groups())
+    job = replace(pt.jobs.find("digits"), data=lambda path: pt.Data(pt.data.digits().train))  # scores take no time
+    expected = {drawn["SYNCHRONOUS"]: (synchronous_s, synchronous_mb)}
+    expected |= dict.fromkeys((drawn["LOCAL"], drawn["OUTER"]), (local_s, local_mb))
+    for strategy, (seconds, megabytes) in expected.items():
+        result = pt.simulate(job, pt.parse_strategy(strategy), **drawn["OPTIONS"])
+        assert result.steps == steps
+        assert f"{result.seconds:.3f}" == f"{seconds:.3f}", strategy
+        assert f"{result.bytes_sent_per_rank / 1e6:.1f}" == f"{megabytes:.1f}", strategy
