@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Adam
 
 from pipelines import batches, perceptron, plainly_trained, trained
 from polytempo.partition.schedules import Schedule, ddg, features_replay, pipedream, pipelined_backprop
 from polytempo.partition.schedules.correction import Correction, PipeMare, pipemare, spectrain
+from polytempo.training.pipeline.late_stage import late_stage
 
 STEPS, LR, MOMENTUM = 12, 0.1, 0.6
 CORRECTIONS: dict[str, Correction] = {
@@ -132,3 +134,13 @@ def test_rates_go_with_every_late_schedule(make: Callable[..., Schedule]) -> Non
 def test_what_cannot_be_corrected_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_optimizer_without_momentum_is_refused_on_every_stage(stage: int) -> None:
+    """Also on the last one, where nothing is late, and which would wait for the others."""
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"use torch\.optim\.SGD with mom"):
+        late_stage(
+            pipelined_backprop(2, correction=spectrain()), stage, [*layer.parameters()], Adam(layer.parameters())
+        )

@@ -40,14 +40,25 @@ def late_stage(
 ) -> LateStage | None:
     """The schedule's correction on this stage; None where it has none, or nothing is late.
 
-    Errors: ValueError for an optimizer that the correction does not go with.
+    Errors: ValueError for an optimizer that the correction does not go with, on all stages alike: one that raises alone
+    leaves the others waiting.
     """
-    delay = facts(schedule, stage).delay
-    if schedule.correction is None or not delay:
+    delays = [facts(schedule, each).delay for each in range(schedule.stages)]
+    if schedule.correction is None or not any(delays):
         return None
     if isinstance(schedule.correction, PipeMare):
-        return DelayedRate(schedule.correction, delay, parameters, optimizer)
-    return PredictedParameters(delay, parameters, optimizer)
+        return DelayedRate(schedule.correction, delays[stage], parameters, optimizer) if delays[stage] else None
+    _check_momentum(optimizer)
+    return PredictedParameters(delays[stage], parameters, optimizer) if delays[stage] else None
+
+
+def _check_momentum(optimizer: Optimizer) -> None:
+    trained = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
+    if not isinstance(optimizer, SGD) or not all(group["momentum"] for group in trained):
+        raise ValueError(
+            f"spectrain predicts by the momentum of SGD, and the optimizer is {type(optimizer).__name__} without "
+            "it; use torch.optim.SGD with momentum=0.9, or correct by pipemare instead"
+        )
 
 
 class DelayedRate:
@@ -108,11 +119,6 @@ class PredictedParameters:
     """SpecTrain: forward passes have the parameters that a batch's update will find, by SGD's momentum."""
 
     def __init__(self, delay: int, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, SGD) or not all(group["momentum"] for group in optimizer.param_groups):
-            raise ValueError(
-                f"spectrain predicts by the momentum of SGD, and the optimizer is {type(optimizer).__name__} without "
-                "it; use torch.optim.SGD with momentum=0.9, or correct by pipemare instead"
-            )
         self._delay, self._parameters, self._optimizer = delay, list(parameters), optimizer
 
     def for_forward(self) -> list[Tensor] | None:
