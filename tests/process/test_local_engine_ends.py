@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import polytempo
+from polytempo.engines import janitor
 from polytempo.engines.failures import WorkerDied
 from polytempo.engines.fork import fork
 from polytempo.engines.janitor import private_folder
@@ -234,10 +235,10 @@ def test_the_next_run_sweeps_what_a_launcher_and_a_janitor_left_that_were_killed
     launcher = fork(killed)
     os.close(writing)
     with os.fdopen(reading) as lines:
-        janitor = next(int(child) for child in lines.readline().split() if is_janitor(int(child)))
-        os.kill(janitor, signal.SIGSTOP)
+        watcher = next(int(child) for child in lines.readline().split() if is_janitor(int(child)))
+        os.kill(watcher, signal.SIGSTOP)
         os.kill(launcher, signal.SIGKILL)
-        os.kill(janitor, signal.SIGKILL)
+        os.kill(watcher, signal.SIGKILL)
         os.waitpid(launcher, 0)
         lines.read()  # ends with the worker
     (folder,) = private.iterdir()
@@ -250,12 +251,12 @@ def test_a_run_ends_whatever_becomes_of_its_janitor(number: signal.Signals, priv
     launcher, before = os.getpid(), children_of(os.getpid())
 
     def work(rank_info: RankInfo) -> Result:
-        (janitor,) = children_of(launcher) - before - {os.getpid()}
-        os.kill(janitor, number)
-        return janitor
+        (watcher,) = children_of(launcher) - before - {os.getpid()}
+        os.kill(watcher, number)
+        return watcher
 
-    (janitor,) = launch(work, workers=1)
-    assert not is_running(janitor)
+    (watcher,) = launch(work, workers=1)
+    assert not is_running(watcher)
     assert list(private.iterdir()) == []
 
 
@@ -278,6 +279,40 @@ def test_a_run_ends_where_sigchld_is_ignored(private: Path) -> None:
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGCHLD, ignored)
+
+
+def test_a_stopped_agent_whose_starter_is_gone_leaves_no_process(private: Path) -> None:
+    """It cannot see that it is left alone, and a kill of ssh does not reach it: its janitor ends it."""
+    listening, speaking = os.pipe()
+
+    def agent(starter: int) -> None:
+        with janitor.swept(private / "polytempo-00000001", starter) as notes:
+
+            def worker() -> None:
+                os.setsid()
+                janitor.begin(notes)
+                signal.pause()
+
+            os.write(speaking, b"%d\n%d\n" % (os.getpid(), fork(worker)))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def starts() -> None:
+        parent = os.getpid()
+        fork(lambda: agent(parent))
+        signal.pause()
+
+    starter = fork(starts)
+    processes = [int(line) for line in lines_of(listening, count=2)]
+    os.close(speaking)
+    watched = [os.pidfd_open(process) for process in processes]
+    os.kill(starter, signal.SIGKILL)
+    os.waitpid(starter, 0)
+    ended = [descriptor for descriptor in watched if wait([descriptor], DEADLINE_S)]
+    for descriptor in watched:
+        os.close(descriptor)
+    assert len(ended) == 2
+    while list(private.iterdir()):
+        os.sched_yield()
 
 
 def is_janitor(process: int) -> bool:

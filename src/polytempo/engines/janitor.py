@@ -7,12 +7,13 @@ import gc
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from polytempo.engines.fork import (
 
 _PATIENCE_S = 5.0
 _PAUSE_S = 0.05
+_LOOK_S = 1.0
 _END_S = 10.0
 """How long the janitor may take to end. It has `_PATIENCE_S` for the folder."""
 _OWNER = "owner"
@@ -33,7 +35,7 @@ _HOME = re.compile(r"polytempo-[0-9a-f]{8}")
 
 
 @contextmanager
-def swept(home: Path) -> Iterator[int]:
+def swept(home: Path, starter: int | None = None) -> Iterator[int]:
     """Make the private folder `home`; afterwards no process group that was noted, nor the folder, is left.
 
         launcher ──┐ "-pid"  this group is gone;  "."  the run is over
@@ -42,13 +44,14 @@ def swept(home: Path) -> Iterator[int]:
 
     Yields the pipe's write end. A worker closes its copy after its note, so that the pipe ends when
     the launcher dies. The janitor exists before the folder does: no moment at which the launcher is
-    killed leaves one behind. Where both are killed, the next run of this user removes the folder.
+    killed leaves one behind. Where both are killed, the next run of this user removes the folder. With `starter`, the
+    launcher's parent, a launcher that a signal has stopped is killed once its parent is gone: an agent cannot see that.
     """
     reserve_standard_files()
     with collected_children():
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)  # a janitor that is stopped does not read
-        janitor = fork(lambda: _watch(read_end, home))
+        janitor = fork(lambda: _watch(read_end, home, starter))
         os.close(read_end)
         owner = -1
         try:
@@ -134,21 +137,44 @@ def _note(notes: int, line: bytes) -> None:
         os.write(notes, line)
 
 
-def _watch(notes: int, home: Path) -> None:
+def _watch(notes: int, home: Path, starter: int | None) -> None:
+    launcher = os.getppid()
     os.setsid()
     ignore_ending_signals()
     gc.disable()  # objects of the launcher must not be finalized here
     _keep_only(notes)
     groups: set[int] = set()
-    for line in os.fdopen(notes, "rb"):
-        if line == b".\n":
-            break
+    for line in _lines(notes, lambda: starter is not None and _is_abandoned(launcher, starter)):
         (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+    if starter is not None and _is_abandoned(launcher, starter):
+        with suppress(ProcessLookupError):
+            os.kill(launcher, signal.SIGKILL)
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     _remove(home)
     os._exit(0)
+
+
+def _lines(notes: int, is_over: Callable[[], bool]) -> Iterator[bytes]:
+    """The notes, until the run is over."""
+    news = select.poll()
+    news.register(notes, select.POLLIN)
+    with os.fdopen(notes, "rb", buffering=0) as stream:
+        while not is_over():
+            if news.poll(1000 * _LOOK_S):
+                line = stream.readline()
+                if line in (b"", b".\n"):
+                    return
+                yield line
+
+
+def _is_abandoned(launcher: int, starter: int) -> bool:
+    """Whether a signal has stopped it, and its parent is no more the process that started it."""
+    with suppress(OSError):
+        state, parent = Path(f"/proc/{launcher}/stat").read_text().rpartition(") ")[2].split()[:2]
+        return state == "T" and int(parent) != starter
+    return False
 
 
 def _keep_only(descriptor: int) -> None:

@@ -81,7 +81,7 @@ def serve_head(ticket: AgentTicket, parent: int) -> None:
     PolytempoError where the head cannot be reached, or `parent` has ended before.
     """
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-    with janitor.swept(home) as notes, _connected(ticket) as channel:
+    with janitor.swept(home, parent) as notes, _connected(ticket) as channel:
         channel.send(_hello(ticket))
         while (first := channel.take(_TICK_S)) is None:
             if channel.parted_s > PATIENCE_S or os.getppid() != parent:
