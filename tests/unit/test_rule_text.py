@@ -65,12 +65,12 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.split("up: heads(heads=2)"), "the way 'heads' has no options"),
         (lambda: s.split("up: row, up: column"), "the rules have 'up' twice"),
         (lambda: s.split(""), "no rule says which layers are split"),
-        (lambda: s.split(3), "rules are a dictionary such as"),
+        (lambda: s.split(3), "split(rules=…): expected a Mapping or a text, not 3"),  # type: ignore[arg-type]
         (lambda: s.split("up: column(heads=0)"), "column(heads=0): must be a whole number, at least 1"),
         (lambda: column(packed=0), "column(packed=0): must be a whole number, at least 1"),
         (lambda: row(heads="2"), "row(heads='2'): must be a whole number, at least 1"),  # type: ignore[arg-type]
         (lambda: pt.split(torch.nn.Linear(2, 2), ["0"], port=ALONE), "rules are a dictionary such as"),  # type: ignore[arg-type]
-        (lambda: s.hybrid(3), "no layer is named, got 3"),  # type: ignore[arg-type]
+        (lambda: s.hybrid(3), "hybrid(layers=…): expected a text or a Sequence, not 3"),  # type: ignore[arg-type]
         (lambda: s.hybrid(["a", 1]), "no layer is named, got ['a', 1]"),  # type: ignore[list-item]
         (lambda: s.split({"a b": "row"}), "pattern 'a b' of a rule has a space"),
         (lambda: s.split("up: row", parts=0), "parts=0: a layer has parts on 1 worker or more"),
@@ -80,7 +80,7 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.split("up: row", inner=s.split("up: row")), "works by another way (a parameter server"),
         (lambda: s.gpipe(inner=s.hybrid("up")), "works by another way (one copy of the weights"),
         (lambda: s.hybrid(""), "no layer is named; give names such as 'classifier.*'"),
-        (lambda: s.hybrid("up", exchange="turn"), "exchange='turn': must be one of joined, turns, slices"),
+        (lambda: s.hybrid("up", exchange="turn"), "expected 'joined' or 'turns' or 'slices', not 'turn'"),  # type: ignore[arg-type]
         (lambda: s.hybrid("up", link="1gbit"), "link='1gbit' is what layers are planned for, and they are named"),
         (lambda: s.hybrid("up", activations=pt.compression.threshold(0.5)), "wires vary in length"),
         (lambda: s.hybrid("up", inner=s.local_sgd()), "all workers make each step of a divided layer together"),

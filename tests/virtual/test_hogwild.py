@@ -240,7 +240,7 @@ def test_only_the_time_of_a_large_run() -> None:
 def test_it_needs_one_host() -> None:
     with pytest.raises(ValueError, match=r"one copy of the parameters .* 4 workers are on 4 hosts; use .* one_host"):
         simulate(JOB, strategies.hogwild(), 4, cluster.ethernet())
-    with pytest.raises(ValueError, match="update must be one of free, locked, in_turn, got 'often'"):
+    with pytest.raises(ValueError, match="expected 'free' or 'locked' or 'in_turn', not 'often'"):
         strategies.hogwild("often")  # type: ignore[arg-type]
 
 

@@ -42,6 +42,8 @@ class WorkersInTurn:
         self._last = groups[-1].start
         self._sums: list[Tensor] = []
         """Of the gradients in this step, times their shares, of all groups so far."""
+        self._used: set[int] = set()
+        """Places of the parameters that had a gradient in one of these groups."""
 
     def place(self, worker: int, model: nn.Module, optimizer: Optimizer) -> None:
         """Nothing is to be prepared."""
@@ -70,7 +72,7 @@ class WorkersInTurn:
         assert share is not None
         replica.share = 1.0
         if not first:
-            self._sums = []
+            self._sums, self._used = [], set()
         leaves, structure = leaves_of(batch)
         trained, losses, bad = list(replica.trainable.values()), [], None
         for worker, *own in zip(group, *(leaf.chunk(len(group)) for leaf in leaves), strict=True):
@@ -82,13 +84,15 @@ class WorkersInTurn:
                 guard.loss(loss, replica.step, worker)
             loss.backward()
             losses.append(loss.detach())
+            self._used.update(place for place, p in enumerate(trained) if p.grad is not None)
             self._add([torch.zeros_like(p) if p.grad is None else p.grad for p in trained], share)
             if guard is not None and bad is None and first_bad(("", total) for total in self._sums) is not None:
                 bad = _look(guard, replica, worker)
         if bad is not None:  # alone, all workers look at their losses first
             raise bad
-        for parameter, total in zip(trained, self._sums, strict=True):
-            parameter.grad = total if first == self._last else torch.full_like(total, -0.0)  # x + -0 is x, also for -0
+        for place, (parameter, total) in enumerate(zip(trained, self._sums, strict=True)):
+            part = total if first == self._last else torch.full_like(total, -0.0)  # x + -0 is x, also for -0
+            parameter.grad = part if place in self._used else None
         return losses[0]
 
     def _add(self, gradients: list[Tensor], share: float) -> None:
