@@ -179,10 +179,10 @@ def test_layers_in_parts() -> None:
 
 def test_losses_of_workers_are_one_line_of_their_mean() -> None:
     """Two workers a factor of ten apart tell their losses in turn."""
-    told = [(1, 0, 10.0), (2, 1, 1.0), (3, 0, 8.0), (4, 1, 0.8)]
+    told = [(1, 0, 10.0), (2, 1, 1.0), (3, 0, 8.0), (4, 1, 0.8), (5, 1, 0.6)]  # and then one falls silent
     rows = [{"kind": "train", "samples": at, "worker": who, "loss": loss} for at, who, loss in told]
     line = plots.points(record()._replace(metrics=rows), "train", "samples", "loss")
-    assert line == [(1, 10.0), (2, 5.5), (3, 4.5), (4, 4.4)]
+    assert line == [(1, 10.0), (2, 5.5), (3, 4.5), (4, 4.4), (5, 0.7)]
 
 
 def test_the_timeline_calls_operations_by_words() -> None:

@@ -38,7 +38,7 @@ def test_defaults_learn_what_ships(name: str) -> None:
     result = pt.simulate(JOB, strategy, workers=2, epochs=5, lr=lr)
     assert result.loss is not None
     assert math.isfinite(result.loss)
-    assert result.loss < 0.35
+    assert result.loss < 0.5
     assert result.accuracy is not None
     assert result.accuracy > 0.9
 

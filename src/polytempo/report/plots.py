@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -113,14 +114,15 @@ def points(run: RunRecord, kind: str, over: str, quantity: str) -> list[tuple[fl
     """The pairs (`over`, `quantity`) of the rows of `kind` in the order of `over`, without those that are not finite.
 
     Workers of a parameter server do not write their rows in that order, and each tells its own loss: a point is the
-    mean of what each told last.
+    mean of as many rows as there are workers, so one that is silent does not hold the line up.
     """
     found = ((finite(row.get(over)), finite(row.get(quantity)), row.get("worker")) for row in run.rows(kind))
     ordered = sorted(((x, y, who) for x, y, who in found if x is not None and y is not None), key=lambda each: each[0])
-    line, last = [], dict[object, float]()
-    for x, y, who in ordered:
-        last[who] = y
-        line.append((x, math.fsum(last.values()) / len(last)))
+    told = deque[float](maxlen=len({who for _, _, who in ordered}) or 1)
+    line = []
+    for x, y, _ in ordered:
+        told.append(y)
+        line.append((x, math.fsum(told) / len(told)))
     return line
 
 
