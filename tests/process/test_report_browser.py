@@ -221,7 +221,7 @@ def test_titles_units_and_legends_are_visible(opened: Opened) -> None:
     drawn = {one["text"] for card in cards(opened) for one in card}
     assert set(AXIS_TITLES) <= drawn
     assert opened.page.locator("ul.legend button").all_inner_texts() == NAMES, "one legend for all figures"
-    assert {"computecomputation", "sendcommunication", "recvcommunication"} <= drawn
+    assert {"gradient and stepcomputation", "sendcommunication", "wait for a messagecommunication"} <= drawn
 
 
 def test_the_table_has_a_row_for_every_run(opened: Opened) -> None:
