@@ -170,6 +170,7 @@ def test_a_process_that_is_held_is_lost_and_nothing_of_it_is_left(
 ) -> None:
     (tmp_path / "harmed.py").write_text(HARMED)
     monkeypatch.chdir(tmp_path)
+    before = set(children_of(os.getpid()))  # of tests in this process: torch and multiprocessing keep helpers
 
     def watch(ranks: ElasticRanks) -> None:
         if any(process.exit_code is not None for process in ranks.processes.values()):
@@ -179,7 +180,7 @@ def test_a_process_that_is_held_is_lost_and_nothing_of_it_is_left(
     run_elastic_ranks(
         words, lambda: slots, LaunchSettings(), ElasticSettings.of(2, 1, 2, cooldown_s=(0.1, 1)), watch=watch
     )
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= before
 
 
 def test_a_script_that_fails_everywhere_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
