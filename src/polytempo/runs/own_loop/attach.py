@@ -63,9 +63,8 @@ def attach(
     and are edits of its answer where one did: let that pass be inside `no_sync()`. After `model.load_state_dict()` (by
     all ranks) the strategy begins anew from there; other changes in place, as clipped weights, are movements of the
     step. A parameter that this rank did not use counts as a zero gradient; one that no rank used keeps `.grad` None.
-    Under `shared_memory()` `.grad` is this rank's own
-    gradient, `step` does the rest and waits for all, clipping is the handle's `clip_grad_norm_`, other changes of
-    parameters are one rank's.
+    Under `shared_memory()` `.grad` is this rank's own gradient, `step` does the rest and waits for all, clipping is the
+    handle's `clip_grad_norm_`, other changes of parameters are one rank's.
 
     `buffers`: when ranks meet, the running statistics of torch's batch and instance norms meet on the strategy's own
     way, with no other ranks, other buffers and counts of batches are left alone ("average"); all ranks get rank 0's
