@@ -16,7 +16,7 @@ import polytempo as pt
 from polytempo.data import sparsity
 from polytempo.data.rows import random_rows
 from polytempo.jobs.digits import job
-from polytempo.runs.hogwild_linear import fit_logistic
+from polytempo.runs.programs.hogwild_linear import fit_logistic
 
 rows = random_rows(num_rows=4_000, num_columns=1_000, density=0.01)
 omega, delta, rho = sparsity(rows.starts, rows.columns)

@@ -1,4 +1,4 @@
-// The C interface of the dense codes, for src/polytempo/native/codes_dense.py. See codes_dense.h.
+// The C interface of the dense codes, for src/polytempo/native/kernels/codes_dense.py. See codes_dense.h.
 #pragma once
 
 #include <stdint.h>

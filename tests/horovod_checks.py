@@ -25,7 +25,7 @@ from torch import Tensor
 
 import polytempo.horovod.torch as hvd
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 LOADED = (torch._dynamo,)
 """Slow to load: once here instead of once in every worker."""

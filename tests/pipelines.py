@@ -31,9 +31,9 @@ from polytempo.partition.schedules import (
     zero_bubble,
 )
 from polytempo.partition.wires import AS_THEY_ARE, Wires
-from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
-from polytempo.training.pipeline.estimators import estimators_of
-from polytempo.training.pipeline.late_stage import late_stage
+from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.pipeline.late.estimators import estimators_of
+from polytempo.training.pipeline.late.late_stage import late_stage
 from polytempo.training.pipeline.pipeline_stage import Loss, MakeOptimizer, PipelineStage, laid_out, schedule_of
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld

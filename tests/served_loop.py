@@ -16,7 +16,7 @@ from polytempo.server.layout import part
 from polytempo.server.message import Message
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
-from polytempo.training.loop_facts import LoopFacts
+from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.worlds import ProcessWorld
 
 _PAUSE_S = 0.05

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aggregation": {"core"},
     "compression": {"core", "native"},
     "collectives": {"core"},
-    "server": {"core", "native", "compression.packing"},
+    "server": {"core", "native", "compression.exchange.packing"},
     "flexrr": {"core", "server"},
     "partition": {"core"},
     "large_batch": {"core", "native"},
@@ -41,9 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategies": {"core", *AXES, "flexrr"},
     "spec": {"core", "cluster", "data", *AXES, "flexrr", "strategies"},
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
-    "report": {"core", "worlds", "spec.plain_text", "spec.result"},
+    "report": {"core", "worlds", "spec.text.plain_text", "spec.result"},
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
-    "training": {*BELOW_TRAINING, "large_batch", "one_host", "report.metrics"},
+    "training": {*BELOW_TRAINING, "large_batch", "one_host", "report.status.metrics"},
     "interop": {*BELOW_TRAINING, "training"},
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},
@@ -82,67 +82,60 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 
+TORCH = "torch takes seconds to load, and `--help` must not"
+PYDANTIC = "pydantic takes a tenth of a second to load, and `--help` must not"
 IMPORTED_LATE = {
-    ("cli/main.py", "polytempo.cli.train"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.compare"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.simulate"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.submit"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.replay"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.top"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.measure"): "torch takes seconds to load, and `--help` must not",
-    ("cli/prediction_commands.py", "polytempo.cli.calibrate"): "torch takes seconds to load, and `--help` must not",
-    ("cli/prediction_commands.py", "polytempo.cli.validate"): "torch takes seconds to load, and `--help` must not",
-    ("cli/prediction_commands.py", "polytempo.cli.profile"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.doctor"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.horovodrun"): "torch takes seconds to load, and `--help` must not",
-    ("cli/bench_commands.py", "polytempo.cli.bench"): "torch takes seconds to load, and `--help` must not",
-    ("cli/bench_commands.py", "polytempo.cli.bench_compression"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.strategies"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.explain"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.cut"): "torch takes seconds to load, and `--help` must not",
-    ("cli/plan_commands.py", "polytempo.cli.plan_layers"): "torch takes seconds to load, and `--help` must not",
-    ("cli/plan_commands.py", "polytempo.cli.plan_split"): "torch takes seconds to load, and `--help` must not",
-    ("cli/plan_commands.py", "polytempo.cli.plan_run"): "torch takes seconds to load, and `--help` must not",
+    ("cli/main.py", "polytempo.cli.run.train"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.compare"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.simulate"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.submit"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.replay"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.top"): TORCH,
+    ("cli/main.py", "polytempo.cli.predict.measure"): TORCH,
+    ("cli/predict/prediction_commands.py", "polytempo.cli.predict.calibrate"): TORCH,
+    ("cli/predict/prediction_commands.py", "polytempo.cli.predict.validate"): TORCH,
+    ("cli/predict/prediction_commands.py", "polytempo.cli.predict.profile"): TORCH,
+    ("cli/main.py", "polytempo.cli.look.doctor"): TORCH,
+    ("cli/main.py", "polytempo.cli.horovod.horovodrun"): TORCH,
+    ("cli/bench/bench_commands.py", "polytempo.cli.bench.bench"): TORCH,
+    ("cli/bench/bench_commands.py", "polytempo.cli.bench.bench_compression"): TORCH,
+    ("cli/main.py", "polytempo.cli.look.strategies"): TORCH,
+    ("cli/main.py", "polytempo.cli.look.explain"): TORCH,
+    ("cli/main.py", "polytempo.cli.predict.cut"): TORCH,
+    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_layers"): TORCH,
+    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_split"): TORCH,
+    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_run"): TORCH,
+    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_run_request"): PYDANTIC,
+    ("cli/look/sharpness_command.py", "polytempo.cli.look.sharpness"): TORCH,
+    ("cli/look/sharpness_command.py", "polytempo.cli.options.request"): PYDANTIC,
+    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_requests"): PYDANTIC,
+    ("cli/bench/tune_commands.py", "polytempo.cli.bench.tune_threads"): TORCH,
     (
-        "cli/plan_commands.py",
-        "polytempo.cli.plan_run_request",
-    ): "pydantic takes a tenth of a second to load, and `--help` must not",
-    ("cli/sharpness_command.py", "polytempo.cli.sharpness"): "torch takes seconds to load, and `--help` must not",
-    (
-        "cli/sharpness_command.py",
-        "polytempo.cli.request",
-    ): "pydantic takes a tenth of a second to load, and `--help` must not",
-    (
-        "cli/plan_commands.py",
-        "polytempo.cli.plan_requests",
-    ): "pydantic takes a tenth of a second to load, and `--help` must not",
-    ("cli/tune_commands.py", "polytempo.cli.tune_threads"): "torch takes seconds to load, and `--help` must not",
-    ("cli/tune_commands.py", "polytempo.cli.thread_values"): "it looks for the names of jobs, and `--help` need not",
-    ("cli/tune_commands.py", "polytempo.cli.tune_batch"): "torch takes seconds to load, and `--help` must not",
-    (
-        "cli/tune_commands.py",
-        "polytempo.cli.request",
-    ): "pydantic takes a tenth of a second to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.schedule"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.chaos"): "torch takes seconds to load, and `--help` must not",
-    ("cli/main.py", "polytempo.cli.request"): "pydantic takes a tenth of a second to load, and `--help` must not",
+        "cli/bench/tune_commands.py",
+        "polytempo.cli.bench.thread_values",
+    ): "it looks for the names of jobs, and `--help` need not",
+    ("cli/bench/tune_commands.py", "polytempo.cli.bench.tune_batch"): TORCH,
+    ("cli/bench/tune_commands.py", "polytempo.cli.options.request"): PYDANTIC,
+    ("cli/main.py", "polytempo.cli.run.schedule"): TORCH,
+    ("cli/main.py", "polytempo.cli.look.chaos"): TORCH,
+    ("cli/main.py", "polytempo.cli.options.request"): PYDANTIC,
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
-    ("core/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
+    ("core/system/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     (
-        "runs/simulate.py",
-        "polytempo.runs.served.simulate_served",
+        "runs/simulated/simulate.py",
+        "polytempo.runs.simulated.simulate_served",
     ): "only parameter servers need it, and it takes a tenth of a second to load",
     (
         "large_batch/sharpness.py",
         "scipy.optimize",
     ): "only `sharpness` needs it, and it takes a third of a second to load",
-    ("compression/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
-    ("data/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
-    ("data/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
+    ("compression/encoding/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
+    ("data/readers/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
+    ("data/readers/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
     ("engines/on_kubernetes/api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",
     ("engines/on_kubernetes/api.py", "urllib3.exceptions"): "of the extra `kubernetes`",
-    ("engines/on_spark/engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",
+    ("engines/on_spark/spark_engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",
     ("engines/on_spark/task.py", "pyspark"): "an extra: only a task of Spark needs it",
 }
 """Imports inside functions, each with its reason."""
@@ -150,6 +143,7 @@ IMPORTED_LATE = {
 FORBIDDEN_NAMES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec"}
 FORBIDDEN_TEXT = ("shell=True", "TODO", "FIXME", "XXX")
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 400, 60
+MOST_FILES_OF_A_FOLDER, MOST_FILES_OF_A_NAME = 16, 3
 
 
 def where(path: Path) -> str:
@@ -278,7 +272,7 @@ def test_the_order_is_one_way() -> None:
         above = set(order[:position])
         assert {other.split(".")[0] for other in others} <= above, name
     assert all(MAY_IMPORT[axis] <= {"core", "native"} for axis in AXES - {"server"})
-    assert MAY_IMPORT["server"] <= {"core", "native", "compression.packing"}, "what is pushed may be encoded"
+    assert MAY_IMPORT["server"] <= {"core", "native", "compression.exchange.packing"}, "what is pushed may be encoded"
 
 
 def test_imports_follow_the_order() -> None:
@@ -323,6 +317,14 @@ def test_every_public_name_has_a_docstring() -> None:
 def test_no_second_idea_hides_in_a_long_file_or_function() -> None:
     assert wrong(lambda source: len(source.lines) > MOST_LINES_OF_A_FILE and len(source.lines)) == {}
     assert wrong(lambda source: source.long_functions) == {}
+
+
+def test_a_folder_is_read_at_a_glance() -> None:
+    """But for the catalogue of strategies, one file each; and a file's name says which of them it is."""
+    folders = Counter(where(path.parent) for path in FILES)
+    assert {name for name, count in folders.items() if count > MOST_FILES_OF_A_FOLDER} == {"strategies"}
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert {name for name, count in names.items() if count > MOST_FILES_OF_A_NAME} == set()
 
 
 def test_nothing_forbidden() -> None:

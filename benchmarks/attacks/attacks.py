@@ -32,14 +32,14 @@ from typing import Any
 import msgspec
 import torch
 
-from polytempo.engines.fork import die_with, fork
+from polytempo.engines.processes.fork import die_with, fork
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server import message as messages
-from polytempo.server.shard import snapshot
-from polytempo.server.shard.snapshot import SnapshotError
-from polytempo.spec.catalogue import parse_strategy
-from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
-from polytempo.training.checkpoint_folders import CheckpointError, latest
+from polytempo.server.snapshots import snapshot
+from polytempo.server.snapshots.snapshot import SnapshotError
+from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 from polytempo.wire.frames import VERSION, FrameLimits, Malformed, decode, encode
 
 LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)

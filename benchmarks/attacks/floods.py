@@ -31,7 +31,7 @@ from typing import NamedTuple
 from torch.distributed import TCPStore
 
 from polytempo.bench.tables import markdown
-from polytempo.core import descriptors
+from polytempo.core.system import descriptors
 
 RUNS = {
     "served": ["--strategy", "async_sgd(shards=2)", "--transport", "tcp"],

@@ -23,8 +23,8 @@ from torch.nn import functional
 import polytempo as pt
 from polytempo import data
 from polytempo.bench.models import mlp
-from polytempo.spec.catalogue import parse_strategy
-from polytempo.training.handle import Handle
+from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.hooks.handle import Handle
 from polytempo.worlds import ProcessWorld
 
 GLOBAL_BATCH, LR, MOMENTUM = 256, 0.1, 0.9

@@ -31,13 +31,13 @@ from polytempo.bench.compression import costs
 from polytempo.bench.models import mlp
 from polytempo.bench.tables import duration, markdown
 from polytempo.bench.turns import Measurement, figure, ratio
-from polytempo.cli.bench_compression import candidate
+from polytempo.cli.bench.bench_compression import candidate
 from polytempo.core import ALONE, Codec
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.native.library import OFF_VARIABLE, why_not
-from polytempo.spec.call import split_calls
+from polytempo.spec.text.call import split_calls
 
 SIDE = 5000
 """25 million float32: 100 MB, far beyond any cache."""

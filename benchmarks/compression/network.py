@@ -33,10 +33,10 @@ from polytempo.bench.compression import costs, gradient_of
 from polytempo.bench.machine import cores, machine
 from polytempo.bench.tables import markdown
 from polytempo.cluster import Link
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.engines.processes.worker import RankInfo
+from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.worlds import ProcessWorld
 
 HOSTS, GOAL = 4, 0.97

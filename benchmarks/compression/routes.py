@@ -33,7 +33,7 @@ from polytempo.bench.tables import markdown
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives import halving_doubling, hierarchical, ring, star, tree
 from polytempo.core import Bundle, Port, Program, Route, Transform, native
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.worlds import ProcessWorld, VirtualWorld
 
 GOODPUT = 0.95

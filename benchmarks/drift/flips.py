@@ -22,9 +22,9 @@ from torch.nn import functional
 from polytempo import strategies
 from polytempo.cluster import one_host
 from polytempo.core import Port
-from polytempo.training.drift import Compared, DriftVerdict, Walk, comparable, compared, judged, looked
-from polytempo.training.fingerprint import fingerprint
-from polytempo.training.replica import Replica
+from polytempo.training.checkpoint.fingerprint import fingerprint
+from polytempo.training.hooks.drift import Compared, DriftVerdict, Walk, comparable, compared, judged, looked
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import VirtualWorld
 
 RANKS = 3

@@ -25,11 +25,11 @@ from torch.nn import functional
 
 import polytempo as pt
 from polytempo.bench.models import BenchTransformer, cnn
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
-from polytempo.training.drift import comparable
-from polytempo.training.drift_watch import DriftWatch
+from polytempo.engines.processes.worker import RankInfo
+from polytempo.training.hooks.drift import comparable
+from polytempo.training.hooks.drift_watch import DriftWatch
 
 Batch = tuple[Tensor, Tensor]
 

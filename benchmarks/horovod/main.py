@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import polytempo.horovod.torch as hvd
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 
 def seconds(call: Callable[[], object], times: int) -> list[float]:

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import polytempo as pt
-from polytempo.report.plots import points, windowed
+from polytempo.report.pictures.plots import points, windowed
 from polytempo.report.runs import RunRecord, load_run
 
 EPOCHS, BATCH = 15, 16

@@ -31,7 +31,7 @@ from polytempo.jobs import chars
 from polytempo.jobs.files import file_of
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of
-from polytempo.training.program import check_length
+from polytempo.training.job.program import check_length
 from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 from polytempo.training.tuning.trial import Trial
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from polytempo.core.errors import PeerLost
-from polytempo.engines.fork import die_with, fork
+from polytempo.engines.processes.fork import die_with, fork
 from polytempo.native.group import Group
 
 LIMIT_S = 1.0

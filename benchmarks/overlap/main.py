@@ -5,8 +5,9 @@
 
 A model of equal layers whose backward computes nothing on the CPU and takes a given time, as on an accelerator: by
 default, together, as long as its gradients take on the link. Steps of all contenders are timed in turns, in one process
-a host. *Before* is `pt.attach` without the thread of `polytempo.worlds.progress`: coroutines advance when they are
-launched and when the step waits for them. The limit is the longer one of backward and the link's time for the bytes.
+a host. *Before* is `pt.attach` without the thread of `worlds/process/progress_thread.py`: coroutines advance when they
+are launched and when the step waits for them. The limit is the longer one of backward and the link's time for the
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from polytempo.bench.machine import machine
 from polytempo.bench.tables import markdown
 from polytempo.collectives import halving_doubling, native, ring, tree
 from polytempo.core import Route
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.worlds import ProcessWorld
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compression"))

@@ -26,8 +26,8 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.data.ledger import Ledger
-from polytempo.engines.fork import fork
-from polytempo.engines.worker_processes import Child
+from polytempo.engines.processes.fork import fork
+from polytempo.engines.processes.worker_processes import Child
 from polytempo.runs.served import run_served, served_program
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.served_run import ServedRun

@@ -42,7 +42,7 @@ from polytempo.engines.remote.remote_engine import RemoteProcess
 from polytempo.runs.served import run_served, served_program
 from polytempo.runs.served.lost_launcher import number_after
 from polytempo.server.message import Outbox
-from polytempo.server.shard.snapshot import complete
+from polytempo.server.snapshots.snapshot import complete
 from polytempo.server.timing import Timing
 
 TICKETS, STEP_S = 400, 0.1

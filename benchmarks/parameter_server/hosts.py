@@ -33,7 +33,7 @@ from polytempo.bench.tables import markdown
 from polytempo.collectives import hierarchical
 from polytempo.core import native
 from polytempo.core.rule import Service
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.server.layout import Parameter, part, shard_map
 from polytempo.server.loop import serve
 from polytempo.server.message import COORDINATOR, Members, View
@@ -45,7 +45,7 @@ from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import through
 from polytempo.wire.keys import Keys, make_keys
 from polytempo.wire.zeromq import Mailbox
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 NUMEL = 25_000_000
 FIRST_PORT, MEETING_PORT = 29_700, 29_650

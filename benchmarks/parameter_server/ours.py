@@ -26,12 +26,12 @@ from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
-from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.host.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
 from polytempo.wire.keys import Keys, make_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 Wire = Literal["shared memory", "tcp", "tcp, CURVE"]
 SGD = UpdateRule("sgd", lr=1e-3)

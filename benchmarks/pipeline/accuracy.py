@@ -21,7 +21,7 @@ import polytempo as pt
 from polytempo import compression as c
 from polytempo.bench.tables import markdown
 from polytempo.core import Codec
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.schedules import one_f_one_b
 from polytempo.runs.own_loop.pipeline import pipeline
 

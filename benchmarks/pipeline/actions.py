@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import Schedule
+from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.micro_batches import MicroBatches
-from polytempo.training.pipeline.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_work import computed
 from polytempo.wire.memory import keep_memory
 

@@ -25,13 +25,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 import polytempo as pt
 from polytempo.core import Port
-from polytempo.data.idx import mnist
+from polytempo.data.readers.idx import mnist
 from polytempo.partition import schedules
 from polytempo.partition.cut import Cut
 from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import Schedule
-from polytempo.training.pipeline.estimators import estimators_of
-from polytempo.training.pipeline.late_stage import late_stage
+from polytempo.training.pipeline.late.estimators import estimators_of
+from polytempo.training.pipeline.late.late_stage import late_stage
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.stage_program import StageProgram
 from polytempo.worlds import VirtualWorld

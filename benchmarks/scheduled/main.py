@@ -26,12 +26,12 @@ import polytempo as pt
 from polytempo.bench.tables import markdown
 from polytempo.core import NotFinite
 from polytempo.data import scheduled as data
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic, performed
 from polytempo.partition.scheduled.program import added
-from polytempo.runs.scheduled.run_schedule import ScheduledFit
+from polytempo.runs.programs.run_schedule import ScheduledFit
 
 VIRTUAL = pt.cluster.one_host()
 

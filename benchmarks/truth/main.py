@@ -39,8 +39,8 @@ from polytempo.cluster import Cluster, constant
 from polytempo.cluster.measured import read_cluster, to_toml
 from polytempo.core import Strategy
 from polytempo.jobs import find
+from polytempo.report.pages.validation import typical_step_s
 from polytempo.report.runs import load_run
-from polytempo.report.validation import typical_step_s
 from polytempo.runs.calibration.calibrate import calibrate
 from polytempo.runs.calibration.job_pace import with_pace
 from polytempo.spec.options import RunOptions

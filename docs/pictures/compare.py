@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import polytempo as pt
-from polytempo.report.picture import write_picture
+from polytempo.report.pictures.picture import write_picture
 from polytempo.report.runs import load_run
 
 OPTIONS = {"workers": 2, "lr": 0.01, "epochs": 20, "cluster": pt.cluster.ethernet(gbit_per_s=1)}

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
         Transform,
     )
     from polytempo.core.errors import JobFailed
-    from polytempo.core.folder_lock import FolderTaken
-    from polytempo.core.notice import Preempted
+    from polytempo.core.system.folder_lock import FolderTaken
+    from polytempo.core.system.notice import Preempted
     from polytempo.engines.collective import RunTimedOut
-    from polytempo.engines.failures import WorkerDied
-    from polytempo.engines.init import init
+    from polytempo.engines.join.init import init
     from polytempo.engines.launch import launch
+    from polytempo.engines.processes.failures import WorkerDied
     from polytempo.interop.ddp_hook import comm_hook
     from polytempo.native.arena import shared_empty
     from polytempo.partition.branches import threads
@@ -52,30 +52,30 @@ if TYPE_CHECKING:
     from polytempo.runs.own_loop.attach import attach
     from polytempo.runs.own_loop.pipeline import pipeline
     from polytempo.runs.own_loop.served_pipeline import ServedPipeline
+    from polytempo.runs.programs.run_lbfgs import lbfgs
+    from polytempo.runs.programs.run_schedule import schedule
     from polytempo.runs.run import run
-    from polytempo.runs.run_lbfgs import lbfgs
-    from polytempo.runs.scheduled.run_schedule import schedule
-    from polytempo.runs.simulate import simulate
+    from polytempo.runs.simulated.simulate import simulate
     from polytempo.server.coordinator.lost_shard import ShardLost
     from polytempo.spec.batch_growth import norm_test
-    from polytempo.spec.catalogue import parse_strategy
     from polytempo.spec.explanation import explain
     from polytempo.spec.job import Data, Job, of_batch
     from polytempo.spec.loss_divisor import divided_by
     from polytempo.spec.options import RunOptions
     from polytempo.spec.precision import precision
     from polytempo.spec.result import Result
-    from polytempo.training.attached_models import no_sync
-    from polytempo.training.checkpoint_model import checkpoint_model
-    from polytempo.training.handle import Handle
-    from polytempo.training.hybrid import hybrid
-    from polytempo.training.layer_plan import plan_layers
-    from polytempo.training.loop_state import ElasticState
+    from polytempo.spec.text.catalogue import parse_strategy
+    from polytempo.training.elastic.loop_state import ElasticState
+    from polytempo.training.hooks.attached_models import no_sync
+    from polytempo.training.hooks.handle import Handle
+    from polytempo.training.observe.checkpoint_model import checkpoint_model
+    from polytempo.training.own_loop.served_handle import ServedHandle
+    from polytempo.training.own_loop.shard import shard
+    from polytempo.training.parts.hybrid import hybrid
+    from polytempo.training.parts.layer_plan import plan_layers
+    from polytempo.training.parts.place import place
+    from polytempo.training.parts.split import split
     from polytempo.training.pipeline.pipeline import Pipeline
-    from polytempo.training.place import place
-    from polytempo.training.served_handle import ServedHandle
-    from polytempo.training.shard import shard
-    from polytempo.training.split import split
     from polytempo.training.trainer import Trainer
     from polytempo.worlds import ProcessWorld, VirtualWorld
 
@@ -111,45 +111,45 @@ _HOMES = {
         "Transform",
     ),
     "polytempo.core.errors": ("JobFailed",),
-    "polytempo.core.folder_lock": ("FolderTaken",),
-    "polytempo.core.notice": ("Preempted",),
+    "polytempo.core.system.folder_lock": ("FolderTaken",),
+    "polytempo.core.system.notice": ("Preempted",),
     "polytempo.runs.own_loop.attach": ("attach",),
     "polytempo.runs.own_loop.pipeline": ("pipeline",),
     "polytempo.runs.own_loop.served_pipeline": ("ServedPipeline",),
-    "polytempo.engines.init": ("init",),
-    "polytempo.engines.failures": ("WorkerDied",),
+    "polytempo.engines.join.init": ("init",),
+    "polytempo.engines.processes.failures": ("WorkerDied",),
     "polytempo.engines.collective": ("RunTimedOut",),
     "polytempo.engines.launch": ("launch",),
     "polytempo.runs.elastic.elastic_loop": ("elastic",),
     "polytempo.runs.compare": ("compare",),
     "polytempo.runs.run": ("run",),
-    "polytempo.runs.run_lbfgs": ("lbfgs",),
+    "polytempo.runs.programs.run_lbfgs": ("lbfgs",),
     "polytempo.runs.elastic.run_elastic": ("WorkersLost",),
-    "polytempo.runs.scheduled.run_schedule": ("schedule",),
-    "polytempo.runs.simulate": ("simulate",),
+    "polytempo.runs.programs.run_schedule": ("schedule",),
+    "polytempo.runs.simulated.simulate": ("simulate",),
     "polytempo.interop.ddp_hook": ("comm_hook",),
     "polytempo.native.arena": ("shared_empty",),
     "polytempo.partition.branches": ("threads",),
     "polytempo.server.coordinator.lost_shard": ("ShardLost",),
     "polytempo.spec.batch_growth": ("norm_test",),
-    "polytempo.spec.catalogue": ("parse_strategy",),
+    "polytempo.spec.text.catalogue": ("parse_strategy",),
     "polytempo.spec.explanation": ("explain",),
-    "polytempo.training.attached_models": ("no_sync",),
-    "polytempo.training.checkpoint_model": ("checkpoint_model",),
-    "polytempo.training.loop_state": ("ElasticState",),
-    "polytempo.training.handle": ("Handle",),
+    "polytempo.training.hooks.attached_models": ("no_sync",),
+    "polytempo.training.observe.checkpoint_model": ("checkpoint_model",),
+    "polytempo.training.elastic.loop_state": ("ElasticState",),
+    "polytempo.training.hooks.handle": ("Handle",),
     "polytempo.training.pipeline.pipeline": ("Pipeline",),
     "polytempo.spec.job": ("Data", "Job", "of_batch"),
     "polytempo.spec.loss_divisor": ("divided_by",),
     "polytempo.spec.options": ("RunOptions",),
     "polytempo.spec.precision": ("precision",),
     "polytempo.spec.result": ("Result",),
-    "polytempo.training.served_handle": ("ServedHandle",),
-    "polytempo.training.shard": ("shard",),
-    "polytempo.training.hybrid": ("hybrid",),
-    "polytempo.training.layer_plan": ("plan_layers",),
-    "polytempo.training.place": ("place",),
-    "polytempo.training.split": ("split",),
+    "polytempo.training.own_loop.served_handle": ("ServedHandle",),
+    "polytempo.training.own_loop.shard": ("shard",),
+    "polytempo.training.parts.hybrid": ("hybrid",),
+    "polytempo.training.parts.layer_plan": ("plan_layers",),
+    "polytempo.training.parts.place": ("place",),
+    "polytempo.training.parts.split": ("split",),
     "polytempo.training.trainer": ("Trainer",),
     "polytempo.worlds": ("ProcessWorld", "VirtualWorld"),
 }

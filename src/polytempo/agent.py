@@ -10,14 +10,14 @@ import os
 import sys
 from importlib import import_module
 
-from polytempo.engines.fork import reserve_standard_files
+from polytempo.engines.processes.fork import reserve_standard_files
 
 
 def main() -> int:
     """Be an agent; the exit code."""
     parent = os.getppid()
     reserve_standard_files()
-    code: int = import_module("polytempo.runs.agent_program").be_agent(parent)
+    code: int = import_module("polytempo.runs.process.agent_program").be_agent(parent)
     return code
 
 

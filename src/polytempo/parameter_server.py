@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from polytempo.engines.fork import default_signals, die_with, ignore_ending_signals, reserve_standard_files
+from polytempo.engines.processes.fork import default_signals, die_with, ignore_ending_signals, reserve_standard_files
 from polytempo.runs.own_loop.loop_server import LoopServer
 from polytempo.runs.own_loop.server_process import LENGTHS
-from polytempo.training.loop_facts import LoopFacts
+from polytempo.training.own_loop.loop_facts import LoopFacts
 
 _MOST_BYTES = 1 << 40
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from polytempo import jobs
-from polytempo.core.notice import ignore_hangup
-from polytempo.engines import janitor
+from polytempo.core.system.notice import ignore_hangup
 from polytempo.engines.engine import Role
-from polytempo.engines.fork import default_signals, die_with, reserve_standard_files
-from polytempo.engines.worker import encoded, exit_code_of, failure_by, show_error
-from polytempo.runs.program import perform
+from polytempo.engines.processes import janitor
+from polytempo.engines.processes.fork import default_signals, die_with, reserve_standard_files
+from polytempo.engines.processes.worker import encoded, exit_code_of, failure_by, show_error
+from polytempo.runs.process.program import perform
 from polytempo.spec.run_spec import RunSpec
 
 

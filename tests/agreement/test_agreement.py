@@ -10,12 +10,12 @@ from laws.catalogue import GROUPED, HELPED, ROWS, SERVED, Row, label
 from polytempo import collectives, run, strategies
 from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.jobs import find
-from polytempo.runs.served.simulate_served import simulate_served
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
+from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer

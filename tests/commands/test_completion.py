@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.completion import job_names, strategy_names
+from polytempo.cli.options.completion import job_names, strategy_names
 
 BASH = shutil.which("bash")
 

@@ -11,8 +11,8 @@ import pytest
 
 import polytempo as pt
 from polytempo.cli.main import app
-from polytempo.cli.measure import check_cluster_file, price_in
-from polytempo.cli.measured_hosts import beyond_measured, measured_workers
+from polytempo.cli.options.measured_hosts import beyond_measured, measured_workers
+from polytempo.cli.predict.measure import check_cluster_file, price_in
 from polytempo.cluster import KernelSpeed, Speeds
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of, to_toml
 from polytempo.runs.calibration.earlier import changed

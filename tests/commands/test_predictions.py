@@ -28,7 +28,7 @@ from polytempo.jobs import find
 from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _passes, _perceptron
 from polytempo.runs.calibration.link_samples import collectives, links
 from polytempo.runs.calibration.server_samples import _job, pushes
-from polytempo.runs.job_memory import estimated, measured_bytes
+from polytempo.runs.frame.job_memory import estimated, measured_bytes
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.memory import keep_memory
@@ -184,7 +184,7 @@ def test_samples_name_the_kernels_that_are_charged() -> None:
 def test_what_calibrate_cannot_measure_is_refused_before_it_measures(
     asked: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polytempo.cli.calibrate.calibrated", lambda *asked: pytest.fail("it has measured"))
+    monkeypatch.setattr("polytempo.cli.predict.calibrate.calibrated", lambda *asked: pytest.fail("it has measured"))
     refused = CliRunner().invoke(app, ["calibrate", *asked, "--out", str(tmp_path / "cluster.toml")])
     assert (refused.exit_code, said in refused.stderr) == (2, True)
     assert not list(tmp_path.iterdir())

@@ -30,8 +30,8 @@ from engines.cluster_runs import (
     parent,
     program,
 )
-from polytempo.engines.failures import WorkerDied
-from polytempo.engines.on_dask.engine import DaskStarter
+from polytempo.engines.on_dask.dask_engine import DaskStarter
+from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.wire.keys import make_keys
 

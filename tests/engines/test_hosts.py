@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import polytempo as pt
-from polytempo.report.metrics import read_metrics
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.lost_launcher import number_after
-from polytempo.server.shard.snapshot import complete
+from polytempo.server.snapshots.snapshot import complete
 from polytempo.spec.result import parameters_sha256
 
 TICKETS, EPOCHS, SHARDS, WORKERS = 120, 40, 2, 4

@@ -19,7 +19,7 @@ import pytest
 import polytempo as pt
 from engines.emulated_cluster import Cluster, emulated_cluster
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.failures import WorkerDied
+from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.remote.network import address_to
 from polytempo.engines.remote.ticket import AgentTicket
 

@@ -98,9 +98,8 @@ def test_a_world_that_mpirun_has_started_is_joined(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", KINDS)
 def test_two_worlds_of_one_host_do_not_meet(name: str) -> None:
     """Behind a shell each, and at the same time; the port is derived from what tells them apart."""
-    code = (
-        "import os; from polytempo.engines.environment import recognise as r; print('', r(os.environ).master_port, '')"
-    )
+    code = "import os; from polytempo.engines.join.environment import recognise; "
+    code += "print('', recognise(os.environ).master_port, '')"
     command = [*COMMANDS[name], "sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code]
     worlds = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     ports = [world.communicate(timeout=LONG_S)[0].split() for world in worlds]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import polytempo as pt
-from polytempo.core.notice import Preempted
+from polytempo.core.system.notice import Preempted
 from polytempo.engines.engine import EngineProcess
 from polytempo.engines.remote.remote_engine import RemoteEngine
-from polytempo.training.checkpoint_folders import latest
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_remote_engine import DIGITS, agent_pids, agents, private
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures(private.__name__)]

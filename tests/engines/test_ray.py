@@ -38,8 +38,8 @@ from engines.cluster_runs import (
     program,
 )
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.failures import WorkerDied
 from polytempo.engines.on_ray.train import RayTorchConfig
+from polytempo.engines.processes.failures import WorkerDied
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.report.metrics import read_metrics
-from polytempo.runs.launcher_files import FileServer
-from polytempo.training.checkpoint_folders import latest
+from polytempo.report.status.metrics import read_metrics
+from polytempo.runs.frame.launcher_files import FileServer
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_remote_engine import DIGITS, agents, private
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures(private.__name__)]

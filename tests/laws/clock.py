@@ -25,7 +25,7 @@ from polytempo.cluster import Cluster, Crash, Link, slow_host
 from polytempo.core import Strategy
 from polytempo.core.rule import Add, Arrival, Drop, RuleState, Situation, Update
 from polytempo.data.batches import Batches
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 
 SAMPLES, BATCH, EPOCHS, LR = 37, 4, 3, 0.1

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Port, Strategy
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import Outcome, VirtualWorld
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laws.catalogue import ROWS, Row, label
 from laws.loops import Loop, MakeOptimizer, Trial
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

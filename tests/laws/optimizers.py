@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Strategy
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import Result
 

@@ -18,11 +18,11 @@ from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.runs.served import tally as engine
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.server.message import Statistics
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import Result
-from polytempo.training.server_worker import Attendance
+from polytempo.training.served.server_worker import Attendance
 
 SAMPLES, BATCH = 96, 4
 NUM_BATCHES = SAMPLES // BATCH

@@ -13,7 +13,7 @@ from laws.catalogue import ROWS, Row, label
 from polytempo import aggregation, collectives, strategies
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Port, Strategy
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import VirtualWorld
 from polytempo.worlds.trace import COMMUNICATION, WAITING, Event
 

@@ -29,9 +29,9 @@ from laws.codec_cases import (
 )
 from laws.codecs import ROWS, Row, text
 from polytempo import compression
-from polytempo.compression.feedback import Feedback, feedback
+from polytempo.compression.encoding.feedback import Feedback, feedback
 from polytempo.core import Codec, EncodeContext
-from polytempo.spec.catalogue import CODECS
+from polytempo.spec.text.catalogue import CODECS
 
 # ---------------------------------------------------------------------- the catalogue
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laws.codec_cases import NORMAL, Case, every_codec, guarded, tensors_of, untouched
 from laws.codecs import ROWS, Row, text
-from polytempo.compression.feedback import feedback
+from polytempo.compression.encoding.feedback import feedback
 from polytempo.core import EncodeContext, NotFinite
 
 # ---------------------------------------------------------------------- NaN and infinities

@@ -31,7 +31,7 @@ from laws.combination_runs import (
 )
 from laws.combinations import FACTORS, OWN, SERVED, Combination, comparable, covering, possible, refusal
 from polytempo.core import PolytempoError
-from polytempo.runs import run_page
+from polytempo.runs.frame import run_page
 from polytempo.spec.result import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import together

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laws.catalogue import ROWS, Row, label
 from laws.harness import HOST, Rank, Setting
 from polytempo.core import Port
-from polytempo.training.drift import (
+from polytempo.training.hooks.drift import (
     DriftLook,
     Walk,
     comparable,
@@ -26,7 +26,7 @@ from polytempo.training.drift import (
     looked,
     settings,
 )
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import VirtualWorld
 
 STEPS = 5

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from polytempo.chaos.bugs import BUGS
 from polytempo.chaos.copies import new_shard
+from polytempo.chaos.planted.bugs import BUGS
 from polytempo.chaos.worker import spans
 from polytempo.server.message import COORDINATOR, Members, Message, Outbox, Push, View
 from polytempo.server.requests import Requests

@@ -18,9 +18,9 @@ from polytempo.one_host.hogwild import Updates
 from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange, rounds
 from polytempo.partition.plan import volumes
 from polytempo.partition.plan.choice import exchange_bytes
-from polytempo.training.replica import Replica
-from polytempo.training.step_cost import StepCost
-from polytempo.training.virtual_step import priced_step
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost
+from polytempo.training.virtual.virtual_step import priced_step
 from polytempo.worlds import Outcome, VirtualWorld
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

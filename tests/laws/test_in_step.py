@@ -20,7 +20,7 @@ from polytempo.cluster import Cluster
 from polytempo.core import NotFinite, Strategy, chain
 from polytempo.data.plan import alike, global_batches, slices
 from polytempo.data.shard import DataShard
-from polytempo.runs.in_step import groups_in_step
+from polytempo.runs.simulated.in_step import groups_in_step
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

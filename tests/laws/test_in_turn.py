@@ -17,8 +17,8 @@ from laws.test_batched import SMALL, WithUnused, adam, falling, groups, made
 from laws.test_in_step import EVEN, bad_gradient, bad_loss, trained
 from polytempo import strategies as s
 from polytempo.core import NotFinite
-from polytempo.runs import simulate
-from polytempo.runs.in_step import groups_in_turn
+from polytempo.runs.simulated import simulate
+from polytempo.runs.simulated.in_step import groups_in_turn
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

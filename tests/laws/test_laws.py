@@ -18,7 +18,7 @@ from polytempo import strategies
 from polytempo.aggregation import complete, exponential_graph
 from polytempo.core import Port, Strategy
 from polytempo.core.state import saved
-from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.worlds import VirtualWorld
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=label)

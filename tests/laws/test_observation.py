@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import polytempo as pt
 from laws.catalogue import ROWS, Row, label
-from polytempo.runs import run_page as shown
-from polytempo.training.checkpoint_folders import latest
+from polytempo.runs.frame import run_page as shown
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from some_cases import some_of
 
 WORKERS = 3

@@ -34,7 +34,7 @@ from laws.optimizers import (
 from polytempo import strategies
 from polytempo.cluster import slow_host
 from polytempo.core import Strategy
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from some_cases import some_of
 
 # --------------------------------------------------------------------------- what docstrings say instead of plain torch

@@ -13,8 +13,8 @@ import polytempo as pt
 from laws.catalogue import STAGED, Row, label
 from polytempo.partition.schedules import Schedule
 from polytempo.partition.schedules.facts import facts
-from polytempo.runs import run_page as shown
-from polytempo.training.checkpoint_folders import latest
+from polytempo.runs.frame import run_page as shown
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from some_cases import ALL
 from staged_job import job
 

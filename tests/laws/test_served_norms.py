@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from laws.catalogue import ONE_WORKER, SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from laws.catalogue import HELPED, SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
-from polytempo.runs import run_page as shown
-from polytempo.runs.simulate import simulate
+from polytempo.runs.frame import run_page as shown
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result

@@ -11,9 +11,9 @@ import polytempo as pt
 from polytempo.cluster import Cluster
 from polytempo.core import Port, Strategy
 from polytempo.jobs import find
-from polytempo.runs import simulate as simulation
+from polytempo.runs.simulated import simulate as simulation
 from polytempo.worlds import Outcome, VirtualWorld
-from polytempo.worlds.symmetry import run_alike
+from polytempo.worlds.virtual.symmetry import run_alike
 
 RANKS = 9
 

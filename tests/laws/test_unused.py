@@ -14,7 +14,7 @@ import polytempo as pt
 from laws.catalogue import ROWS, STAGED, Row, label
 from laws.harness import HOST, flat, joined_batch, loss_of, shares
 from polytempo.core import Port
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import VirtualWorld
 from some_cases import some_of
 

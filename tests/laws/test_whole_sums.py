@@ -12,7 +12,7 @@ from polytempo import collectives
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Port
 from polytempo.worlds import Outcome, VirtualWorld
-from polytempo.worlds.symmetry import run_priced
+from polytempo.worlds.virtual.symmetry import run_priced
 
 ROUTES = [
     collectives.ring,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polytempo.native.kernels.twin import TwinHyper
 from polytempo.native.library import load, why_not
-from polytempo.native.twin import TwinHyper
 
 DTYPES = (
     torch.float32,

@@ -12,7 +12,7 @@ from torch import Tensor
 from native.kernels import assert_same_bits, choose, instruction_sets, library
 from polytempo.compression import bf16, dynamic8, fp16, int8, one_bit, sign
 from polytempo.core import Codec, NotFinite
-from polytempo.native import codes_dense
+from polytempo.native.kernels import codes_dense
 from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")

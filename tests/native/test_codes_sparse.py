@@ -12,9 +12,9 @@ from torch import Tensor
 
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library
 from polytempo import compression as c
-from polytempo.compression import entries
+from polytempo.compression.encoding import entries
 from polytempo.core import Codec, EncodeContext, NotFinite
-from polytempo.native import codes_sparse
+from polytempo.native.kernels import codes_sparse
 from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")

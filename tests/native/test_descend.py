@@ -11,9 +11,9 @@ from torch import Tensor
 
 from native.kernels import choose, instruction_sets, library
 from polytempo.native.copy import copy_
+from polytempo.native.kernels.step import RULES, Hyper
+from polytempo.native.kernels.update import Updater
 from polytempo.native.library import available
-from polytempo.native.step import RULES, Hyper
-from polytempo.native.update import Updater
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 LARGE = (24 << 20) // 4 + 1001

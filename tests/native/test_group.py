@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
-from polytempo.native import twin
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import DTYPES, OPS
 from polytempo.native.group import Group
+from polytempo.native.kernels import twin
 from polytempo.native.meeting import Unreachable
 
 pytestmark = pytest.mark.process

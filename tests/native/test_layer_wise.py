@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from native.kernels import choose, instruction_sets, library
+from polytempo.native.kernels.step import Hyper
+from polytempo.native.kernels.update import lamb_direction_, squares
 from polytempo.native.library import available
-from polytempo.native.step import Hyper
-from polytempo.native.update import lamb_direction_, squares
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 SIZES = [0, 1, 15, 16, 17, 511, 512, 513, 5000]

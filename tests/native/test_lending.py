@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import FileStore
 
 from polytempo.core.errors import Mismatch, PeerLost
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.native import lending
 from polytempo.native.group import Group
 from polytempo.native.lending import borrowed, empty_note, lendable, lent

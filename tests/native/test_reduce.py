@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native.kernels import DTYPES, OPS, Buffer, assert_same_bits, choose, instruction_sets, library, reduce_
-from polytempo.native import twin
+from polytempo.native.kernels import twin
 
 NAN, INF = math.nan, math.inf
 COUNTS = (0, 1, 2, 7, 8, 31, 64, 257, 1023, 1025, 4096, 5003)

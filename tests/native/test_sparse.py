@@ -19,11 +19,20 @@ from torch import Tensor, nn
 from polytempo.core import TimedOut
 from polytempo.data import SparseRows, libsvm_rows
 from polytempo.data.rows import random_rows
-from polytempo.native import sparse
-from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch, scatter_add_
+from polytempo.native.kernels import sparse
+from polytempo.native.kernels.sparse import (
+    FREE,
+    IN_TURN,
+    LOCKED,
+    Access,
+    Problem,
+    RowPart,
+    logistic_epoch,
+    scatter_add_,
+)
 from polytempo.one_host.hogwild import TurnHooks
 from polytempo.one_host.sparse_linear import Settings, logistic_loss, part_of, scaled_decay, window_of
-from polytempo.runs.hogwild_linear import LinearFit, fit_logistic
+from polytempo.runs.programs.hogwild_linear import LinearFit, fit_logistic
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from polytempo.core import Mismatch, PeerLost
-from polytempo.engines.fork import fork
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
-from polytempo.native import twin
+from polytempo.engines.processes.fork import fork
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.native.group import Group
-from polytempo.native.step import RULES, Hyper, Item, StepPlan
+from polytempo.native.kernels import twin
+from polytempo.native.kernels.step import RULES, Hyper, Item, StepPlan
 
 pytestmark = pytest.mark.process
 

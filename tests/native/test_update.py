@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library, update_
-from polytempo.native import twin
-from polytempo.native.twin import TwinHyper
+from polytempo.native.kernels import twin
+from polytempo.native.kernels.twin import TwinHyper
 
 HYPERS = {
     "sgd": TwinHyper(lr=0.1),

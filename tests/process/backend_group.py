@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 
 def begin(rank_info: RankInfo, name: str = "store", timeout_s: float = 30) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.engines.engine import Result
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.training import trainer
 from polytempo.worlds import ProcessWorld
 

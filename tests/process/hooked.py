@@ -18,7 +18,7 @@ from torch.optim import SGD
 import polytempo as pt
 from polytempo.compression import feedback, natural
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 LOADED = (torch._dynamo, pt.attach)
 """Slow to load: once here instead of once in every worker."""

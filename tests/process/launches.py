@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.engines.worker import Result
-from polytempo.training.agree import agree, gather_json
+from polytempo.engines.processes.worker import Result
+from polytempo.training.model.agree import agree, gather_json
 from polytempo.worlds import ProcessWorld
 from process.crew import small, squared, together
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import polytempo as pt
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 

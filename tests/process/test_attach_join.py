@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import Batch, batches, close, flat, loop, small, squared, together
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import NotFinite, Strategy
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 

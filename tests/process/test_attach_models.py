@@ -12,8 +12,8 @@ from torch.optim import SGD, Adam, Optimizer, SparseAdam
 import polytempo as pt
 from polytempo.aggregation import krum
 from polytempo.core import Strategy
-from polytempo.engines.worker import Result
-from polytempo.training.bucketing import buckets
+from polytempo.engines.processes.worker import Result
+from polytempo.training.step.bucketing import buckets
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 

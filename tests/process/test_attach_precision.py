@@ -14,7 +14,7 @@ import polytempo as pt
 from polytempo import aggregation
 from polytempo.aggregation.adasum import adaptive_sum
 from polytempo.core import Strategy
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, squared, together
 

@@ -19,13 +19,13 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.engines import init as init_module
+from polytempo.engines.join import init as init_module
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.runs.own_loop.loop_link import KEYS
 from polytempo.server.message import Ask
-from polytempo.training.served_handle import ServedHandle
-from polytempo.training.ticket_loop import LEAVE
+from polytempo.training.own_loop.served_handle import ServedHandle
+from polytempo.training.own_loop.ticket_loop import LEAVE
 from polytempo.wire.keys import Keys, make_keys, write_keys
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import ProcessWorld

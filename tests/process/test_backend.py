@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.interop.backend.work import Lane, Queued
 from process.backend_group import run
 from process.collective_calls import SIZE, TABLE, WITHOUT_GLOO, attempted

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from polytempo.core.errors import Mismatch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 from process.backend_group import run
 from process.collective_calls import SIZE
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing it compiles with torch.jit, which torch has deprecated

@@ -18,7 +18,7 @@ from polytempo.bench import collectives, limit, memory, mpi, mpi_rank, tables, t
 from polytempo.bench.machine import SCHEMA
 from polytempo.bench.operations import OPERATIONS
 from polytempo.bench.pictures import write_picture
-from polytempo.cli.bench_values import parse_size
+from polytempo.cli.bench.bench_values import parse_size
 
 pytestmark = pytest.mark.process
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from polytempo.engines.worker import Result
-from polytempo.training.optimizer_state import broadcast_optimizer
+from polytempo.engines.processes.worker import Result
+from polytempo.training.checkpoint.optimizer_state import broadcast_optimizer
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

@@ -9,11 +9,11 @@ import pytest
 
 from polytempo import collectives, strategies
 from polytempo.cluster import one_host
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.training.trainer import Trainer
 
 pytestmark = pytest.mark.process

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import Drifted
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, flat, mine, small, squared, together
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.engines.failures import WorkerDied
-from polytempo.report.metrics import read_metrics
+from polytempo.engines.processes.failures import WorkerDied
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import polytempo as pt
-from polytempo.core.notice import PREEMPTED
+from polytempo.core.system.notice import PREEMPTED
 from polytempo.engines.ssh_engine import Ssh
-from polytempo.report.live_status import read_status
+from polytempo.report.status.live_status import read_status
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.engines.failures import WorkerDied
+from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher
 
 pytestmark = pytest.mark.process

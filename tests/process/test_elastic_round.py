@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
-from polytempo.engines import elastic_round
-from polytempo.engines.elastic_round import name_of_round
+from polytempo.engines.join import elastic_round
+from polytempo.engines.join.elastic_round import name_of_round
 
 pytestmark = pytest.mark.process
 

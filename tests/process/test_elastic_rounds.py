@@ -18,7 +18,7 @@ from torch import Tensor
 import polytempo as pt
 from polytempo.aggregation import mean
 from polytempo.core import Strategy
-from polytempo.engines.failures import WorkerDied
+from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions

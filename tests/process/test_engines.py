@@ -15,8 +15,8 @@ import pytest
 
 import polytempo as pt
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Result, Role
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.local_engine import Local
-from polytempo.engines.rendezvous import Rendezvous
 from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.runs.served import run_served
 from polytempo.runs.served.run_served import Launcher

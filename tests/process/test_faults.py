@@ -19,12 +19,13 @@ from torch.utils.data import Dataset, TensorDataset
 import polytempo as pt
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
-from polytempo.engines import init as joining
-from polytempo.engines.failures import WorkerDied
+from polytempo.engines.join import init as joining
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
-from polytempo.training import checkpoint, checkpoint_writer
-from polytempo.training.checkpoint_folders import latest
+from polytempo.engines.processes.failures import WorkerDied
+from polytempo.engines.processes.worker import RankInfo, Result
+from polytempo.training.checkpoint.checkpoint_files import checkpoint_files as checkpoint
+from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.observe import checkpoint_writer
 from process.crew import squared
 from shared_memory import segments
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from polytempo import strategies
 from polytempo.jobs import find
-from polytempo.report.metrics import read_metrics
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.run import run
 from polytempo.runs.served.served_run import ServedOutcome, ServedRun
 from polytempo.spec.result import Result

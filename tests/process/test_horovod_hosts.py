@@ -11,7 +11,7 @@ import torch
 import polytempo.horovod.torch as hvd
 from horovod_checks import equal, values
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.horovod.torch.basics import session
 
 pytestmark = pytest.mark.process

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import warm
 from polytempo.cli.main import app
-from polytempo.engines.command_process import ANSWER_FILE
+from polytempo.engines.processes.command_process import ANSWER_FILE
 from polytempo.horovod import run
 from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
 from polytempo.horovod.launcher.settings import LaunchSettings

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.interop.backend import across_hosts
 from polytempo.native import library
 from process.collective_calls import TABLE, WITHOUT_GLOO, attempted

@@ -13,9 +13,9 @@ from torch import Tensor
 import polytempo as pt
 from polytempo.jobs.digits import job
 from polytempo.large_batch import LAMB, LARS, cosine, schedule, warm_up
-from polytempo.training.checkpoint import read_part
-from polytempo.training.saved_model import checkpoint_in
-from polytempo.training.scored_average import AVERAGE
+from polytempo.training.checkpoint.checkpoint_files import read_part
+from polytempo.training.job.scored_average import AVERAGE
+from polytempo.training.observe.saved_model import checkpoint_in
 
 pytestmark = pytest.mark.process
 

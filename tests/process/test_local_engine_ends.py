@@ -21,12 +21,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import polytempo
-from polytempo.engines import janitor
-from polytempo.engines.failures import WorkerDied
-from polytempo.engines.fork import fork
-from polytempo.engines.janitor import private_folder
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes import janitor
+from polytempo.engines.processes.failures import WorkerDied
+from polytempo.engines.processes.fork import fork
+from polytempo.engines.processes.janitor import private_folder
+from polytempo.engines.processes.worker import RankInfo, Result
 from process.launches import private, rest
 
 __all__ = ["private"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import FileStore, Store
 
-from polytempo.engines.fork import fork
-from polytempo.worlds.lock import HostLock
+from polytempo.engines.processes.fork import fork
+from polytempo.worlds.process.lock import HostLock
 
 pytestmark = pytest.mark.process
 

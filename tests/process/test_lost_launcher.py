@@ -13,13 +13,13 @@ import pytest
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.core.ranges import Ranges
+from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.engines.engine import EngineProcess, Launch, Role
 from polytempo.engines.local_engine import Local, LocalEngine
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, number_after
 from polytempo.runs.served.run_snapshot import _with_parts, read_run_snapshot, resumed
 from polytempo.runs.served.served_run import ServedRun
-from polytempo.server.shard.snapshot import complete
+from polytempo.server.snapshots.snapshot import complete
 from process.test_served_resume import EPOCHS, SHARDS, TICKETS, WORKERS, counted, counting, strategy
 
 pytestmark = pytest.mark.process

@@ -16,10 +16,10 @@ import polytempo as pt
 from halves import MESH, STRATEGIES, half, half_job, loss, samples
 from polytempo import WorkerDied
 from polytempo.core import Mesh, Strategy
-from polytempo.engines.init import init
-from polytempo.training.checkpoint import read_manifest, read_part
-from polytempo.training.checkpoint_folders import latest
-from polytempo.training.manifest import encoded
+from polytempo.engines.join.init import init
+from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_part
+from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.checkpoint.manifest import encoded
 from polytempo.worlds import ProcessWorld
 from process.crew import close, flat, together
 

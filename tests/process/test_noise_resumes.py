@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from polytempo import strategies
-from polytempo.report.metrics import read_metrics
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.run import run
 from polytempo.spec.job import Data, Job
 

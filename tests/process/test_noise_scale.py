@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.large_batch import NoiseProbe
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, mine, small, squared, together

@@ -19,11 +19,11 @@ from torch.utils.data import Dataset, TensorDataset
 import polytempo as pt
 from laws.test_observation import TESTS, job
 from polytempo.core import Strategy
-from polytempo.engines.worker import Result
-from polytempo.report.metrics import read_metrics
+from polytempo.engines.processes.worker import Result
 from polytempo.report.runs import load_run
-from polytempo.training import checkpoint
-from polytempo.training.checkpoint_folders import latest
+from polytempo.report.status.metrics import read_metrics
+from polytempo.training.checkpoint.checkpoint_files import checkpoint_files as checkpoint
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

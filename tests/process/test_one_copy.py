@@ -14,10 +14,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import polytempo as pt
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.large_batch import LAMB, LARS
 from polytempo.native.library import OFF_VARIABLE, _opened
-from polytempo.training.handle import Handle
+from polytempo.training.hooks.handle import Handle
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, loop, mine, small, squared, together
 

@@ -10,7 +10,7 @@ from laws.catalogue import Row
 from laws.optimizers import OPTIMIZED, PLAIN, STEPS, Optimized, Weights, end_of
 from laws.test_optimizers import hogwild
 from polytempo.core import Strategy
-from polytempo.engines.worker import Result
+from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

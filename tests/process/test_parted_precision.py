@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.worlds import ProcessWorld
 
 pytestmark = pytest.mark.process

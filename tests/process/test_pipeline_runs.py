@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from laws.catalogue import STAGED, Row, label
-from polytempo.core.notice import Preempted
-from polytempo.training.checkpoint_folders import latest
+from polytempo.core.system.notice import Preempted
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 from staged_job import job, model

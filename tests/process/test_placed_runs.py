@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from branch_models import Towers
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 from split_models import made, on_ranks, squares

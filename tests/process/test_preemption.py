@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 import polytempo as pt
-from polytempo.core.notice import INTERRUPTED, PREEMPTED, Interrupted, Notice, Preempted, noticed
-from polytempo.engines.worker import Result
-from polytempo.report.live_status import read_status
+from polytempo.core.system.notice import INTERRUPTED, PREEMPTED, Interrupted, Notice, Preempted, noticed
+from polytempo.engines.processes.worker import Result
 from polytempo.report.runs import load_result
+from polytempo.report.status.live_status import read_status
 from polytempo.runs.served.run_snapshot import read_run_snapshot
-from polytempo.server.shard.snapshot import newest_whole
-from polytempo.training.checkpoint import read_manifest
-from polytempo.training.checkpoint_folders import latest
-from polytempo.training.preemption import PreemptionWatch
+from polytempo.server.snapshots.snapshot import newest_whole
+from polytempo.training.checkpoint.checkpoint_files import read_manifest
+from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.worlds import ProcessWorld
 from process.crew import squared, together
 from process.test_resume import job

@@ -18,7 +18,7 @@ from polytempo.jobs import find
 from polytempo.runs.calibration import job_pace, kernel_samples, measurement, server_exchange
 from polytempo.runs.calibration.calibrate import calibrate
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, small_job
-from polytempo.runs.probe import measure
+from polytempo.runs.calibration.probe import measure
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from polytempo.report.page import write_report
+from polytempo.report.pages.page import write_report
 from polytempo.report.runs import RunRecord
 from polytempo.worlds.trace import Event
 

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.engines.worker import Result
-from polytempo.training.checkpoint_folders import latest
+from polytempo.engines.processes.worker import Result
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import squared, together
 

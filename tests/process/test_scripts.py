@@ -22,7 +22,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
 
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo, Result
+from polytempo.engines.processes.worker import RankInfo, Result
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "integrations"
 SMALL = {

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from polytempo import strategies
 from polytempo.cluster import ethernet
 from polytempo.runs.served.run_served import run_served
-from polytempo.runs.served.simulate_served import simulate_served
+from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.spec.job import Data, Job, most_likely
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

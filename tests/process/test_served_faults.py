@@ -20,8 +20,8 @@ import pytest
 from torch import Tensor
 
 import polytempo as pt
-from polytempo.engines.failures import WorkerDied
-from polytempo.report.metrics import read_metrics
+from polytempo.engines.processes.failures import WorkerDied
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.lost_shard import ShardLost

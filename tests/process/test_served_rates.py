@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.data.batches import Batches
-from polytempo.server.shard.snapshot import complete, newest_whole
+from polytempo.server.snapshots.snapshot import complete, newest_whole
 from polytempo.spec.result import parameters_sha256
 
 pytestmark = pytest.mark.process

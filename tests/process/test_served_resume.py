@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.replay.replay import replay
-from polytempo.report.metrics import read_metrics
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.run_snapshot import read_run_snapshot, run_snapshot_path
-from polytempo.server.shard.snapshot import complete, newest_whole
+from polytempo.server.snapshots.snapshot import complete, newest_whole
 from polytempo.spec.result import parameters_sha256
 
 pytestmark = pytest.mark.process

@@ -21,8 +21,8 @@ from polytempo.partition import schedules
 from polytempo.partition.over_stages import over_stages
 from polytempo.runs.served import run_served
 from polytempo.runs.served.served_run import ServedRun
-from polytempo.runs.served.simulate_served import simulate_served
 from polytempo.runs.served.supervisor import ProcessSupervisor
+from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.server.message import Deal, Outbox
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served

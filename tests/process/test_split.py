@@ -12,7 +12,7 @@ from torch import Tensor
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.partition.tensor import SplitModel
 from polytempo.worlds import ProcessWorld
 from process.crew import together

@@ -10,10 +10,10 @@ import pytest
 
 import polytempo as pt
 from object_store import bucket
-from polytempo.core.url_path import UrlPath
-from polytempo.report.metrics import read_metrics
-from polytempo.server.shard.snapshot import newest_whole
-from polytempo.training.checkpoint_folders import latest
+from polytempo.core.system.url_path import UrlPath
+from polytempo.report.status.metrics import read_metrics
+from polytempo.server.snapshots.snapshot import newest_whole
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_resume import job
 from process.test_served_resume import EPOCHS, SHARDS, WORKERS, counted, counting, killed, strategy
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from polytempo.core import Program
-from polytempo.engines.fork import fork
+from polytempo.engines.processes.fork import fork
 from polytempo.server.message import Beat, Message, Pulled
 from polytempo.wire.frames import FrameLimits, Malformed, decode, encode
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 pytestmark = pytest.mark.process
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 import zmq
 
-from polytempo.runs.served.mailbox_directory import NodeMail
+from polytempo.runs.mail.mailbox_directory import NodeMail
 from polytempo.server.message import Beat, Message, Pulled
 from polytempo.wire.frames import FrameLimits, encode
 from polytempo.wire.guard import MOST_STRANGERS, Strangers
 from polytempo.wire.keys import Keys, make_keys
-from polytempo.wire.parts import PART_BYTES, Frame
+from polytempo.wire.message_parts import PART_BYTES, Frame
 from polytempo.wire.zeromq import Mailbox
 
 pytestmark = pytest.mark.process
@@ -226,7 +226,7 @@ def test_lines_to_nodes_that_are_gone_for_good_are_closed(
         return len(os.listdir("/proc/self/fd"))
 
     clock_s = 0.0
-    monkeypatch.setattr("polytempo.runs.served.mailbox_directory.time.monotonic", lambda: clock_s)
+    monkeypatch.setattr("polytempo.runs.mail.mailbox_directory.time.monotonic", lambda: clock_s)
     with closing(box(0, f"ipc://{private}/0")) as inner, closing(box(1, f"ipc://{private}/1")) as alive:
         mail = NodeMail(0, inner, lambda node: f"ipc://{private}/{node}", moves=False)
         files = []

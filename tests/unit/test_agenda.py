@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from polytempo.worlds.agenda import Agenda
-from polytempo.worlds.operations import Flight
+from polytempo.worlds.virtual.agenda import Agenda
+from polytempo.worlds.virtual.virtual_operations import Flight
 
 RANKS, ASKED = 5, 300
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.cli.options import train_options
+from polytempo.cli.options.run_options import train_options
 from polytempo.data.shard import DataShard
 from polytempo.jobs import find
 from polytempo.large_batch import dynamic_batch, falling, schedule
 from polytempo.spec.batch_growth import parse_growth
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.growth import grow, grown
+from polytempo.training.job.growth import grow, grown
 
 s = pt.strategies
 X = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))

@@ -14,12 +14,12 @@ from polytempo import aggregation, compression
 from polytempo.bench.compression import CompressionPlan, Costs, codec_seconds, costs, gradient_of, wins_below
 from polytempo.bench.compression import compression as measure
 from polytempo.bench.tables import markdown, table
-from polytempo.cli.bench_compression import candidate, plan_of
-from polytempo.cli.bench_compression import compression as command
-from polytempo.cli.bench_values import compression_values, parse_link, parse_model
+from polytempo.cli.bench.bench_compression import candidate, plan_of
+from polytempo.cli.bench.bench_compression import compression as command
+from polytempo.cli.bench.bench_values import compression_values, parse_link, parse_model
 from polytempo.cluster import Link
 from polytempo.core import Bundle, Port, Transform
-from polytempo.report.summary import TIMES
+from polytempo.report.pages.summary import TIMES
 from polytempo.strategies import sync_sgd
 
 SIZES = (64, 32, 12)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from polytempo.core.call_name import written_call
-from polytempo.spec.call import MAX_CHARACTERS, MAX_DEPTH, Call, Name, parse_call, split_calls
+from polytempo.core.calls.call_name import written_call
+from polytempo.spec.text.call import MAX_CHARACTERS, MAX_DEPTH, Call, Name, parse_call, split_calls
 
 ARGUMENTS = [
     ("1", 1),

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.engines.capacity import (
+from polytempo.engines.processes.capacity import (
     ProcessLimits,
     batch_notes,
     check_memory,
@@ -19,7 +19,7 @@ from polytempo.engines.capacity import (
     cores_notes,
     limits,
 )
-from polytempo.runs.folder import began
+from polytempo.runs.frame.folder import began
 
 GB = 1_000_000_000
 LAPTOP = ProcessLimits(processes=4_000, files=1_024, memory_bytes=8 * GB, cores=2)

@@ -11,14 +11,14 @@ import pytest
 import polytempo as pt
 from laws.catalogue import ROWS, Row
 from polytempo import strategies
+from polytempo.cli.look.strategies import described, source_in
 from polytempo.cli.main import app
-from polytempo.cli.strategies import described, source_in
 from polytempo.core import Strategy
-from polytempo.spec.call import parse_call
-from polytempo.spec.catalogue import CODECS, NAMES, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
-from polytempo.spec.declaration import declared
-from polytempo.spec.names import COMPARED
-from polytempo.spec.resolution import signature_of
+from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.catalogue import CODECS, NAMES, STRATEGIES, parse_cluster, parse_strategies, parse_strategy
+from polytempo.spec.text.declaration import declared
+from polytempo.spec.text.names import COMPARED
+from polytempo.spec.text.resolution import signature_of
 
 
 @pytest.mark.parametrize("name", strategies.__all__)

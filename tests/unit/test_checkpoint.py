@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from polytempo.core import Mesh
 from polytempo.core.state import Scalar
-from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
-from polytempo.training.checkpoint_folders import CheckpointError, latest
-from polytempo.training.manifest import encoded
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
+from polytempo.training.checkpoint.manifest import encoded
 
 DTYPES = [
     torch.float32,
@@ -364,8 +364,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
 import resource, sys, torch
 from pathlib import Path
 from polytempo.core.state import Scalar
-from polytempo.training.checkpoint import CheckpointPart, write_part
-from polytempo.training.checkpoint_folders import CheckpointError
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, write_part
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     write_part(Path(sys.argv[1]), 20, 0, CheckpointPart({"x": torch.ones(1_000_000)}, {}))

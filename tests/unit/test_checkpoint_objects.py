@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from object_store import Store, bucket
-from polytempo.core.url_path import UrlPath
-from polytempo.server.shard import snapshot
-from polytempo.server.shard.snapshot import SnapshotError, complete, discard_beyond, newest_whole
-from polytempo.training.checkpoint import (
+from polytempo.core.system.url_path import UrlPath
+from polytempo.server.snapshots import snapshot
+from polytempo.server.snapshots.snapshot import SnapshotError, complete, discard_beyond, newest_whole
+from polytempo.training.checkpoint.checkpoint_files import (
     CheckpointPart,
     commit,
     newest_undamaged,
@@ -22,7 +22,7 @@ from polytempo.training.checkpoint import (
     read_part,
     write_part,
 )
-from polytempo.training.checkpoint_folders import CheckpointError, latest
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 
 RANKS = 2
 

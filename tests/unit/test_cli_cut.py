@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.cut import state_per_parameter
 from polytempo.cli.main import app
+from polytempo.cli.predict.cut import state_per_parameter
 from polytempo.jobs import find
 
 WIDE = """

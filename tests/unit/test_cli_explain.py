@@ -9,7 +9,7 @@ import torch
 
 from polytempo import strategies
 from polytempo.aggregation import mean
-from polytempo.cli.explain import count, perceptron, sections
+from polytempo.cli.look.explain import count, perceptron, sections
 from polytempo.cli.main import app
 from polytempo.compression import int8, through
 from polytempo.core import Strategy, split

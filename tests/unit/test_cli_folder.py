@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.folder import checked_folder, default_folder
-from polytempo.runs.folder_names import slug
+from polytempo.cli.options.folder import checked_folder, default_folder
+from polytempo.runs.frame.folder_names import slug
 
 
 @pytest.mark.parametrize(

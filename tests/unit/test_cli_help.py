@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import typer
 
-from polytempo.cli.failure import exit_code
 from polytempo.cli.main import app
+from polytempo.cli.options.failure import exit_code
 from polytempo.core import PolytempoError
-from polytempo.engines.failures import WorkerDied
+from polytempo.engines.processes.failures import WorkerDied
 
 SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.options import TrainOptions, load_file, parse_until, train_options
-from polytempo.core.url_path import place
+from polytempo.cli.options.run_options import TrainOptions, load_file, parse_until, train_options
+from polytempo.core.system.url_path import place
 
 TOML = """
 job = "digits"

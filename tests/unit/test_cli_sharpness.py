@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import polytempo as pt
+from polytempo.cli.look.sharpness import _finite, _numbers
 from polytempo.cli.main import app
-from polytempo.cli.sharpness import _finite, _numbers
 from polytempo.jobs.digits import job
-from polytempo.report.loss_pictures import draw_line, draw_plane
-from polytempo.training.saved_model import checkpoint_in, load_saved, saved_model
+from polytempo.report.pictures.loss_pictures import draw_line, draw_plane
+from polytempo.training.observe.saved_model import checkpoint_in, load_saved, saved_model
 
 SAMPLES = 200
 

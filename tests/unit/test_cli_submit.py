@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from polytempo.cli.failure import exit_code
 from polytempo.cli.main import app
+from polytempo.cli.options.failure import exit_code
 
 TRAIN = ["train", "digits", "--workers", "4", "--engine", "slurm:nodes=2,time=30", "--out", "runs/digits"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from polytempo.cli.bench.tune_threads import verdict
 from polytempo.cli.main import app
-from polytempo.cli.tune_threads import verdict
 
 
 @pytest.mark.parametrize(

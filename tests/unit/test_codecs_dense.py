@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, one_bit, sign
-from polytempo.compression.tree import Tree, nearest, tree
+from polytempo.compression.encoding.tree import Tree, nearest, tree
 from polytempo.core import Codec, EncodeContext, NotFinite
-from polytempo.native import codes_dense
+from polytempo.native.kernels import codes_dense
 
 CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(5), dynamic8(), dynamic8(16), one_bit(), sign(), sign(False)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from polytempo.compression import natural, pca, qsgd, terngrad
-from polytempo.compression.draw import draw_key, draws
+from polytempo.compression.encoding.draw import draw_key, draws
 from polytempo.core import EncodeContext, NotFinite
-from polytempo.native import codes_drawn
+from polytempo.native.kernels import codes_drawn
 
 CPU = torch.device("cpu")
 DRAWN = (qsgd(), qsgd(levels=1, bucket=7), qsgd(levels=127, bucket=100), terngrad(), terngrad(clip=None), natural())

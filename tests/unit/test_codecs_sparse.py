@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo import compression as c
-from polytempo.compression import entries, entropy
-from polytempo.compression.dgc import Accumulated
-from polytempo.compression.feedback import Fed
+from polytempo.compression.codecs.dgc import Accumulated
+from polytempo.compression.encoding import entries, entropy
+from polytempo.compression.encoding.feedback import Fed
 from polytempo.core import Codec, EncodeContext, NotFinite, Residual
-from polytempo.native import codes_sparse
+from polytempo.native.kernels import codes_sparse
 from unit.sparse_wires import CODECS, DTYPES, every_codec, every_dtype, normal, t, words
 
 HALF = struct.unpack("<I", struct.pack("<f", 0.5))[0]

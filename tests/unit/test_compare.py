@@ -12,11 +12,11 @@ import torch
 from torch.optim import LBFGS
 
 import polytempo as pt
-from polytempo.cli.folder import holds_run
+from polytempo.cli.options.folder import holds_run
 from polytempo.core import NotFinite
 from polytempo.runs import compare as comparison
 from polytempo.runs.compare import ComparisonIncomplete
-from polytempo.runs.rehearsal import _rehearsed
+from polytempo.runs.frame.rehearsal import _rehearsed
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec

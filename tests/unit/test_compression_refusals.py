@@ -16,11 +16,11 @@ from polytempo import compression as c
 from polytempo import strategies as s
 from polytempo.aggregation import low_rank, mean, merged, vote
 from polytempo.cluster import ethernet
-from polytempo.compression.int8 import Int8
-from polytempo.compression.top_k import TopK
+from polytempo.compression.codecs.int8 import Int8
+from polytempo.compression.codecs.top_k import TopK
 from polytempo.core import Bundle, Codec, Port
 from polytempo.interop.ddp_hook import comm_hook
-from polytempo.worlds.virtual import VirtualWorld
+from polytempo.worlds.virtual.virtual_world import VirtualWorld
 
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (c.int8, (2.5,), {}, "block must be a whole number, got 2.5"),

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 import polytempo as pt
-from polytempo.data.parts import PartWriter, read_parts, start_folder, write_index
+from polytempo.data.readers.parts import PartWriter, read_parts, start_folder, write_index
 
 
 def rows(first: int, count: int) -> tuple[numpy.ndarray, numpy.ndarray]:

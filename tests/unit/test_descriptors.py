@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.core import descriptors, files
-from polytempo.engines.fork import fork
+from polytempo.core.system import descriptors, files
+from polytempo.engines.processes.fork import fork
 
 SOFT, HARD = 256, 1024
 

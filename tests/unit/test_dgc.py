@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polytempo import compression as c
-from polytempo.compression.dgc import WARMUP, Accumulated
+from polytempo.compression.codecs.dgc import WARMUP, Accumulated
 from polytempo.core import EncodeContext, Residual
 from polytempo.core.state import wide
 from unit.sparse_wires import DTYPES, every_dtype, normal, t, words

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from polytempo.compression.draw import _splitmix64, draw_key, draws, finalized, happens
-from polytempo.compression.fields import Fields, dense_fields, num_words, packed, unpacked, whole_fields
+from polytempo.compression.encoding.draw import _splitmix64, draw_key, draws, finalized, happens
+from polytempo.compression.encoding.fields import Fields, dense_fields, num_words, packed, unpacked, whole_fields
 from polytempo.core import EncodeContext
 
 CPU = torch.device("cpu")

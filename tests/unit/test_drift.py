@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polytempo.training.drift import DriftLook, DriftVerdict, Walk, judged, look_of
+from polytempo.training.hooks.drift import DriftLook, DriftVerdict, Walk, judged, look_of
 
 BIG = torch.arange(1_200_000.0)
 TENSORS: dict[str, list[Tensor]] = {

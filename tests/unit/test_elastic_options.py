@@ -12,7 +12,7 @@ import polytempo as pt
 from polytempo.data.shard import DataShard
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.elastic_strategies import check_elastic
+from polytempo.training.elastic.elastic_strategies import check_elastic
 
 TAKEN = ["sync_sgd()", "bf16_sgd()", "int8_sgd()", "one_bit_sgd()", "top_k_sgd()", "power_sgd()", "qsgd()", "dgc()"]
 REFUSED = {

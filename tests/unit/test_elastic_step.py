@@ -15,9 +15,9 @@ from polytempo.membership.message import GroupView
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training import elastic_training
-from polytempo.training.commit_point import Committed, Wishes, commit_point
-from polytempo.training.elastic_training import ElasticTraining
+from polytempo.training.elastic import elastic_training
+from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
+from polytempo.training.elastic.elastic_training import ElasticTraining
 from polytempo.worlds import ProcessWorld
 
 STEPS = 12

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.engines.environment import RankPlace, first_host, recognise
+from polytempo.engines.join.environment import RankPlace, first_host, recognise
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

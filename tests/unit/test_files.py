@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from polytempo.core import files
-from polytempo.report.metrics import MetricsWriter
-from polytempo.server.shard import snapshot
-from polytempo.training.checkpoint import CheckpointPart, commit, read_part, write_part
-from polytempo.training.checkpoint_folders import CheckpointError, latest
+from polytempo.core.system import files
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.server.snapshots import snapshot
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, read_part, write_part
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 from polytempo.worlds import write_chrome_trace
 
 PART = CheckpointPart({"weight": torch.ones(3)}, {"epoch": 1})

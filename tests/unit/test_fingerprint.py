@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from polytempo.training import fingerprint as module
-from polytempo.training.fingerprint import fingerprint
+from polytempo.training.checkpoint.checkpoint_files import fingerprint as module
+from polytempo.training.checkpoint.fingerprint import fingerprint
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),

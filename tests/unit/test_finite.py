@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from polytempo.core import Bundle
-from polytempo.training.guard import Guard, check_saved, first_bad, unfinite_names
+from polytempo.training.step.guard import Guard, check_saved, first_bad, unfinite_names
 
 TENSORS: dict[str, Tensor] = {
     "float64": torch.ones(5, 7, dtype=torch.float64),

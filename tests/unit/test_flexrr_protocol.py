@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from polytempo.flexrr.help_message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
 from polytempo.flexrr.helping import Helping, Position
-from polytempo.flexrr.message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment, helpees_of, helpers_of
 from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of

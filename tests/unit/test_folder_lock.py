@@ -14,13 +14,13 @@ import pytest
 
 import polytempo as pt
 from object_store import bucket
-from polytempo.cli.folder import checked_folder
-from polytempo.core import folder_lock
-from polytempo.core.folder_lock import FolderTaken, Heartbeat, Owner, bears, held, is_lock, mark_of
-from polytempo.core.url_path import Place, UrlPath, place
-from polytempo.engines.fork import fork
+from polytempo.cli.options.folder import checked_folder
+from polytempo.core.system import folder_lock
+from polytempo.core.system.folder_lock import FolderTaken, Heartbeat, Owner, bears, held, is_lock, mark_of
+from polytempo.core.system.url_path import Place, UrlPath, place
+from polytempo.engines.processes.fork import fork
 from polytempo.jobs import find
-from polytempo.runs.folder import began
+from polytempo.runs.frame.folder import began
 from polytempo.runs.run import join
 
 QUICK = Heartbeat(beat_s=0.01, stale_s=0.2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.report.metrics import MetricsWriter
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.runs.run_collective import _Follower
 
 

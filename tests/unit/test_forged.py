@@ -21,19 +21,19 @@ from typer.testing import CliRunner
 
 import polytempo as pt
 from polytempo.cli.main import app
-from polytempo.cli.top import status_in
+from polytempo.cli.run.top import status_in
 from polytempo.replay.records import read_facts, read_run
-from polytempo.report.live_status import LiveStatus, ProcessEvent, ProcessStatus, status_of_result
-from polytempo.report.live_view import view
 from polytempo.report.runs import read_events
+from polytempo.report.status.live_status import LiveStatus, ProcessEvent, ProcessStatus, status_of_result
+from polytempo.report.status.live_view import view
 from polytempo.runs.served import run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.record import RecordError
-from polytempo.server.shard import snapshot
-from polytempo.server.shard.snapshot import SnapshotError
-from polytempo.spec.plain_text import plain_text
-from polytempo.training.checkpoint import CheckpointPart, commit, read_manifest, read_part, write_part
-from polytempo.training.checkpoint_folders import CheckpointError
+from polytempo.server.snapshots import snapshot
+from polytempo.server.snapshots.snapshot import SnapshotError
+from polytempo.spec.text.plain_text import plain_text
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, read_manifest, read_part, write_part
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -8,7 +8,7 @@ import pytest
 
 import polytempo.horovod.torch as hvd
 from polytempo.core import PeerLost, PolytempoError
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.horovod.elastic import place as places
 from polytempo.horovod.elastic.place import ElasticPlace
 from polytempo.horovod.runtime import session

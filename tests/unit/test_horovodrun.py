@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.horovodrun_arguments import parsed, variables
+from polytempo.cli.horovod.horovodrun_arguments import parsed, variables
 from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.host_discovery import discovered
 from polytempo.horovod.launcher.host_slots import HostSlots

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.core.errors import JobFailed
-from polytempo.runs import rehearsal
-from polytempo.runs.rehearsal import Rehearsed, _rehearsed, rehearse
+from polytempo.runs.frame import rehearsal
+from polytempo.runs.frame.rehearsal import Rehearsed, _rehearsed, rehearse
 from polytempo.spec.objective import loss_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

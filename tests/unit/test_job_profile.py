@@ -9,11 +9,11 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.jobs import find
-from polytempo.runs.job_memory import estimated, estimated_stage
+from polytempo.runs.frame.job_memory import estimated, estimated_stage
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.staged_training import cut_of
+from polytempo.training.parts.staged_training import cut_of
 
 s = pt.strategies
 

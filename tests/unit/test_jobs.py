@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from polytempo import jobs
-from polytempo.cli.plan import found_job
+from polytempo.cli.options.plan import found_job
 from polytempo.core.errors import JobFailed
 from polytempo.data import DataShard
 from polytempo.spec.job import Data, Job

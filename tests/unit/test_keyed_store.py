@@ -13,9 +13,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from polytempo.engines import keyed_store
-from polytempo.engines.keyed_store import KeyedStore, StoreHolder, StoreRequest
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join import keyed_store
+from polytempo.engines.join.keyed_store import KeyedStore, StoreHolder, StoreRequest
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.wire.keys import keys_of, make_keys
 
 KEYS = make_keys()

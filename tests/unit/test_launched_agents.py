@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.engines.fork import held_signals, open_program
+from polytempo.engines.processes.fork import held_signals, open_program
 from polytempo.engines.remote import launched_agents
 from polytempo.engines.remote.launched_agents import LaunchedAgents, in_shell
 from polytempo.engines.remote.ticket import AgentTicket

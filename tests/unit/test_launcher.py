@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polytempo.engines.engine import EngineProcess, Failure, Role
-from polytempo.engines.failures import WorkerDied
+from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.served.run_served import Launcher
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator

@@ -13,15 +13,15 @@ import torch
 from msgspec import structs
 
 import polytempo as pt
-from polytempo.core.folder_lock import held
-from polytempo.core.url_path import UrlPath
+from polytempo.core.system.folder_lock import held
+from polytempo.core.system.url_path import UrlPath
 from polytempo.engines.engine import EngineAddress
-from polytempo.runs.launcher_files import PART_BYTES, FileAnswer, FileRequest, FileServer, OutFolder, served_files
-from polytempo.runs.launcher_filesystem import URL, FileClient, LauncherFileSystem, checked, with_launcher_files
+from polytempo.runs.frame.launcher_files import PART_BYTES, FileAnswer, FileRequest, FileServer, OutFolder, served_files
+from polytempo.runs.frame.launcher_filesystem import URL, FileClient, LauncherFileSystem, checked, with_launcher_files
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.checkpoint import CheckpointPart, commit, read_part, write_part
-from polytempo.training.checkpoint_folders import latest
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, read_part, write_part
+from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.wire.keys import Keys, make_keys
 
 RUN = UrlPath(URL)
@@ -144,8 +144,8 @@ def test_over_the_channel_with_its_keys_alone(tmp_path: Path, monkeypatch: pytes
         assert isinstance(LauncherFileSystem.asks, FileClient)
         LauncherFileSystem.asks.close()
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-    monkeypatch.setattr("polytempo.runs.launcher_filesystem._DEADLINE_S", 0.3)
-    monkeypatch.setattr("polytempo.runs.launcher_filesystem._AGAIN_S", 0.1)
+    monkeypatch.setattr("polytempo.runs.frame.launcher_filesystem._DEADLINE_S", 0.3)
+    monkeypatch.setattr("polytempo.runs.frame.launcher_filesystem._AGAIN_S", 0.1)
     server = FileServer(tmp_path, "127.0.0.1")
     stranger = FileClient(server.to_plain()["address"], make_keys())
     with pytest.raises(TimeoutError, match="did not answer"):

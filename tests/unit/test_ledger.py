@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.core.ranges import Ranges
+from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.data.ledger import NEVER_APPLIED, NEVER_DEALT, Found, Ledger
 
 EDGES = [0, 4, 8, 11]

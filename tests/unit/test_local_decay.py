@@ -11,8 +11,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from polytempo import strategies
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.training.local_decay import LocalDecay
-from polytempo.training.shard_rule import shard_rule_of
+from polytempo.training.model.local_decay import LocalDecay
+from polytempo.training.served.shard_rule import shard_rule_of
 
 
 def parameters() -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 from polytempo.core import Deadlock, Program, TimedOut
 from polytempo.core.op import Op, Pull, Push, Work
 from polytempo.server.message import Beat
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 
 class Letters:

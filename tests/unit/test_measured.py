@@ -17,8 +17,8 @@ from polytempo.cluster.faults import Crash
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of, from_toml, to_toml
 from polytempo.cluster.slow_spells import measured_steps
 from polytempo.jobs import find
-from polytempo.runs.probe import measured_of, pairs_of
-from polytempo.spec.catalogue import parse_cluster
+from polytempo.runs.calibration.probe import measured_of, pairs_of
+from polytempo.spec.text.catalogue import parse_cluster
 
 MEASURED = Measured(
     "ssh:n1,n2",

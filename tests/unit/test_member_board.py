@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.membership.message import GroupView, Interrupt
 from polytempo.runs.elastic.generation_group import WatchedStore
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard

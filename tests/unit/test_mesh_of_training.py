@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.training.ports import ports_of
+from polytempo.training.model.ports import ports_of
 from polytempo.worlds import ProcessWorld
 from staged_job import plain
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from polytempo.cli.replay import counted, parse_stop
+from polytempo.cli.run.replay import counted, parse_stop
 from polytempo.replay.entries import as_recorded, difference_of
 from polytempo.replay.message_order import CUE, Life, MessageOrder, ReplayProgress, Stop
 from polytempo.server.message import (

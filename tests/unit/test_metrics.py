@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.report.metrics import MetricsWriter, read_metrics
+from polytempo.report.status.metrics import MetricsWriter, read_metrics
 from polytempo.runs.served.tally import Tally
 
 

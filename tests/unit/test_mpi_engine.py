@@ -9,7 +9,7 @@ import pytest
 import polytempo as pt
 from polytempo.engines.engine import Launch
 from polytempo.engines.mpi_engine import Mpi, family
-from polytempo.runs.arguments import parse_engine
+from polytempo.runs.frame.arguments import parse_engine
 
 
 @pytest.mark.parametrize(

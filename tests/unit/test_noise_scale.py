@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.large_batch import NoiseScale, Squares, of_workers, sketch, speed_up, squares
-from polytempo.report.noise import last_noise, noise_curves, noise_of
+from polytempo.report.pages.noise import last_noise, noise_curves, noise_of
 from polytempo.report.runs import RunRecord
-from polytempo.training import noise_watch
+from polytempo.training.step import noise_watch
 
 s = pt.strategies
 DIMS = 3000

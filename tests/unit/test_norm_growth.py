@@ -16,8 +16,8 @@ from polytempo.data.shard import DataShard
 from polytempo.jobs import find
 from polytempo.large_batch.noise_scale import NoiseScale, Squares
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.noise_watch import NoiseWatch
-from polytempo.training.norm_growth import HeldRow, NormGrowth
+from polytempo.training.job.norm_growth import HeldRow, NormGrowth
+from polytempo.training.step.noise_watch import NoiseWatch
 
 s = pt.strategies
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))

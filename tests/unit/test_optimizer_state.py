@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from polytempo.core.state import Saved
-from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved, state_device
+from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved, state_device
 
 
 def parameter(*shape: int) -> nn.Parameter:

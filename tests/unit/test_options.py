@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import polytempo as pt
-from polytempo.core.url_path import UrlPath
+from polytempo.core.system.url_path import UrlPath
 from polytempo.partition.branches import Threads
 from polytempo.spec.batch_growth import BatchGrowth
 from polytempo.spec.options import OptionKeywords, with_keywords

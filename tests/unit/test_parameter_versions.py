@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
 
 
 def gradient_after_an_update(*, overtaken: bool) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from polytempo.worlds.rare_collection import collecting_rarely
+from polytempo.worlds.virtual.rare_collection import collecting_rarely
 
 
 def many() -> list[list[int]]:

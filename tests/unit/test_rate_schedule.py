@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.training.rate_schedule import RateSchedule, check_schedule
+from polytempo.training.served.rate_schedule import RateSchedule, check_schedule
 
 STEPS = 12
 SCHEDULES: dict[str, Callable[[Optimizer, int], LRScheduler]] = {

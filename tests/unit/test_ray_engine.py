@@ -13,9 +13,9 @@ import pytest
 
 from polytempo import engines
 from polytempo.engines.engine import Launch
-from polytempo.engines.on_ray.engine import Ray, RayStarter, reach
+from polytempo.engines.on_ray.ray_engine import Ray, RayStarter, reach
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.runs.arguments import parse_engine
+from polytempo.runs.frame.arguments import parse_engine
 from polytempo.spec.topology import Topology
 from polytempo.wire.keys import make_keys
 

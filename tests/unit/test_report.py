@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from polytempo.report.names import labels, short_labels
-from polytempo.report.page import page, write_report
-from polytempo.report.picture import write_picture
+from polytempo.report.pages.page import page, write_report
+from polytempo.report.pages.summary import baseline_sentences, human_bytes, human_seconds, percent, summaries
+from polytempo.report.pages.table import facts, numbers, summary_table, tiles
+from polytempo.report.pictures.picture import write_picture
 from polytempo.report.runs import RunRecord, load_run, read_events
-from polytempo.report.summary import baseline_sentences, human_bytes, human_seconds, percent, summaries
-from polytempo.report.table import facts, numbers, summary_table, tiles
 from polytempo.worlds.trace import Event, write_chrome_trace
 from report_runs import record
 

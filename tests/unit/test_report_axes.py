@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.report.axes import axes_of
-from polytempo.report.document import PLOTLY
-from polytempo.report.style import (
+from polytempo.report.pages.document import PLOTLY
+from polytempo.report.pictures.axes import axes_of
+from polytempo.report.pictures.style import (
     BACKDROP,
     COLORS,
     COMMUNICATION_COLORS,

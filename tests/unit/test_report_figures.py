@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from polytempo.report import parts, plots
-from polytempo.report.page import page
+from polytempo.report.pages import layer_parts as parts
+from polytempo.report.pages.page import page
+from polytempo.report.pictures import plots
+from polytempo.report.pictures.style import look
+from polytempo.report.pictures.timeline import MAX_BARS, MAX_RANKS, excerpt, timeline
 from polytempo.report.runs import RunRecord
-from polytempo.report.style import look
-from polytempo.report.timeline import MAX_BARS, MAX_RANKS, excerpt, timeline
 from polytempo.worlds.trace import Event
 from report_runs import record, steps_of
 

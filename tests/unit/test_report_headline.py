@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.report.headline import headline, remarks
+from polytempo.report.pages.headline import headline, remarks
 from polytempo.report.runs import RunRecord
 
 Tests = list[tuple[float, float]]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from polytempo.spec.call import parse_call
-from polytempo.spec.resolution import Factory, resolve, signature_of
+from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.resolution import Factory, resolve, signature_of
 
 
 def ring() -> str:

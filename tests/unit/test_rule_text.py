@@ -14,7 +14,7 @@ from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor import column, row
 from polytempo.partition.tensor.rule_text import rule_text, rules_of
 from polytempo.partition.tensor.split_layers import SplitLayers
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.spec.text.catalogue import parse_strategy
 
 s = pt.strategies
 

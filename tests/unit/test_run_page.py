@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from polytempo.jobs.digits import job
-from polytempo.report.progress import Progress
-from polytempo.runs.run_page import show_rows
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.run_page import show_rows
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.host.lent_gradients import LentGradients
 
 
 class Room:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from polytempo.core import PolytempoError
+from polytempo.engines.join.server_ranks import KEYS, check_servers, chosen, secret_in
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.engines.server_ranks import KEYS, check_servers, chosen, secret_in
 from polytempo.wire.keys import make_keys, write_keys
 
 

@@ -29,10 +29,10 @@ from polytempo.server.message import COORDINATOR, Members, Message, Pull, Pulled
 from polytempo.server.pieces import TablePiece, TableSplit, split
 from polytempo.server.record import PushEntry, entry_of
 from polytempo.server.rules.corrections import clip, compensate
-from polytempo.server.shard import snapshot
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.tables import summed
+from polytempo.server.snapshots import snapshot
+from polytempo.server.tensors.tables import summed
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.touched_rows import TableRows
 from polytempo.server.worker.vector_format import VectorFormat

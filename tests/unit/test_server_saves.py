@@ -17,7 +17,7 @@ from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import Ask, Deal, Message, Noted, Request, Save
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.snapshot import newest_whole, write
+from polytempo.server.snapshots.snapshot import newest_whole, write
 
 SHARDS = (10, 11)
 

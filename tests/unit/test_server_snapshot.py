@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from polytempo.server.shard.disk import Content, Disk, LocalDisk, Writer
-from polytempo.server.shard.snapshot import (
+from polytempo.server.snapshots.disk import Content, Disk, LocalDisk, Writer
+from polytempo.server.snapshots.snapshot import (
     SnapshotError,
     SnapshotPart,
     complete,
@@ -25,7 +25,7 @@ from polytempo.server.shard.snapshot import (
     read,
     write,
 )
-from polytempo.server.shard.snapshot_writer import SnapshotWriter, WrittenSnapshot
+from polytempo.server.snapshots.snapshot_writer import SnapshotWriter, WrittenSnapshot
 
 EXTENSIONS = ("safetensors", "json")
 

@@ -11,7 +11,7 @@ import polytempo as pt
 from polytempo import strategies as s
 from polytempo.core import Strategy, identity
 from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.spec.text.catalogue import parse_strategy
 
 
 class Row(NamedTuple):

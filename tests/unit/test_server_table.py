@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo.core.ranges import Ranges
+from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.server.message import COORDINATOR, Inquire, Noted, Pull, Pushed, Reply
 from polytempo.server.shard.answers import WINDOW, AnswerTable, Known
 

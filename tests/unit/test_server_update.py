@@ -14,7 +14,7 @@ from torch import Tensor
 from polytempo.core.rule import UpdateRule
 from polytempo.native.library import available
 from polytempo.server.layout import Segment
-from polytempo.server.shard.optimizer import Moments, Optimizer, Term, first_unfinite, init
+from polytempo.server.tensors.optimizer import Moments, Optimizer, Term, first_unfinite, init
 
 NUMEL, STEPS = 1031, 4
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from polytempo.core.rule import Add, UpdateRule
 from polytempo.native.library import available
 from polytempo.server.layout import Segment
-from polytempo.server.shard.optimizer import Optimizer
-from polytempo.server.shard.weights import Weights
+from polytempo.server.tensors.optimizer import Optimizer
+from polytempo.server.tensors.weights import Weights
 
 NUMEL = 300
 LRS = (0.5, 0.25)

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import polytempo as pt
-from polytempo.training.shard import WorldShard
+from polytempo.training.own_loop.shard import WorldShard
 from polytempo.worlds import ProcessWorld
 
 NUMBERS = TensorDataset(torch.arange(11.0), torch.arange(11))

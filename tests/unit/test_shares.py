@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polytempo.worlds.shares import Shares
+from polytempo.worlds.process.shares import Shares
 
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.core.slice_tree import along_tree, subtree
+from polytempo.core.arithmetic.slice_tree import along_tree, subtree
 
 
 def written(count: int, leaf: list[str]) -> str:

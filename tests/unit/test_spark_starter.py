@@ -20,7 +20,7 @@ from polytempo.engines.on_spark import starter as spark_starter
 from polytempo.engines.on_spark.starter import SparkStarter, cause_of
 from polytempo.engines.on_spark.task import AgentEnd, run_agent
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.runs.arguments import parse_engine
+from polytempo.runs.frame.arguments import parse_engine
 from polytempo.wire.keys import make_keys
 
 TICKET = AgentTicket("tcp://10.0.0.1:4242", make_keys())

@@ -25,7 +25,7 @@ from polytempo.cluster import (
 from polytempo.cluster.fit import Sample, fitted, nonnegative
 from polytempo.cluster.measured import from_toml, to_toml
 from polytempo.cluster.slow_spells import measured_steps, steps_of
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.runs.calibration.measurement import correlation_of, quantiles_of, spread_of
 
 SPEEDS = Speeds(

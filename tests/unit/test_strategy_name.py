@@ -11,10 +11,10 @@ from polytempo.aggregation import exponential_graph, krum, random_pairs, trimmed
 from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
 from polytempo.compression import dgc, int8, prune, random_k, threshold, top_k
 from polytempo.core import Codec, Strategy, call_name, identity
-from polytempo.core.call_name import written_call
-from polytempo.spec.call import parse_call
-from polytempo.spec.catalogue import CODECS
-from polytempo.spec.resolution import resolve
+from polytempo.core.calls.call_name import written_call
+from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.catalogue import CODECS
+from polytempo.spec.text.resolution import resolve
 
 
 @pytest.mark.parametrize(

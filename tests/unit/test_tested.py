@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polytempo.cli import doctor, tested_versions
-from polytempo.cli.tested_versions import untested
+from polytempo.cli.look import doctor, tested_versions
+from polytempo.cli.look.tested_versions import untested
 
 ROOT = Path(__file__).parents[2]
 

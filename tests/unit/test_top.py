@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import polytempo as pt
 from polytempo.cli.main import app
-from polytempo.cli.top import launcher_lives, status_in
-from polytempo.core.notice import Preempted
+from polytempo.cli.run.top import launcher_lives, status_in
+from polytempo.core.system.notice import Preempted
 from polytempo.engines.engine import EngineProcess, Role
 from polytempo.jobs import find
-from polytempo.report.live_status import (
+from polytempo.report.status.live_status import (
     LiveStatus,
     ProcessEvent,
     ProcessStatus,
@@ -27,8 +27,8 @@ from polytempo.report.live_status import (
     status_of_result,
     write_status,
 )
-from polytempo.report.live_view import view
-from polytempo.runs.live_run import LiveRun
+from polytempo.report.status.live_view import view
+from polytempo.runs.frame.live_run import LiveRun
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

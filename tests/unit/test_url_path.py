@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from object_store import bucket
-from polytempo.core import files
-from polytempo.core.url_path import UrlPath, place
-from polytempo.report.grown_object import GrownObject
-from polytempo.report.metrics import MetricsWriter, read_metrics
+from polytempo.core.system import files
+from polytempo.core.system.url_path import UrlPath, place
+from polytempo.report.status.grown_object import GrownObject
+from polytempo.report.status.metrics import MetricsWriter, read_metrics
 from polytempo.spec.options import RunOptions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.report.validation import steps_of_ranks, typical_step_s, validation
+from polytempo.report.pages.validation import steps_of_ranks, typical_step_s, validation
 from polytempo.worlds.trace import Event
 
 

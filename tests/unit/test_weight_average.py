@@ -15,7 +15,7 @@ from polytempo.jobs.digits import job
 from polytempo.large_batch import WeightAverage
 from polytempo.spec.job_calls import replica_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.saved_model import checkpoint_in, load_saved, saved_model
+from polytempo.training.observe.saved_model import checkpoint_in, load_saved, saved_model
 
 STEPS = 6
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_work import StageWork
 
 

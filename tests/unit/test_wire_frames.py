@@ -18,7 +18,7 @@ from torch import Tensor
 from polytempo.server import message as messages
 from polytempo.server.message import Beat, Message, Pulled, Push, Replicate, Request, Rows, Ticket
 from polytempo.wire.frames import VERSION, FrameLimits, Malformed, decode, encode
-from polytempo.wire.parts import Frame
+from polytempo.wire.message_parts import Frame
 
 LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
 DTYPES = [

@@ -15,7 +15,7 @@ from typing import Any
 
 from polytempo.core import Op, Port, Program, world_port
 from polytempo.core.op import Compute, Now, Post, Take
-from polytempo.flexrr.message import DoThis
+from polytempo.flexrr.help_message import DoThis
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, cut

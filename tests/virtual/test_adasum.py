@@ -13,7 +13,7 @@ from laws.harness import OPTIMIZERS, Setting, flat, joined_batch, loss_of, model
 from polytempo import strategies
 from polytempo.aggregation import adaptive_sum, adasum
 from polytempo.core import Bundle, Port
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import VirtualWorld
 from virtual.test_aggregation import by_definition, tree_of
 

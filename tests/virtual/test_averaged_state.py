@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from helpers import CLUSTER
 from polytempo import strategies
 from polytempo.core import Port
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 from polytempo.worlds import VirtualWorld
 
 RANKS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.chaos.bugs import BUGS
+from polytempo.chaos.planted.bugs import BUGS
 from polytempo.chaos.scenario import run
 from polytempo.server.shard.node import Node
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import polytempo as pt
 from polytempo.large_batch import churn
 from polytempo.strategies import adasum, async_sgd, codistillation, gossip, hogwild
-from polytempo.training.distillation import data_of_group, grouped
-from polytempo.training.elastic_strategies import check_elastic
+from polytempo.training.elastic.elastic_strategies import check_elastic
+from polytempo.training.job.distillation import data_of_group, grouped
 from polytempo.worlds import VirtualWorld
 
 SAMPLES, BATCH, LR = 24, 6, 0.5

@@ -18,12 +18,12 @@ from polytempo import strategies
 from polytempo.collectives import ring
 from polytempo.compression import dgc, feedback, one_bit, threshold, through, top_k
 from polytempo.core import Codec, Strategy
-from polytempo.core.call_name import written_call
+from polytempo.core.calls.call_name import written_call
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
-from polytempo.training.replica import Replica
-from polytempo.training.shard_rule import parameters_of
+from polytempo.training.served.shard_rule import parameters_of
+from polytempo.training.step.replica import Replica
 
 
 def plain_sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:

@@ -9,9 +9,9 @@ import torch
 
 from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, slow_host
 from polytempo.core import Port
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.worlds import VirtualWorld
-from polytempo.worlds.operations import Asymmetric
+from polytempo.worlds.virtual.virtual_operations import Asymmetric
 
 FAST = Link(0.0, 1e15)
 SPEEDS = Speeds(

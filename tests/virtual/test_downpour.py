@@ -15,7 +15,7 @@ from polytempo import strategies
 from polytempo.cluster import Cluster, Link, exponential
 from polytempo.core import Strategy
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 
 JOB = replace(find("digits"), optimizer=lambda parameters, lr: SGD(parameters, lr=lr), lr=0.2, epochs=20)
 BUSY = Cluster(Link(latency_s=1e-5, bytes_per_s=1e10), flops_per_s=1e8, stragglers=exponential())

@@ -20,7 +20,7 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.data.ledger import Verdict
 from polytempo.data.plan import permutation
-from polytempo.runs.served.simulate_served import ServedSimulation
+from polytempo.runs.simulated.simulate_served import ServedSimulation
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result

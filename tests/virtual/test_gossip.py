@@ -22,7 +22,7 @@ from polytempo.aggregation import (
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Bundle, Port, Transform, chain
 from polytempo.jobs.digits import job as digits
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.strategies import gossip
 from polytempo.synchronization import overlapped
 

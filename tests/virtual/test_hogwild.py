@@ -20,12 +20,12 @@ from polytempo.cluster import Cluster, Link
 from polytempo.core import Port, TimedOut
 from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import Updates, share_storage
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import parameters_sha256
-from polytempo.training.replica import Replica
-from polytempo.training.step_cost import StepCost
-from polytempo.training.virtual_step import priced_step
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost
+from polytempo.training.virtual.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
 
 HOST = Cluster(Link(0.0, 1e12), memory=Link(0.0, 1e12), workers_per_host=8, flops_per_s=1000.0)

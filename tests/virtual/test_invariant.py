@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import polytempo as pt
 from helpers import exchanged, values
 from polytempo.collectives import invariant
-from polytempo.core.slice_tree import along_tree
+from polytempo.core.arithmetic.slice_tree import along_tree
 from polytempo.data.shard import DataShard
 from polytempo.jobs import find
 

@@ -10,11 +10,11 @@ import torch
 from polytempo import strategies
 from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, one_host
 from polytempo.core import Port
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job_calls import data_of, model_of
-from polytempo.training.job_profile import profiled
+from polytempo.training.step.job_profile import profiled
 from polytempo.worlds import VirtualWorld
 
 BASE = {"elementwise": KernelSpeed()}

@@ -12,7 +12,7 @@ from torch.optim import Adam
 from pipelines import batches, perceptron, plainly_trained, trained
 from polytempo.partition.schedules import Schedule, ddg, features_replay, pipedream, pipelined_backprop
 from polytempo.partition.schedules.correction import Correction, PipeMare, pipemare, spectrain
-from polytempo.training.pipeline.late_stage import late_stage
+from polytempo.training.pipeline.late.late_stage import late_stage
 
 STEPS, LR, MOMENTUM = 12, 0.1, 0.6
 CORRECTIONS: dict[str, Correction] = {

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from polytempo.data.sample_account import SampleAccount, SamplesLost
 from polytempo.data.shard import DataShard
 from polytempo.data.spans import PlaceSpan, num_places, without
-from polytempo.training.local_round import LocalRound, met
+from polytempo.training.elastic.local_round import LocalRound, met
 
 SEEDS, EPOCHS = 60, 4
 

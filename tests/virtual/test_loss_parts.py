@@ -19,10 +19,10 @@ from polytempo.core import Strategy
 from polytempo.data.shard import DataShard
 from polytempo.jobs.digits import job as digits
 from polytempo.spec.objective import part_weights
-from polytempo.training.evaluate import Evaluation, tensors_of
-from polytempo.training.growth import next_pieces
-from polytempo.training.portion_loss import PortionLoss
-from polytempo.training.requirements import check_loss
+from polytempo.training.job.evaluate import Evaluation, tensors_of
+from polytempo.training.job.growth import next_pieces
+from polytempo.training.job.portion_loss import PortionLoss
+from polytempo.training.model.requirements import check_loss
 
 s = pt.strategies
 CLASSES, SAMPLES, PLACES = 5, 10, 3

@@ -18,16 +18,16 @@ from polytempo.spec.job_calls import replica_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.checkpoint import read_manifest, read_part
-from polytempo.training.checkpoint_folders import latest
-from polytempo.training.clipping import clip_grad_norm_
-from polytempo.training.evaluate import Evaluation
-from polytempo.training.ports import ports_of
-from polytempo.training.program import TrainingContext, TrainingSummary, train
-from polytempo.training.replica import Replica
-from polytempo.training.step_cost import StepCost
-from polytempo.training.virtual_observer import VirtualObserver
-from polytempo.training.virtual_step import priced_step
+from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_part
+from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.job.evaluate import Evaluation
+from polytempo.training.job.program import TrainingContext, TrainingSummary, train
+from polytempo.training.model.clipping import clip_grad_norm_
+from polytempo.training.model.ports import ports_of
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost
+from polytempo.training.virtual.virtual_observer import VirtualObserver
+from polytempo.training.virtual.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
 
 s = pt.strategies

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import polytempo as pt
 from pipelines import DELAYED, SAMPLES, WAITING, WIDTH, batches, chain, micro_batches, perceptron, trained, two_versions
 from polytempo import compression as c
-from polytempo.compression.coded import Coded
+from polytempo.compression.encoding.coded import Coded
 from polytempo.core import Codec, EncodeContext, NotFinite, Port
 from polytempo.partition.cut import Stage
 from polytempo.partition.cutting import cut

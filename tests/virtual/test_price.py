@@ -12,7 +12,7 @@ from polytempo.cluster import Cluster, Link
 from polytempo.collectives import halving_doubling_price, hierarchical_price, ring, ring_price, star_price, tree_price
 from polytempo.core import Port, Price, Strategy
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.strategies import local_sgd, sync_sgd
 from polytempo.worlds import VirtualWorld
 

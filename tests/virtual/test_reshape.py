@@ -12,7 +12,7 @@ from polytempo import strategies
 from polytempo.cluster import Crash, ethernet
 from polytempo.core import Strategy
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 
 DIGITS = find("digits")
 THERE_AND_BACK = {1: 3, 2: 1}

@@ -17,7 +17,7 @@ from polytempo.data.scheduled import correlated, correlated_classes, drawn_docum
 from polytempo.partition.scheduled import SweepReport, factorization, lasso, lda, logistic, performed
 from polytempo.partition.scheduled.coordinate_descent import DescentJob
 from polytempo.partition.scheduled.lda import pairs
-from polytempo.runs.scheduled.run_schedule import schedule
+from polytempo.runs.programs.run_schedule import schedule
 from polytempo.worlds import VirtualWorld
 
 CORRELATED = correlated(rows=200, columns=600, block=20, correlation=0.9, nonzeros=5, seed=0)

@@ -21,18 +21,18 @@ from polytempo.core.rule import Service, UpdateRule
 from polytempo.data.batches import Batches
 from polytempo.data.plan import picks
 from polytempo.jobs import find
-from polytempo.report.metrics import read_metrics
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.run import join, run
-from polytempo.runs.served.simulate_served import simulate_served
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
+from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.server_facts import staleness_of
-from polytempo.training.shard_rule import parameters_of, update_rule_of
+from polytempo.training.served.server_facts import staleness_of
+from polytempo.training.served.shard_rule import parameters_of, update_rule_of
 
 DIGITS = find("digits")
 UNTESTED = replace(DIGITS, data=lambda folder: Data(DIGITS.data(folder).train))

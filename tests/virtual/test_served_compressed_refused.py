@@ -23,7 +23,7 @@ from polytempo.compression import (
     terngrad,
     top_k,
 )
-from polytempo.compression.packing import Piece
+from polytempo.compression.exchange.packing import Piece
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.server.encoding import Coding, Encoder, Overflown
 from polytempo.server.layout import Span

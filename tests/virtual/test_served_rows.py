@@ -17,15 +17,15 @@ from polytempo.cluster import Crash, ethernet
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
-from polytempo.runs.served.simulate_served import simulate_served
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
+from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job, most_likely
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.shard_rule import parameters_of
+from polytempo.training.served.shard_rule import parameters_of
 
 WORDS = 60
 

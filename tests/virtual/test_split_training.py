@@ -16,12 +16,12 @@ from polytempo.core.suspension import drive, suspendable
 from polytempo.large_batch.lars import LARS
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.tensor import SplitModel
-from polytempo.training.clipping import clip_grad_norm_
-from polytempo.training.ports import ports_of
-from polytempo.training.replica import Replica
-from polytempo.training.replicated_parameters import counted_elsewhere
-from polytempo.training.step_cost import StepCost
-from polytempo.training.virtual_step import priced_step
+from polytempo.training.model.clipping import clip_grad_norm_
+from polytempo.training.model.ports import ports_of
+from polytempo.training.model.replicated_parameters import counted_elsewhere
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost
+from polytempo.training.virtual.virtual_step import priced_step
 from polytempo.worlds import VirtualWorld
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks
 

@@ -33,7 +33,7 @@ from polytempo.cluster import (
 from polytempo.compression import bf16
 from polytempo.core import Port, Strategy
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.worlds import VirtualWorld
 
 

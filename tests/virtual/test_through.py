@@ -15,8 +15,8 @@ from laws.codecs import ROWS, Row
 from polytempo import compression as c
 from polytempo.aggregation import krum, median, merged, trimmed_mean, vote
 from polytempo.collectives import ring, tree
-from polytempo.compression.packing import stripes, whole
-from polytempo.compression.through import through
+from polytempo.compression.exchange.packing import stripes, whole
+from polytempo.compression.exchange.through import through
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, Transform
 from polytempo.core.state import restored, saved
 from polytempo.spec.explanation import explain

@@ -15,8 +15,8 @@ from polytempo import compression as c
 from polytempo import strategies
 from polytempo.aggregation import krum, low_rank, median, vote
 from polytempo.collectives import halving_doubling, hierarchical, native, ring, star, tree
-from polytempo.compression.packing import Packing, whole
-from polytempo.compression.through import through
+from polytempo.compression.exchange.packing import Packing, whole
+from polytempo.compression.exchange.through import through
 from polytempo.core import Codec, Transform
 from virtual.ways import EXACT_BELOW, values
 

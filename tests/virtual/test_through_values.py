@@ -11,8 +11,8 @@ from torch import Tensor
 
 from helpers import CLUSTER
 from polytempo import compression as c
-from polytempo.compression.packing import Piece, stripes, whole
-from polytempo.compression.through import through
+from polytempo.compression.exchange.packing import Piece, stripes, whole
+from polytempo.compression.exchange.through import through
 from polytempo.core import Bundle, Codec, CodecState, EncodeContext, Port, Transform
 from polytempo.worlds import VirtualWorld
 from virtual.ways import EXACT_BELOW, WAYS, Way, label, left, ran, shares, values

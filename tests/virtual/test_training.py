@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from polytempo import cluster, data, strategies
 from polytempo.jobs import find
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 

@@ -12,7 +12,7 @@ from helpers import CLUSTER
 from laws.codecs import ROWS, Row
 from polytempo import compression as c
 from polytempo.collectives import native
-from polytempo.compression.through import through
+from polytempo.compression.exchange.through import through
 from polytempo.core import Bundle, Codec, Port, Residual, State, Transform
 from polytempo.worlds import Outcome, VirtualWorld
 

@@ -11,7 +11,7 @@ from polytempo.aggregation.peer_models import peer_models
 from polytempo.aggregation.push_sum import push_sum
 from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean
 from polytempo.aggregation.vote import vote
-from polytempo.core.merge import Merge
+from polytempo.core.arithmetic.merge import Merge
 
 __all__ = [
     "Graph",

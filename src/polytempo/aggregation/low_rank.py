@@ -34,8 +34,8 @@ from polytempo.core import (
     call_name,
     native,
 )
-from polytempo.core.checks import check_whole
-from polytempo.core.kernel_use import KernelUse, Uses
+from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
+from polytempo.core.calls.checks import check_whole
 from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, mixing_neighbours
 from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
-from polytempo.core.addition import add_
+from polytempo.core.arithmetic.addition import add_
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.cost import num_bytes
-from polytempo.core.kernel_use import KernelUse
 
 _IN_TURN_BYTES = 1 << 18
 

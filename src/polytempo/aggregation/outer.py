@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, Transform, inside
-from polytempo.core.anchor import AnchorState
+from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import num_bytes
 from polytempo.core.transform import cost_of
 

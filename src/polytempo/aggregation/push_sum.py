@@ -14,7 +14,7 @@ from torch import Tensor
 from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, pushing_neighbours
 from polytempo.aggregation.mix import sum_cost, weighted_sum
 from polytempo.core import Bundle, Cost, Exchange, Port, Transform
-from polytempo.core.anchor import AnchorState
+from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import num_bytes
 
 _WEIGHT_BYTES = 8

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Exchange, Port, State, Transform, call_name, stateless
+from polytempo.core.arithmetic.merge import Merge, check_merge
 from polytempo.core.cost import gathered, num_bytes, route_name
-from polytempo.core.merge import Merge, check_merge
 
 
 def merged(merge: Merge) -> Transform:

@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from polytempo.core.merge import Merge
+from polytempo.core.arithmetic.merge import Merge
 
 
 def vote(buffers: Sequence[Tensor]) -> Tensor:

@@ -28,9 +28,9 @@ from torch.nn import functional
 
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.cluster import Cluster, Link
-from polytempo.compression.packing import EXACT_BELOW
+from polytempo.compression.exchange.packing import EXACT_BELOW
 from polytempo.core import ALONE, Bundle, Codec, Op, Port, Program, Transform, interpreted
-from polytempo.core.kernel_use import KernelUse, Uses, together
+from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
 from polytempo.core.op import Compute, T
 from polytempo.strategies import sync_sgd
 from polytempo.worlds import VirtualWorld

@@ -23,7 +23,7 @@ from polytempo import strategies
 from polytempo.bench.machine import memory_bytes, written
 from polytempo.bench.rank import BenchRank, crewed
 from polytempo.native.library import why_not
-from polytempo.training.attach import attach_replica
+from polytempo.training.hooks.attach import attach_replica
 
 CONFIGURATIONS = ("ddp_gloo", "shared_memory")
 _ROLLUP = Path("/proc/self/smaps_rollup")

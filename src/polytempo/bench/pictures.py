@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.bench.tables import NAMES, binary, duration
-from polytempo.report.canvas import (
+from polytempo.report.pages.summary import TIMES
+from polytempo.report.pictures.canvas import (
     Axes,
     ConstrainedLayoutEngine,
     Figure,
@@ -17,8 +18,7 @@ from polytempo.report.canvas import (
     NullFormatter,
     NullLocator,
 )
-from polytempo.report.style import look
-from polytempo.report.summary import TIMES
+from polytempo.report.pictures.style import look
 
 Rows = Sequence[Mapping[str, Any]]
 

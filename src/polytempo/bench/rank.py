@@ -12,9 +12,9 @@ import torch._dynamo
 import torch.distributed as dist
 
 from polytempo.engines.engine import Result
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.interop.autoload import register
 from polytempo.native.library import why_not
 

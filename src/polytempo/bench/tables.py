@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polytempo.report.summary import TIMES
+from polytempo.report.pages.summary import TIMES
 
 Table = tuple[Sequence[str], list[Sequence[str]]]
 """Columns, and rows of cells."""

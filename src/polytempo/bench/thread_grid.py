@@ -22,9 +22,9 @@ from polytempo.bench.machine import written
 from polytempo.bench.rank import LOADED, RUN_S, WAIT_S
 from polytempo.bench.turns import Contender, Measurement, figure, ratio, slowest, timed, turns
 from polytempo.data.shard import DataShard
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.branches import BranchedModel, Threads
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, replica_of
@@ -32,7 +32,7 @@ from polytempo.spec.objective import loss_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
-from polytempo.training.attach import AttachOptions, attach_replica
+from polytempo.training.hooks.attach import AttachOptions, attach_replica
 from polytempo.worlds import ProcessWorld
 
 NEAR = 0.9

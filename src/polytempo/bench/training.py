@@ -26,7 +26,7 @@ from polytempo.bench.rank import BenchRank, crewed
 from polytempo.bench.turns import Contender, Measurement, figure, ratio, slowest, timed, turns
 from polytempo.core.strategy import Strategy
 from polytempo.native.library import why_not
-from polytempo.training.attach import attach_replica
+from polytempo.training.hooks.attach import attach_replica
 
 OURS = ("ddp_polytempo", "shared_memory", "hogwild")
 BASES = ("one_thread", "ddp_gloo", "apart")

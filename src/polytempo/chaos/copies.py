@@ -12,8 +12,8 @@ from polytempo.core.rule import Rule, Service, UpdateRule
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.shard.node import Node
-from polytempo.server.shard.score_snapshots import Showing
 from polytempo.server.shard.shard import Shard
+from polytempo.server.snapshots.score_snapshots import Showing
 
 _MOST_HELD = 200
 """The most replies kept back or entries not confirmed: each worker has few requests, so more is a leak."""

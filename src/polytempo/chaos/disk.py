@@ -9,8 +9,8 @@ from random import Random
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from polytempo.core.url_path import Place
-from polytempo.server.shard.disk import Content
+from polytempo.core.system.url_path import Place
+from polytempo.server.snapshots.disk import Content
 
 _ENOSPC, _EIO = 28, 5
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polytempo.chaos.disk import FaultyDisk
 from polytempo.chaos.world import Violation
-from polytempo.server.shard import snapshot
 from polytempo.server.shard.shard import Shard
+from polytempo.server.snapshots import snapshot
 
 _FOLDER = Path("/snapshots")
 

@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.chaos.bugs import planted
 from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, counted, new_shard, node_of
 from polytempo.chaos.disk import DiskFaults, FaultyDisk
 from polytempo.chaos.launcher import ChaosLauncher
 from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
+from polytempo.chaos.planted.bugs import planted
 from polytempo.chaos.saves import ScenarioSaves
 from polytempo.chaos.scenario_rules import draw_hosts, draw_rule, undivided
 from polytempo.chaos.storm import Participants, StormLimits, storm
@@ -30,8 +30,8 @@ from polytempo.server.coordinator.evaluator import Evaluator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.shard.node import Node
-from polytempo.server.shard.score_snapshots import ScorePoints, ScoreSnapshots, Showing
 from polytempo.server.shard.shard import Shard
+from polytempo.server.snapshots.score_snapshots import ScorePoints, ScoreSnapshots, Showing
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.vector_format import VectorFormat

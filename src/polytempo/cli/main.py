@@ -6,15 +6,15 @@ import typer
 from typer.core import TyperGroup
 
 import polytempo
-from polytempo.cli import parameters as p
-from polytempo.cli.bench_commands import bench
-from polytempo.cli.failure import exit_code
-from polytempo.cli.horovodrun_arguments import parsed
-from polytempo.cli.plan_commands import plan
-from polytempo.cli.prediction_commands import calibrate, profile, validate
-from polytempo.cli.sharpness_command import sharpness
-from polytempo.cli.tune_commands import tune
-from polytempo.engines.fork import collected_children, reserve_standard_files
+from polytempo.cli.bench.bench_commands import bench
+from polytempo.cli.bench.tune_commands import tune
+from polytempo.cli.horovod.horovodrun_arguments import parsed
+from polytempo.cli.look.sharpness_command import sharpness
+from polytempo.cli.options import parameters as p
+from polytempo.cli.options.failure import exit_code
+from polytempo.cli.predict.plan_commands import plan
+from polytempo.cli.predict.prediction_commands import calibrate, profile, validate
+from polytempo.engines.processes.fork import collected_children, reserve_standard_files
 
 app = typer.Typer(
     name="polytempo",
@@ -92,10 +92,10 @@ def train(
     is one of the workers.
     """
     with exit_code():
-        from polytempo.cli.request import train_request  # imports pydantic
+        from polytempo.cli.options.request import train_request  # imports pydantic
 
         request = train_request(_given(context), config)
-        from polytempo.cli.train import train as command  # imports torch, which takes seconds
+        from polytempo.cli.run.train import train as command  # imports torch, which takes seconds
 
         command(request)
 
@@ -133,10 +133,10 @@ def compare(
 ) -> None:
     """Train JOB with one strategy after the other, and compare them."""
     with exit_code():
-        from polytempo.cli.request import compare_request  # imports pydantic
+        from polytempo.cli.options.request import compare_request  # imports pydantic
 
         request = compare_request(_given(context), config)
-        from polytempo.cli.compare import compare as command  # imports torch, which takes seconds
+        from polytempo.cli.run.compare import compare as command  # imports torch, which takes seconds
 
         command(request)
 
@@ -160,10 +160,10 @@ def submit(
     assert isinstance(context.parent.command, TyperGroup)
     given = dict(context.parent.command.commands["train"].make_context("train", command[1:]).params)
     with exit_code():
-        from polytempo.cli.request import train_request  # imports pydantic
+        from polytempo.cli.options.request import train_request  # imports pydantic
 
         request = train_request(given, given.pop("config"))
-        from polytempo.cli.submit import submit as submitted  # imports torch, which takes seconds
+        from polytempo.cli.run.submit import submit as submitted  # imports torch, which takes seconds
 
         submitted(command, request, sbatch=sbatch, grace_s=grace_s, dry_run=dry_run)
 
@@ -203,10 +203,10 @@ def simulate(
     Gradients are computed; time is simulated. The same seed gives the same run, bit for bit.
     """
     with exit_code():
-        from polytempo.cli.request import simulate_request  # imports pydantic
+        from polytempo.cli.options.request import simulate_request  # imports pydantic
 
         request = simulate_request(_given(context), config)
-        from polytempo.cli.simulate import simulate as command  # imports torch, which takes seconds
+        from polytempo.cli.run.simulate import simulate as command  # imports torch, which takes seconds
 
         command(request)
 
@@ -226,10 +226,10 @@ def replay(
     Each shard takes the recorded messages in their recorded order. The exit code is 1 if anything differs.
     """
     with exit_code():
-        from polytempo.cli.request import check_replay  # imports pydantic
+        from polytempo.cli.options.request import check_replay  # imports pydantic
 
         check_replay(run, until, job)
-        from polytempo.cli.replay import replay as command  # imports torch, which takes seconds
+        from polytempo.cli.run.replay import replay as command  # imports torch, which takes seconds
 
         command(run, until, job, data, shard or 0, inspect=bool(inspect), as_json=bool(json))
 
@@ -246,7 +246,7 @@ def top(
     RUN is the run's folder. Ctrl-C leaves; the run goes on.
     """
     with exit_code():
-        from polytempo.cli.top import top as command  # imports torch, which takes seconds
+        from polytempo.cli.run.top import top as command  # imports torch, which takes seconds
 
         command(run, once=bool(once), as_json=bool(json), every_s=1.0 if every_s is None else every_s)
 
@@ -267,11 +267,11 @@ def doctor(
         if engine is None and (workers is not None or out is not None):
             raise ValueError("--workers and --out go with --engine, which says whose hosts to measure")
         if engine is not None:
-            from polytempo.cli.measure import measure  # imports torch, which takes seconds
+            from polytempo.cli.predict.measure import measure  # imports torch, which takes seconds
 
             measure(engine, workers, out, as_json=bool(json))
             return
-        from polytempo.cli.doctor import doctor as command  # imports torch, which takes seconds
+        from polytempo.cli.look.doctor import doctor as command  # imports torch, which takes seconds
 
         command(as_json=bool(json))
 
@@ -280,7 +280,7 @@ def doctor(
 def strategies(json: p.Json = None) -> None:
     """List strategies and codecs, with their papers."""
     with exit_code():
-        from polytempo.cli.strategies import strategies as command  # imports torch, which takes seconds
+        from polytempo.cli.look.strategies import strategies as command  # imports torch, which takes seconds
 
         command(as_json=bool(json))
 
@@ -300,10 +300,10 @@ def explain(
     also how long a step takes there.
     """
     with exit_code():
-        from polytempo.cli.request import check_explained  # imports pydantic
+        from polytempo.cli.options.request import check_explained  # imports pydantic
 
         check_explained(strategy, job)
-        from polytempo.cli.explain import explain as command  # imports torch, which takes seconds
+        from polytempo.cli.look.explain import explain as command  # imports torch, which takes seconds
 
         command(strategy, workers, job, parameters, cluster, as_json=bool(json))
 
@@ -325,10 +325,10 @@ def cut(
     Times are measured on this machine, on one thread, with a batch of the job's data.
     """
     with exit_code():
-        from polytempo.cli.request import CutRequest, cut_request  # imports pydantic
+        from polytempo.cli.options.request import CutRequest, cut_request  # imports pydantic
 
         asked = cut_request(CutRequest(job, stages, by, batch_size, activations, gradients, gbit_per_s))
-        from polytempo.cli.cut import cut as command  # imports torch, which takes seconds
+        from polytempo.cli.predict.cut import cut as command  # imports torch, which takes seconds
 
         command(asked, data, as_json=bool(json))
 
@@ -351,11 +351,11 @@ def schedule(
     Workers are processes of this host, or, with --cluster, simulated; both reach the same bits.
     """
     with exit_code():
-        from polytempo.cli.request import schedule_request  # imports pydantic
+        from polytempo.cli.options.request import schedule_request  # imports pydantic
 
         numbers = {"workers": workers, "sweeps": sweeps, "tolerance": tolerance, "seed": seed, "timeout_s": timeout_s}
         asked = schedule_request(program, data, cluster, stragglers, numbers)
-        from polytempo.cli.schedule import schedule as command  # imports torch, which takes seconds
+        from polytempo.cli.run.schedule import schedule as command  # imports torch, which takes seconds
 
         command(asked, as_json=bool(json))
 
@@ -370,10 +370,10 @@ def chaos(
     After each event checks look for lost or repeated updates.
     """
     with exit_code():
-        from polytempo.cli.request import chaos_request  # imports pydantic
+        from polytempo.cli.options.request import chaos_request  # imports pydantic
 
         asked = chaos_request(seeds, first, processes)
-        from polytempo.cli.chaos import chaos as command  # imports torch, which takes seconds
+        from polytempo.cli.look.chaos import chaos as command  # imports torch, which takes seconds
 
         command(asked, bug)
 
@@ -389,7 +389,7 @@ def horovodrun(context: typer.Context) -> None:
     """
     with exit_code():
         given = parsed(context.args)
-        from polytempo.cli.horovodrun import horovodrun as command  # imports torch, which takes seconds
+        from polytempo.cli.horovod.horovodrun import horovodrun as command  # imports torch, which takes seconds
 
         command(given)
 

@@ -12,7 +12,7 @@ from polytempo.cluster.speeds import MESSAGE, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
 if TYPE_CHECKING:  # this is read before torch is loaded
-    from polytempo.core.kernel_use import Uses
+    from polytempo.core.arithmetic.kernel_use import Uses
 
 
 @dataclass(frozen=True)

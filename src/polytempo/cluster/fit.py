@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.cluster.speeds import KernelSpeed
-from polytempo.core.kernel_use import Uses
+from polytempo.core.arithmetic.kernel_use import Uses
 
 _LEAST_S = 1e-9
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # this is read before torch is loaded
-    from polytempo.core.kernel_use import KernelUse
+    from polytempo.core.arithmetic.kernel_use import KernelUse
 
 GENERAL = "elementwise"
 """The kernel that stands for those that were not measured: it reads and writes memory, element by element."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.collectives.rounds import IntArray, Round
 from polytempo.core import Port, Price
-from polytempo.core.addition import add_
+from polytempo.core.arithmetic.addition import add_
 
 
 async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:

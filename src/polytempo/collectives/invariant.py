@@ -26,8 +26,8 @@ from torch import Tensor
 
 from polytempo.collectives.rounds import Round, stripe_sizes
 from polytempo.core import Port, Route, call_name
-from polytempo.core.checks import check_whole
-from polytempo.core.slice_tree import along_tree
+from polytempo.core.arithmetic.slice_tree import along_tree
+from polytempo.core.calls.checks import check_whole
 
 
 def invariant(slices: int = 8) -> Route:

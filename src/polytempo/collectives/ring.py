@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polytempo.collectives.rounds import Round, stripe_sizes
 from polytempo.core import Port, Price
-from polytempo.core.addition import add_
+from polytempo.core.arithmetic.addition import add_
 
 
 async def ring(port: Port, buffer: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polytempo.core import Port, Price
-from polytempo.core.addition import add_
+from polytempo.core.arithmetic.addition import add_
 
 
 async def star(port: Port, buffer: Tensor) -> Tensor:

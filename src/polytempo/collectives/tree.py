@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from polytempo.core import Port, Price, Work
-from polytempo.core.addition import add_
+from polytempo.core.arithmetic.addition import add_
 
 _MOST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
 """Of a buffer on its way down."""

@@ -1,25 +1,25 @@
 """How tensors are encoded before they travel: casts, codes, a few entries, and what feeds the rest back."""
 
-from polytempo.compression.all_gather import all_gather
-from polytempo.compression.cast import bf16, fp16
-from polytempo.compression.dgc import dgc
-from polytempo.compression.dynamic8 import dynamic8
-from polytempo.compression.exact import exact
-from polytempo.compression.feedback import feedback
-from polytempo.compression.int8 import int8
-from polytempo.compression.natural import natural
-from polytempo.compression.one_bit import one_bit
-from polytempo.compression.pca import pca
-from polytempo.compression.point_to_point import recv, send
-from polytempo.compression.prune import prune
-from polytempo.compression.qsgd import qsgd
-from polytempo.compression.random_k import random_k
-from polytempo.compression.reduce_scatter import reduce_scatter
-from polytempo.compression.sign import sign
-from polytempo.compression.terngrad import terngrad
-from polytempo.compression.threshold import threshold
-from polytempo.compression.through import through
-from polytempo.compression.top_k import top_k
+from polytempo.compression.codecs.cast import bf16, fp16
+from polytempo.compression.codecs.dgc import dgc
+from polytempo.compression.codecs.dynamic8 import dynamic8
+from polytempo.compression.codecs.int8 import int8
+from polytempo.compression.codecs.natural import natural
+from polytempo.compression.codecs.one_bit import one_bit
+from polytempo.compression.codecs.pca import pca
+from polytempo.compression.codecs.prune import prune
+from polytempo.compression.codecs.qsgd import qsgd
+from polytempo.compression.codecs.random_k import random_k
+from polytempo.compression.codecs.sign import sign
+from polytempo.compression.codecs.terngrad import terngrad
+from polytempo.compression.codecs.threshold import threshold
+from polytempo.compression.codecs.top_k import top_k
+from polytempo.compression.encoding.exact import exact
+from polytempo.compression.encoding.feedback import feedback
+from polytempo.compression.exchange.all_gather import all_gather
+from polytempo.compression.exchange.point_to_point import recv, send
+from polytempo.compression.exchange.reduce_scatter import reduce_scatter
+from polytempo.compression.exchange.through import through
 
 __all__ = [
     "all_gather",

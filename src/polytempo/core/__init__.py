@@ -1,7 +1,7 @@
 """The vocabulary: operations as data, ports, bundles, transforms, strategies. Imports nothing of the rest."""
 
 from polytempo.core.bundle import Bundle
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.core.codec import ALONE, Codec, CodecState, EncodeContext, Facts, Law
 from polytempo.core.cost import Cost, Exchange, Sent, Steps, Sum
 from polytempo.core.driver import WAITING, Task, interpreted

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.codec import Codec, EncodeContext
 from polytempo.core.errors import NotFinite
-from polytempo.core.kernel_use import KernelUse
 from polytempo.core.port import Port
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from torch import Tensor
 
-from polytempo.core.kernel_use import Uses
+from polytempo.core.arithmetic.kernel_use import Uses
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from polytempo.core.kernel_use import Uses
+from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.core.mesh import MOST_GROUPS, Mesh
 from polytempo.core.op import (
     AllGather,

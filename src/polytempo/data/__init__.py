@@ -1,18 +1,18 @@
 """Data: readers, and `DataShard`, which deals a data set to workers."""
 
 from polytempo.data import scheduled
-from polytempo.data.csv_regression import csv_regression
-from polytempo.data.digits import digits
-from polytempo.data.idx import mnist, read_idx
-from polytempo.data.libsvm import libsvm
-from polytempo.data.parts import read_parts
 from polytempo.data.plan import Pick, plan
+from polytempo.data.readers.csv_regression import csv_regression
+from polytempo.data.readers.digits import digits
+from polytempo.data.readers.idx import mnist, read_idx
+from polytempo.data.readers.libsvm import libsvm
+from polytempo.data.readers.parts import read_parts
+from polytempo.data.readers.spark_frame import from_spark
+from polytempo.data.readers.text import characters, read_characters
+from polytempo.data.readers.train_test import Split
 from polytempo.data.rows import SparseRows, libsvm_rows
 from polytempo.data.shard import DataShard
-from polytempo.data.spark_frame import from_spark
 from polytempo.data.sparsity import Sparsity, sparsity
-from polytempo.data.split import Split
-from polytempo.data.text import characters, read_characters
 
 __all__ = [
     "DataShard",

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, final
 
-from polytempo.core.ranges import Range, Ranges
+from polytempo.core.arithmetic.ranges import Range, Ranges
 
 NEVER_DEALT = "never dealt"
 NEVER_APPLIED = "dealt, but never answered"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from polytempo.data.libsvm import read_sparse
+from polytempo.data.readers.libsvm import read_sparse
 
 
 class SparseRows(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from polytempo.core.slice_tree import subtree
+from polytempo.core.arithmetic.slice_tree import subtree
 from polytempo.data.batches import Batches
 from polytempo.data.gathered import Gathered
 from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from polytempo.core.ranges import Range, Ranges
+from polytempo.core.arithmetic.ranges import Range, Ranges
 from polytempo.data.batches import Batches
 
 

@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import Any
 
 _ENGINES = {
-    "dask": ("on_dask.engine", "Dask"),
-    "kubernetes": ("on_kubernetes.engine", "Kubernetes"),
+    "dask": ("on_dask.dask_engine", "Dask"),
+    "kubernetes": ("on_kubernetes.kubernetes_engine", "Kubernetes"),
     "local": ("local_engine", "Local"),
     "mpi": ("mpi_engine", "Mpi"),
-    "ray": ("on_ray.engine", "Ray"),
-    "slurm": ("on_slurm.engine", "Slurm"),
-    "spark": ("on_spark.engine", "Spark"),
+    "ray": ("on_ray.ray_engine", "Ray"),
+    "slurm": ("on_slurm.slurm_engine", "Slurm"),
+    "spark": ("on_spark.spark_engine", "Spark"),
     "ssh": ("ssh_engine", "Ssh"),
     "subprocess": ("subprocess_engine", "Subprocess"),
 }

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.notice import Notice, Preempted
+from polytempo.core.system.notice import Notice, Preempted
 from polytempo.engines.engine import Engine, EngineProcess, Preempting, Role
-from polytempo.engines.failures import died, last_lines, quote
+from polytempo.engines.processes.failures import died, last_lines, quote
 from polytempo.spec.topology import Topology
 
 _GRACE_S = 0.3

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polytempo.engines.capacity import check_processes
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import Launch, Result, Role
 from polytempo.engines.local_engine import Local
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.capacity import check_processes
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.spec.topology import Topology
 
 

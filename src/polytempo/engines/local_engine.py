@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from polytempo.core.files import made
-from polytempo.engines import janitor
+from polytempo.core.system.files import made
 from polytempo.engines.engine import EngineAddress, EngineProcess, Launch, Result, Role
-from polytempo.engines.fork import fork, held_signals
-from polytempo.engines.threads import threads_per_worker
-from polytempo.engines.worker import RankInfo, failure_of, result_path, serve
-from polytempo.engines.worker_processes import Child, Children
+from polytempo.engines.processes import janitor
+from polytempo.engines.processes.fork import fork, held_signals
+from polytempo.engines.processes.threads import threads_per_worker
+from polytempo.engines.processes.worker import RankInfo, failure_of, result_path, serve
+from polytempo.engines.processes.worker_processes import Child, Children
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from polytempo.engines.engine import Launch
-from polytempo.engines.environment import recognise
+from polytempo.engines.join.environment import recognise
 from polytempo.engines.remote.launched_agents import LaunchedAgents, in_shell
 from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote

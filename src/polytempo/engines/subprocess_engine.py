@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from polytempo.core.files import made
-from polytempo.engines import janitor
-from polytempo.engines.capacity import limits
+from polytempo.core.system.files import made
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
-from polytempo.engines.fork import held_signals
-from polytempo.engines.worker_processes import Child, Children
+from polytempo.engines.processes import janitor
+from polytempo.engines.processes.capacity import limits
+from polytempo.engines.processes.fork import held_signals
+from polytempo.engines.processes.worker_processes import Child, Children
 
 _HOST = "127.0.0.1"
 _MODULE = "polytempo.worker"

@@ -65,8 +65,8 @@ from statistics import median
 from typing import NamedTuple
 
 from polytempo.flexrr.giving import Giving
+from polytempo.flexrr.help_message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
 from polytempo.flexrr.helping import Helping, Position
-from polytempo.flexrr.message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
 from polytempo.flexrr.reassignment import Reassignment, helpees_of, helpers_of
 from polytempo.flexrr.slices import Slice
 from polytempo.server.message import Message, Outbox, Ticket

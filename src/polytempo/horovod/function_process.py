@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from polytempo.engines.command_process import ANSWER_FILE
+from polytempo.engines.processes.command_process import ANSWER_FILE
 from polytempo.horovod.plain_values import decoded, encoded
 
 WORDS = ("-c", "from polytempo.horovod.function_process import main; main()")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.engines.engine import EngineProcess, Role
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.horovod.launcher.elastic_ranks import ElasticRanks
 from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.output import OutputRelay

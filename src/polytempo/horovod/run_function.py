@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.engines.launch import launch
-from polytempo.engines.worker import RankInfo
+from polytempo.engines.processes.worker import RankInfo
 from polytempo.horovod.function_process import WORDS, answer_of, called
 from polytempo.horovod.launcher.elastic_ranks import Discover, run_elastic_ranks
 from polytempo.horovod.launcher.elastic_settings import ElasticSettings

@@ -27,14 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from polytempo.compression import through
-from polytempo.compression.exchange import WireRoute
-from polytempo.compression.packing import EXACT_BELOW
+from polytempo.compression.exchange.packing import EXACT_BELOW
+from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Bundle, Codec, Port, Program, Route, Strategy, Transform, native
+from polytempo.core.arithmetic.merge import Merge
 from polytempo.core.codec import check_codec
-from polytempo.core.merge import Merge
 from polytempo.interop.codec_state import ParameterCodecState
 from polytempo.interop.transport import hosts_of, leave, let_go, transport_like
-from polytempo.training.background import Background
+from polytempo.training.checkpoint.background import Background
 from polytempo.worlds import ProcessWorld
 
 

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from polytempo.interop.backend.create import create
 from polytempo.native.meeting import host_identity
 from polytempo.worlds import ProcessWorld
-from polytempo.worlds.transport import group_timeout_s
+from polytempo.worlds.process.transport import group_timeout_s
 
 
 def transport_like(group: Any) -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from polytempo.native.kernels.step import RULES, Hyper
+from polytempo.native.kernels.update import DTYPES_UPDATED, Updater, lamb_direction_, squares
 from polytempo.native.library import available
-from polytempo.native.step import RULES, Hyper
-from polytempo.native.update import DTYPES_UPDATED, Updater, lamb_direction_, squares
 
 _SMALL = 4096
 """Elements of a tensor below which a kernel's call takes longer than its pass."""

@@ -19,9 +19,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.core import Port, Strategy, Turn, Work
-from polytempo.core.kernel_use import Uses
+from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.native.common import Common
-from polytempo.native.sparse import scatter_add_
+from polytempo.native.kernels.sparse import scatter_add_
 from polytempo.one_host.one_copy import alias_parameters
 from polytempo.worlds import ProcessWorld
 

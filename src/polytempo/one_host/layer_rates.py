@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from polytempo.large_batch.lamb import LAMB
 from polytempo.large_batch.lars import LARS
 from polytempo.large_batch.layer_wise import adapts, trust_ratio
-from polytempo.native.step import RULES, Hyper, LayerNorms, StepPlan
+from polytempo.native.kernels.step import RULES, Hyper, LayerNorms, StepPlan
 
 
 def has_layer_rates(optimizer: Optimizer) -> bool:

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.native.common import Common, layout
 from polytempo.native.group import Group
+from polytempo.native.kernels.step import Item, StepPlan, most_row_bytes
 from polytempo.native.library import why_not
-from polytempo.native.step import Item, StepPlan, most_row_bytes
 from polytempo.one_host.layer_rates import layer_hypers
 from polytempo.one_host.update_rule import hypers_of, rule_of, takes_rows
 from polytempo.worlds import ProcessWorld

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from polytempo.core import TimedOut
 from polytempo.data import SparseRows
-from polytempo.native.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch
+from polytempo.native.kernels.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch
 from polytempo.strategies.hogwild import Update
 
 _MODES = {"free": FREE, "locked": LOCKED, "in_turn": IN_TURN}

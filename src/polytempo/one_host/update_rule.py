@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from polytempo.native.step import RULES, Hyper
+from polytempo.native.kernels.step import RULES, Hyper
 from polytempo.one_host.layer_rates import has_layer_rates
 
 _REFUSED = ("amsgrad", "capturable", "differentiable", "corrects_momentum")

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from polytempo.partition.balance import SegmentBytes, prefix
-from polytempo.partition.profile import Fact, storage
-from polytempo.partition.split import positions
-from polytempo.partition.trace import Traced
-from polytempo.partition.values import holds_tensor, parts
+from polytempo.partition.graph.profile import Fact, storage
+from polytempo.partition.graph.trace import Traced
+from polytempo.partition.graph.values import holds_tensor, parts
+from polytempo.partition.graph_stages import positions
 
 _TRAINED = 2
 """A parameter and its gradient."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from polytempo.partition.modes import attributes_kept, counts_unread
+from polytempo.partition.graph.modes import attributes_kept, counts_unread
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 """What a receiver allocates: a shape and a dtype."""

@@ -21,12 +21,12 @@ from torch import Tensor, fx, nn
 from polytempo.partition.balance import prefix, slowest_least, total_least
 from polytempo.partition.chain import Chain, chain_of, has_parameters
 from polytempo.partition.cut import Cut, Stage, StageCost, Value
-from polytempo.partition.exported_graph import exported
-from polytempo.partition.modes import attributes_kept
-from polytempo.partition.places import Places
-from polytempo.partition.profile import counted, measured
-from polytempo.partition.split import split
-from polytempo.partition.trace import Inputs, Traced, Untraceable, inputs_of, trace
+from polytempo.partition.graph.exported_graph import exported
+from polytempo.partition.graph.modes import attributes_kept
+from polytempo.partition.graph.places import Places
+from polytempo.partition.graph.profile import counted, measured
+from polytempo.partition.graph.trace import Inputs, Traced, Untraceable, inputs_of, trace
+from polytempo.partition.graph_stages import split
 
 By = Literal["operations", "time", "memory", "traffic"]
 _WITHIN = 1.5

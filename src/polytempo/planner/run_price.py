@@ -13,17 +13,17 @@ from polytempo.core import Bundle, Strategy
 from polytempo.core.transform import cost_of
 from polytempo.partition.cut import Cut
 from polytempo.planner.search_space import PlannedRun
-from polytempo.runs.job_memory import WorkerMemory, estimated, estimated_stage
-from polytempo.runs.simulate import simulate
-from polytempo.runs.simulation_checks import needs_values
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.runs.frame.job_memory import WorkerMemory, estimated, estimated_stage
+from polytempo.runs.simulated.simulate import simulate
+from polytempo.runs.simulated.simulation_checks import needs_values
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job_profile import profiled
+from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.pipeline.pipeline_stage import schedule_of
-from polytempo.training.staged_training import cut_of
+from polytempo.training.step.job_profile import profiled
 
 _FEWEST_STEPS = 4
 _MOST_PERIOD = 64

@@ -31,8 +31,8 @@ from polytempo.planner.run_price import Pricer, RunPrice
 from polytempo.planner.samples_law import SamplesLaw, SamplesTrial, deviation, drawn_laws, fitted, middle
 from polytempo.planner.search_space import LeftOut, PlannedRun, SearchSpace
 from polytempo.planner.trials import Trials
-from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job
+from polytempo.spec.text.catalogue import parse_strategy
 
 _TRIED_WORKERS = 4
 """A trial has at most so many, or those that hold one model."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from polytempo.core import Strategy
-from polytempo.runs.arguments import check_workers
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.runs.frame.arguments import check_workers
+from polytempo.spec.text.catalogue import parse_strategy
 
 CODECS = {
     "bf16": "bf16_sgd()",

@@ -11,12 +11,12 @@ from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.planner.samples_law import SamplesTrial
 from polytempo.planner.search_space import PlannedRun
-from polytempo.runs.simulate import simulate
-from polytempo.spec.catalogue import parse_strategy
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of
 from polytempo.spec.options import RunOptions
-from polytempo.training.program import STEPS_BETWEEN_SCORES, check_length
+from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.job.program import STEPS_BETWEEN_SCORES, check_length
 
 
 class Trials:

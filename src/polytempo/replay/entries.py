@@ -21,7 +21,7 @@ from polytempo.server.record import (
     Saving,
     Stopping,
 )
-from polytempo.server.worker.lent_gradients import add_all_
+from polytempo.server.worker.host.lent_gradients import add_all_
 from polytempo.server.worker.next_push import mean_rates
 
 Key = tuple[str | int, int, int]

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from polytempo.core.ranges import Ranges
+from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.replay.entries import (
     Key,
     as_recorded,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from polytempo.core import files
+from polytempo.core.system import files
 from polytempo.replay.message_order import Life
-from polytempo.report.metrics import read_metrics
 from polytempo.report.runs import load_result
+from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.recording import FORMAT, VERSION, RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, read_record

@@ -25,7 +25,7 @@ from polytempo.replay.records import Recorded
 from polytempo.runs.served.recording import RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.runs.served.served_program import ServedProgram
-from polytempo.runs.virtual_scoring import OffTheClock
+from polytempo.runs.simulated.virtual_scoring import OffTheClock
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.nodes import Nodes
@@ -34,8 +34,8 @@ from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.record import requests_of
 from polytempo.server.shard.node import Node
-from polytempo.server.shard.optimizer import can_be_native
-from polytempo.server.shard.snapshot import read
+from polytempo.server.snapshots.snapshot import read
+from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.server.timing import Timing
 from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Job
@@ -43,8 +43,8 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.served_context import ComputeGradients
-from polytempo.training.server_worker import Attendance, work
+from polytempo.training.served.served_context import ComputeGradients
+from polytempo.training.served.server_worker import Attendance, work
 from polytempo.worlds import VirtualWorld
 
 _NEVER = float("inf")

@@ -8,9 +8,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from polytempo.core import files
-from polytempo.core.url_path import Place
-from polytempo.report.metrics import read_metrics
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place
+from polytempo.report.status.metrics import read_metrics
 from polytempo.spec.result import Result
 from polytempo.worlds.trace import Event
 

@@ -7,24 +7,25 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Unpack
 
-from polytempo.core import NotFinite, Strategy, files
+from polytempo.core import NotFinite, Strategy
 from polytempo.core.errors import PolytempoError
-from polytempo.core.url_path import Place
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place
 from polytempo.engines.engine import EngineSetup
-from polytempo.report.page import write_report
-from polytempo.report.picture import write_picture
-from polytempo.report.progress import Progress
+from polytempo.report.pages.page import write_report
+from polytempo.report.pictures.picture import write_picture
 from polytempo.report.runs import load_result, load_run
-from polytempo.runs.arguments import check_workers, checked_engine, checked_job
-from polytempo.runs.divergence import diverged_result
-from polytempo.runs.folder import began
-from polytempo.runs.folder_names import slug
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.arguments import check_workers, checked_engine, checked_job
+from polytempo.runs.frame.divergence import diverged_result
+from polytempo.runs.frame.folder import began
+from polytempo.runs.frame.folder_names import slug
 from polytempo.runs.run import performed, prepare
-from polytempo.spec.catalogue import parse_strategies, strategy_from
 from polytempo.spec.job import Job
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.catalogue import parse_strategies, strategy_from
 
 
 class ComparisonIncomplete(PolytempoError):

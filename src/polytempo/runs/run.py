@@ -8,32 +8,32 @@ from importlib import import_module
 from typing import Unpack
 
 from polytempo.core import Strategy
-from polytempo.core.notice import Preempted
+from polytempo.core.system.notice import Preempted
 from polytempo.data.plan import check_enough
-from polytempo.engines.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.engine import EngineSetup
-from polytempo.engines.init import init
-from polytempo.report.progress import Progress
-from polytempo.runs.arguments import (
+from polytempo.engines.join.init import init
+from polytempo.engines.processes.capacity import batch_notes, check_memory, check_processes, cores_notes
+from polytempo.report.status.progress import Progress
+from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
+from polytempo.runs.frame.arguments import (
     check_batches,
     check_workers,
     checked_engine,
     checked_job,
     is_here,
 )
-from polytempo.runs.divergence import left_result, saved_step
-from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
-from polytempo.runs.folder import began
-from polytempo.runs.rehearsal import rehearse
+from polytempo.runs.frame.divergence import left_result, saved_step
+from polytempo.runs.frame.folder import began
+from polytempo.runs.frame.rehearsal import rehearse
+from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.runs.run_collective import run_collective
-from polytempo.runs.run_page import reported, show_rows
 from polytempo.runs.served.run_served import run_served
-from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.job import Job
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.checkpoint import go_on_from
+from polytempo.spec.text.catalogue import strategy_from
+from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.trainer import Trainer, held_by_first
 
 

@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polytempo.core import files
-from polytempo.core.notice import noticed
-from polytempo.core.url_path import UrlPath
+from polytempo.core.system import files
+from polytempo.core.system.notice import noticed
+from polytempo.core.system.url_path import UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
-from polytempo.engines.failures import diverged
-from polytempo.engines.init import init
-from polytempo.engines.rendezvous import Rendezvous
-from polytempo.report.progress import Progress
-from polytempo.runs.launcher_files import served_files
-from polytempo.runs.live_run import LiveRun
-from polytempo.runs.run_logs import logs_of
-from polytempo.runs.run_page import reported, show_rows
-from polytempo.runs.url_follower import UrlFollower
+from polytempo.engines.join.init import init
+from polytempo.engines.join.rendezvous import Rendezvous
+from polytempo.engines.processes.failures import diverged
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.launcher_files import served_files
+from polytempo.runs.frame.live_run import LiveRun
+from polytempo.runs.frame.run_logs import logs_of
+from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.frame.url_follower import UrlFollower
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.compression.packing import EXACT_BELOW, Packing, whole
+from polytempo.compression.exchange.packing import EXACT_BELOW, Packing, whole
 from polytempo.core import Codec, CodecState, NotFinite, PolytempoError
 from polytempo.server.codec_state import RangeState, redistribute, residuals
 from polytempo.server.layout import Parameter, Spans, describe
-from polytempo.server.shard.optimizer import can_be_native, first_unfinite
+from polytempo.server.tensors.optimizer import can_be_native, first_unfinite
 
 _NOTHING = -0.0
 """The only number that changes none by being added to it, -0.0 included."""

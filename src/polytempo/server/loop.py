@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from polytempo.core import Port
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.server.message import Message, Outbox
 
 _SLACK_S = 1e-6

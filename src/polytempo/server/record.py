@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.files import opened, write
+from polytempo.core.system.files import opened, write
 from polytempo.server.message import Ask, Inquire, Members, Pull, Push, PushPart, Request, Save
 
 FORMAT = "polytempo-record"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
-from polytempo.spec.call import parse_call
-from polytempo.spec.resolution import resolve
+from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.resolution import resolve
 
 
 class NormTest(NamedTuple):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.collectives.cost import sum_cost
-from polytempo.compression.packing import Packing, whole
+from polytempo.compression.exchange.packing import Packing, whole
 from polytempo.core import Bundle, Codec, Cost, Exchange, Sent, Strategy, Transform
 from polytempo.core.cost import num_bytes
 from polytempo.core.rule import Service
 from polytempo.core.transform import cost_of
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts
-from polytempo.spec.catalogue import strategy_from
+from polytempo.spec.text.catalogue import strategy_from
 
 
 class Traffic(NamedTuple):

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from polytempo.core.typed_arguments import check_type
-from polytempo.core.url_path import Place, place
+from polytempo.core.calls.typed_arguments import check_type
+from polytempo.core.system.url_path import Place, place
 from polytempo.partition.branches import Threads
 from polytempo.spec.batch_growth import BatchGrowth, NormTest, check_growth_option, parse_growth
 from polytempo.spec.precision import Precision, precision_of

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from polytempo.spec.call import parse_call
-from polytempo.spec.resolution import resolve, unknown
+from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.resolution import resolve, unknown
 
 if TYPE_CHECKING:
     from polytempo.core import Strategy  # imports torch, which the command line reads options without

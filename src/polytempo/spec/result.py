@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polytempo.core import files
-from polytempo.core.url_path import Place
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
-from polytempo.core.url_path import place
+from polytempo.core.system.url_path import place
 from polytempo.spec.batch_growth import growth_of_plain, plain_growth
-from polytempo.spec.catalogue import parse_strategy
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision, check_precision
+from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.topology import Topology, num_added
 
 FORMAT = "polytempo-run-spec"

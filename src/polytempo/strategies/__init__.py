@@ -1,6 +1,6 @@
 """The recipes that people ask for by name: each a few lines over the axes, with the paper that it comes from."""
 
-from polytempo.core.typed_arguments import typed
+from polytempo.core.calls.typed_arguments import typed
 from polytempo.strategies.adasum import adasum
 from polytempo.strategies.async_sgd import async_sgd
 from polytempo.strategies.backup_workers import backup_workers

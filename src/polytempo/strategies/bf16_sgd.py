@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.compression import bf16, through
-from polytempo.compression.exchange import WireRoute
+from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Route, Strategy, call_name
 
 

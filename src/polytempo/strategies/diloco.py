@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import from_anchor, mean, nesterov
 from polytempo.compression import through
-from polytempo.compression.exchange import WireRoute
+from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, Transform, call_name, chain, native
 from polytempo.core.codec import check_codec
 from polytempo.synchronization import every

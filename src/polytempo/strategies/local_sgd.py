@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import from_anchor
-from polytempo.compression.exchange import WireRoute
+from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Codec, Route, Strategy, call_name, native
 from polytempo.strategies.diloco import mean_movement
 from polytempo.synchronization import every

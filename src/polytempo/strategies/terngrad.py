@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo import compression
 from polytempo.compression import through
-from polytempo.compression.exchange import WireRoute
+from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Route, Strategy, call_name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.compression import feedback as fed_back
 from polytempo.compression import through, top_k
-from polytempo.compression.exchange import WireRoute
+from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Strategy, call_name
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Late, Port, State, Transform
-from polytempo.core.anchor import AnchorState
+from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import Cost, num_bytes
 from polytempo.core.state import duplicate, settled
 from polytempo.core.transform import cost_of

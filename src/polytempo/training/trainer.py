@@ -14,49 +14,49 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
-from polytempo.core.files import run_folder
-from polytempo.core.folder_lock import FolderTaken, Owner, held
-from polytempo.core.notice import noticed
+from polytempo.core.system.files import run_folder
+from polytempo.core.system.folder_lock import FolderTaken, Owner, held
+from polytempo.core.system.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.large_batch.probe import NoiseProbe
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
-from polytempo.report.metrics import MetricsWriter
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.spec.batch_growth import plain_growth
-from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
-from polytempo.training.agree import agree, gather_json, next_series
-from polytempo.training.attach import AttachOptions, attach_replica
-from polytempo.training.background_observer import BackgroundObserver
-from polytempo.training.checkpoint import go_on_from
-from polytempo.training.collective_observer import CollectiveObserver
-from polytempo.training.distillation import data_of_group, of_group
-from polytempo.training.drift_watch import watch
-from polytempo.training.evaluate import Evaluation
-from polytempo.training.gradients import gradients_of
-from polytempo.training.growth import check_growth
-from polytempo.training.guard import unfinite_names
-from polytempo.training.handle import Handle
-from polytempo.training.model_broadcast import broadcast_model
-from polytempo.training.model_parts import ModelParts
-from polytempo.training.noise_post import check_measured
-from polytempo.training.norm_growth import norm_growth
-from polytempo.training.parted_training import laid_out_run, parted_model
+from polytempo.training.checkpoint.checkpoint_files import go_on_from
+from polytempo.training.hooks.attach import AttachOptions, attach_replica
+from polytempo.training.hooks.drift_watch import watch
+from polytempo.training.hooks.handle import Handle
+from polytempo.training.hooks.preemption import PreemptionWatch
+from polytempo.training.job.distillation import data_of_group, of_group
+from polytempo.training.job.evaluate import Evaluation
+from polytempo.training.job.gradients import gradients_of
+from polytempo.training.job.growth import check_growth
+from polytempo.training.job.norm_growth import norm_growth
+from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.scored_average import average_of
+from polytempo.training.model.agree import agree, gather_json, next_series
+from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.ports import mesh_of, ports_of
+from polytempo.training.observe.background_observer import BackgroundObserver
+from polytempo.training.observe.collective_observer import CollectiveObserver
+from polytempo.training.observe.resumption import load
+from polytempo.training.parts.model_parts import ModelParts
+from polytempo.training.parts.parted_training import laid_out_run, parted_model
+from polytempo.training.parts.staged_training import cut_of, staged, staged_step
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
-from polytempo.training.ports import mesh_of, ports_of
-from polytempo.training.preemption import PreemptionWatch
-from polytempo.training.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
-from polytempo.training.replica import Replica
-from polytempo.training.resumption import load
-from polytempo.training.scored_average import average_of
-from polytempo.training.staged_training import cut_of, staged, staged_step
+from polytempo.training.step.guard import unfinite_names
+from polytempo.training.step.noise_post import check_measured
+from polytempo.training.step.replica import Replica
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
-from polytempo.wire.parts import MOST_FRAME_BYTES, PART_BYTES, cut, received
+from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, cut, received
 from polytempo.wire.silence import watch_by_tcp
 
 MOST_BYTES = 128 << 20

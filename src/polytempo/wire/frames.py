@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from polytempo.server.message import Message
-from polytempo.wire.parts import PART_BYTES, Frame, cut
+from polytempo.wire.message_parts import PART_BYTES, Frame, cut
 
 VERSION = 3
 """The protocol's version. A header of another version is refused."""

@@ -26,7 +26,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from polytempo.core import descriptors
+from polytempo.core.system import descriptors
 from polytempo.wire.keys import Keys
 
 _ZAP = "inproc://zeromq.zap.01"

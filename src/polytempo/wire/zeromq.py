@@ -27,7 +27,7 @@ from polytempo.wire.frames import FrameLimits, Malformed, References, decode, en
 from polytempo.wire.guard import ConnectionGuard
 from polytempo.wire.keys import Keys
 from polytempo.wire.memory import keep_memory
-from polytempo.wire.parts import MOST_FRAME_BYTES, PART_BYTES, Frame, received
+from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, Frame, received
 from polytempo.wire.silence import watch_by_tcp
 
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,8}")

@@ -1,8 +1,8 @@
 """Who performs the operations: a virtual clock, or real processes."""
 
 from polytempo.worlds.current_world import current, set_current
-from polytempo.worlds.process import ProcessWorld
-from polytempo.worlds.second_world import beside
+from polytempo.worlds.process.process_world import ProcessWorld
+from polytempo.worlds.process.second_world import beside
 from polytempo.worlds.trace import (
     MOST_WRITTEN,
     Event,
@@ -13,7 +13,7 @@ from polytempo.worlds.trace import (
     joined,
     write_chrome_trace,
 )
-from polytempo.worlds.virtual import Outcome, VirtualWorld
+from polytempo.worlds.virtual.virtual_world import Outcome, VirtualWorld
 
 __all__ = [
     "MOST_WRITTEN",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.worlds.process import ProcessWorld
+from polytempo.worlds.process.process_world import ProcessWorld
 
 _current: list[ProcessWorld] = []
 

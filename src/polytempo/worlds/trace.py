@@ -9,8 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from polytempo.core import files
-from polytempo.core.url_path import Place
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place
 
 MOST_WRITTEN = 50_000
 """Events in a file, of all ranks together."""

@@ -6,12 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from polytempo.compression.blocks import Parts
-from polytempo.compression.coded import Encoding, Kernels, from_zeros
-from polytempo.compression.tree import tree
-from polytempo.compression.values import refuse, room, whole
+from polytempo.compression.encoding.blocks import Parts
+from polytempo.compression.encoding.coded import Encoding, Kernels, from_zeros
+from polytempo.compression.encoding.tree import tree
+from polytempo.compression.encoding.values import refuse, room, whole
 from polytempo.core import EncodeContext
-from polytempo.native import codes_dense
+from polytempo.native.kernels import codes_dense
 
 
 class CastEncoding(Encoding, Protocol):

@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polytempo.compression.coded import Encoding, Kernels
-from polytempo.compression.draw import draw_key
-from polytempo.compression.ternary import own_scaler
-from polytempo.compression.values import flat_f32, opened, refused, room
+from polytempo.compression.encoding.coded import Encoding, Kernels
+from polytempo.compression.encoding.draw import draw_key
+from polytempo.compression.encoding.ternary import own_scaler
+from polytempo.compression.encoding.values import flat_f32, opened, refused, room
 from polytempo.core import EncodeContext
-from polytempo.native import codes_drawn
-from polytempo.native.codes_drawn import Fields
+from polytempo.native.kernels import codes_drawn
+from polytempo.native.kernels.codes_drawn import Fields
 
 
 class DrawnEncoding(Encoding, Protocol):

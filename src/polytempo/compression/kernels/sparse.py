@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polytempo.compression import entries
-from polytempo.compression.coded import Encoding, Kernels, add_decoded_, from_zeros, placed
-from polytempo.compression.values import refuse, room
+from polytempo.compression.encoding import entries
+from polytempo.compression.encoding.coded import Encoding, Kernels, add_decoded_, from_zeros, placed
+from polytempo.compression.encoding.values import refuse, room
 from polytempo.core import EncodeContext
-from polytempo.native import codes_sparse
+from polytempo.native.kernels import codes_sparse
 
 
 class LargestEncoding(Encoding, Protocol):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.data.text import read_text
+from polytempo.data.readers.text import read_text
 
 _MOST_DOCUMENTS = 0.5
 """A word that more of the documents have tells none from another."""

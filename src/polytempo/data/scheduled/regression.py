@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.data.csv_regression import csv_regression
-from polytempo.data.libsvm import libsvm
+from polytempo.data.readers.csv_regression import csv_regression
+from polytempo.data.readers.libsvm import libsvm
 
 
 class Regression(NamedTuple):

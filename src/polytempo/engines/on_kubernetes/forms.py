@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from polytempo.engines.on_kubernetes.options import KubernetesOptions
+from polytempo.engines.on_kubernetes.kubernetes_options import KubernetesOptions
 from polytempo.engines.on_kubernetes.pods import IGNORED, Manifest, agent_template, metadata
 
 TRAINER = "trainer.kubeflow.org"

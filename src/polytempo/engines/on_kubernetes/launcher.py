@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from polytempo.engines.on_kubernetes.forms import RESOURCES
-from polytempo.engines.on_kubernetes.options import KubernetesOptions
+from polytempo.engines.on_kubernetes.kubernetes_options import KubernetesOptions
 from polytempo.engines.on_kubernetes.pods import Manifest, metadata, pod_template
 
 OPTIONS_FOLDER = "/etc/polytempo"

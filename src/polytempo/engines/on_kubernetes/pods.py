@@ -9,8 +9,8 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polytempo.core.notice import PREEMPTED
-from polytempo.engines.on_kubernetes.options import TICKET_FOLDER, WRITABLE, KubernetesOptions
+from polytempo.core.system.notice import PREEMPTED
+from polytempo.engines.on_kubernetes.kubernetes_options import TICKET_FOLDER, WRITABLE, KubernetesOptions
 from polytempo.engines.remote.messages import ECHO
 
 Manifest = dict[str, Any]

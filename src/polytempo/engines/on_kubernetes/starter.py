@@ -20,7 +20,7 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.on_kubernetes.api import KubernetesApi, KubernetesRefusal
 from polytempo.engines.on_kubernetes.forms import workload
-from polytempo.engines.on_kubernetes.options import KubernetesOptions
+from polytempo.engines.on_kubernetes.kubernetes_options import KubernetesOptions
 from polytempo.engines.on_kubernetes.pods import Manifest, owner_reference, selector, ticket_secret
 from polytempo.engines.on_kubernetes.status import describe, ended_for_good, finished, latest, phase
 from polytempo.engines.remote.starter import StartedAgent

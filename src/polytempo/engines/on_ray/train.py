@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from polytempo.engines.extras import missing
-from polytempo.engines.init import init
+from polytempo.engines.join.init import init
 from polytempo.worlds import current, set_current
 
 try:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, NamedTuple
 
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.fork import held_signals, open_program
+from polytempo.engines.processes.fork import held_signals, open_program
 
 _ASK_S = 30.0
 _END_S = 5.0

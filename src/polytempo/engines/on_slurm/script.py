@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from polytempo.engines.on_slurm.allocation import asked
-from polytempo.engines.on_slurm.engine import Slurm
+from polytempo.engines.on_slurm.slurm_engine import Slurm
 
 _SCRIPT = """\
 #!/bin/bash

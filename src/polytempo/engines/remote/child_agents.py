@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from polytempo.engines.fork import held_signals, open_program
+from polytempo.engines.processes.fork import held_signals, open_program
 from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
 

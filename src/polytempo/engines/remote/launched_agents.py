@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
-from polytempo.engines.fork import held_signals, open_program
+from polytempo.engines.processes.fork import held_signals, open_program
 from polytempo.engines.remote.child_agents import quoted
 from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import TICKET_VARIABLE, AgentTicket

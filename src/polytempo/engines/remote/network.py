@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
-from polytempo.engines.environment import parsed_url
+from polytempo.engines.join.environment import parsed_url
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9

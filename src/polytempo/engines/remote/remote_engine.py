@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.files import made
-from polytempo.engines import janitor
+from polytempo.core.system.files import made
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
+from polytempo.engines.processes import janitor
 from polytempo.engines.remote.known_agent import Agent, RemoteProcess
 from polytempo.engines.remote.messages import (
     SAVE_S,

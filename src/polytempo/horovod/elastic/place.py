@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from polytempo.core import PolytempoError
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.horovod.runtime.operation import HorovodInternalError
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView, Ready

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-from polytempo.engines.command_process import CommandRun
 from polytempo.engines.engine import EngineProcess, Role
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
+from polytempo.engines.processes.command_process import CommandRun
 from polytempo.horovod.elastic.place import LIFE, MEETING
 from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.host_discovery import HostDiscovery

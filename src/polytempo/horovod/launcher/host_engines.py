@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from polytempo.engines.command_process import CommandRun, perform_command
 from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
 from polytempo.engines.local_engine import Local
+from polytempo.engines.processes.command_process import CommandRun, perform_command
 from polytempo.engines.remote.child_agents import ChildAgents
 from polytempo.engines.remote.network import address_of, common_address, interface_of
 from polytempo.engines.remote.remote_engine import opened_remote

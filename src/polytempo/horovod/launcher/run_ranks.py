@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.command_process import CommandRun
 from polytempo.engines.engine import EngineProcess, Role
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
+from polytempo.engines.processes.command_process import CommandRun
 from polytempo.horovod.launcher.host_engines import HostEngines
 from polytempo.horovod.launcher.hosts import places
 from polytempo.horovod.launcher.output import OutputRelay

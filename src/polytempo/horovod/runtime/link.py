@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from torch._C._distributed_c10d import Store
 
 from polytempo.core import TimedOut
-from polytempo.worlds.threads import ended
+from polytempo.worlds.process.threads import ended
 
 Look = Callable[[], None]
 _Ends = list[tuple[int, socket.socket]]

@@ -23,7 +23,7 @@ from polytempo.horovod.runtime.operation import HorovodInternalError, Operation
 from polytempo.horovod.runtime.settings import LEVELS
 from polytempo.horovod.runtime.timeline import TimelineFile
 from polytempo.horovod.runtime.tuning import Tuning
-from polytempo.worlds.threads import close_at_exit, ended
+from polytempo.worlds.process.threads import close_at_exit, ended
 
 _LOG = logging.getLogger("polytempo.horovod")
 _GRACE_S = 0.002

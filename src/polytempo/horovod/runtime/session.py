@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from polytempo.engines.environment import recognise
-from polytempo.engines.init import init
+from polytempo.engines.join.environment import recognise
+from polytempo.engines.join.init import init
 from polytempo.horovod.negotiation.autotuner import Autotuner
 from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
 from polytempo.horovod.negotiation.member import NegotiationMember

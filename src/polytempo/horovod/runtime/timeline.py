@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
-from polytempo.worlds.threads import ended
+from polytempo.worlds.process.threads import ended
 
 _LOG = logging.getLogger("polytempo.horovod")
 _WRITE_EVERY_S = 0.25

@@ -23,7 +23,7 @@ from polytempo.horovod.torch.gradient_reduction import GradientReduction
 from polytempo.horovod.torch.handles import synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
 from polytempo.horovod.torch.strategy_optimizer import with_strategy
-from polytempo.training.requirements import check_momentum
+from polytempo.training.model.requirements import check_momentum
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

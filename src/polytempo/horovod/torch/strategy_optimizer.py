@@ -13,8 +13,8 @@ from polytempo.core import Strategy
 from polytempo.horovod.elastic.place import elastic_place
 from polytempo.horovod.torch.basics import session
 from polytempo.runs.own_loop.attach import attach
-from polytempo.spec.catalogue import parse_strategy
-from polytempo.training.handle import Handle
+from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.training.hooks.handle import Handle
 
 
 def with_strategy(

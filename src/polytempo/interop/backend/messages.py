@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Work
 
 from polytempo.native.group import Group
 from polytempo.native.transfer import Transfer
-from polytempo.worlds.threads import close_at_exit, ended
+from polytempo.worlds.process.threads import close_at_exit, ended
 
 _LOOKS_S = 1.0
 """How long the thread sleeps at most before it looks whether it is to end."""

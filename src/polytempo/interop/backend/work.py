@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from polytempo.worlds.threads import close_at_exit, ended
+from polytempo.worlds.process.threads import close_at_exit, ended
 
 Run = Callable[[], None]
 

@@ -27,10 +27,10 @@ from polytempo.partition.branches.parts import BranchedModel, Code, Region, part
 from polytempo.partition.branches.passes import run_region
 from polytempo.partition.branches.pool import Pool
 from polytempo.partition.branches.settings import is_caching, is_plain
-from polytempo.partition.exported_graph import exported
-from polytempo.partition.modes import attributes_kept
-from polytempo.partition.profile import counted
-from polytempo.partition.trace import FIXED, Inputs, Traced, Untraceable, trace
+from polytempo.partition.graph.exported_graph import exported
+from polytempo.partition.graph.modes import attributes_kept
+from polytempo.partition.graph.profile import counted
+from polytempo.partition.graph.trace import FIXED, Inputs, Traced, Untraceable, trace
 
 WORTH = 4e6
 """Operations that a region must save to be run on several threads: about what handing over its tasks costs."""

@@ -25,7 +25,7 @@ from polytempo.partition.branches.units import (
     units_of,
     uses_of,
 )
-from polytempo.partition.trace import Traced
+from polytempo.partition.graph.trace import Traced
 
 
 class TakenValue(NamedTuple):

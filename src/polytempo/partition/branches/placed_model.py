@@ -14,11 +14,11 @@ from polytempo.partition.branches.parts import parts_of
 from polytempo.partition.branches.placed_passes import Leaf, PlacedPass, Sizes, backward, forward, parameters_of
 from polytempo.partition.branches.placement import Placement, placement
 from polytempo.partition.cut import Layout
-from polytempo.partition.exported_graph import exported
-from polytempo.partition.profile import counted
+from polytempo.partition.graph.exported_graph import exported
+from polytempo.partition.graph.profile import counted
+from polytempo.partition.graph.trace import FIXED, Inputs, Traced, Untraceable, inputs_of, trace
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
-from polytempo.partition.trace import FIXED, Inputs, Traced, Untraceable, inputs_of, trace
 
 
 class PlacedModel(PartedModel):

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from polytempo.partition.branches.hooks import has_hooks
-from polytempo.partition.profile import Fact, storage
-from polytempo.partition.split import OPERATIONS
+from polytempo.partition.graph.profile import Fact, storage
+from polytempo.partition.graph_stages import OPERATIONS
 
 _KNOWN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.SymInt)
 _STATISTICS = ("batch_norm", "instance_norm")

@@ -21,7 +21,7 @@ from polytempo.partition.hybrid.divisible import divisible
 from polytempo.partition.hybrid.exchange import Divided, DividedCall, forward
 from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange, rounds
 from polytempo.partition.tensor.division import Division, even_sizes
-from polytempo.partition.tensor.layer import Cutter, SplitLayer
+from polytempo.partition.tensor.layers.layer import Cutter, SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.partition.tensor.rules import matched, replace_module

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from polytempo.partition.tensor.convolution import CONVOLUTIONS
+from polytempo.partition.tensor.layers.convolution import CONVOLUTIONS
 
 _SINGLE_MODULES = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU),

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from polytempo.partition.graph.trace import Untraceable, inputs_of, trace
 from polytempo.partition.plan.follower import Follower, followers
 from polytempo.partition.plan.volume import LayerVolume, volumes
 from polytempo.partition.tensor.way import Way, column, row, way_of
-from polytempo.partition.trace import Untraceable, inputs_of, trace
 from polytempo.partition.wires import AS_THEY_ARE, WAYS, Wires
 from polytempo.partition.wires import Way as Passing
 

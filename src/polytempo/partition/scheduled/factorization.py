@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.partition.scheduled.program import Measure, added, borders, check_kinds, check_places
 
 

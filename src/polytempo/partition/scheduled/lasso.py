@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.partition.scheduled.coordinate_descent import DescentJob
 from polytempo.partition.scheduled.scheduler import SetRule
 

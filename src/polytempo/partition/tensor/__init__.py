@@ -1,6 +1,6 @@
 """One layer on several ranks: by outputs, by inputs, by rows of a table, by heads."""
 
-from polytempo.partition.tensor.cross_entropy import split_cross_entropy
+from polytempo.partition.tensor.layers.cross_entropy import split_cross_entropy
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.rules import Rules, apply_rules
 from polytempo.partition.tensor.split_model import SplitModel

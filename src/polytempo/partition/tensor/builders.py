@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from polytempo.partition.tensor.attention import SplitAttention
-from polytempo.partition.tensor.convolution import CONVOLUTIONS, ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.division import Division, even_sizes
-from polytempo.partition.tensor.dropout import SplitDropout
-from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
-from polytempo.partition.tensor.layer import Cutter
-from polytempo.partition.tensor.linear import ColumnLinear, RowLinear, VocabularyLinear
-from polytempo.partition.tensor.sequence import ScatterLayer, SequenceLayer
+from polytempo.partition.tensor.layers.attention import SplitAttention
+from polytempo.partition.tensor.layers.convolution import CONVOLUTIONS, ColumnConvolution, Convolution, RowConvolution
+from polytempo.partition.tensor.layers.dropout import SplitDropout
+from polytempo.partition.tensor.layers.embedding import ColumnEmbedding, RowEmbedding
+from polytempo.partition.tensor.layers.layer import Cutter
+from polytempo.partition.tensor.layers.linear import ColumnLinear, RowLinear, VocabularyLinear
+from polytempo.partition.tensor.layers.sequence import ScatterLayer, SequenceLayer
 from polytempo.partition.tensor.stream import POSITIONS
 from polytempo.partition.tensor.way import Way
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from polytempo.core import Port
 from polytempo.partition.tensor.division import Division
-from polytempo.partition.tensor.layer import SplitLayer
+from polytempo.partition.tensor.layers.layer import SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup, gathered_parts
 from polytempo.partition.tensor.whole_norm import norms_are_whole
 

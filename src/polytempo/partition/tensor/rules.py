@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from polytempo.partition.tensor.builders import built
-from polytempo.partition.tensor.dropout import CheckedDropout
-from polytempo.partition.tensor.layer import Cutter, SplitLayer
+from polytempo.partition.tensor.layers.dropout import CheckedDropout
+from polytempo.partition.tensor.layers.layer import Cutter, SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.tensor.way import Way, way_of

@@ -8,12 +8,12 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from polytempo.partition.tensor.cross_entropy import Reduction, split_cross_entropy
 from polytempo.partition.tensor.division import Division
-from polytempo.partition.tensor.dropout import same_everywhere
 from polytempo.partition.tensor.exchange import gathered
-from polytempo.partition.tensor.layer import SplitLayer
-from polytempo.partition.tensor.linear import VocabularyLinear
+from polytempo.partition.tensor.layers.cross_entropy import Reduction, split_cross_entropy
+from polytempo.partition.tensor.layers.dropout import same_everywhere
+from polytempo.partition.tensor.layers.layer import SplitLayer
+from polytempo.partition.tensor.layers.linear import VocabularyLinear
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.partition.tensor.way import Way

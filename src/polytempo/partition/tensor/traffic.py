@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from polytempo.partition.tensor.attention import SplitAttention
-from polytempo.partition.tensor.convolution import ColumnConvolution, RowConvolution
 from polytempo.partition.tensor.division import even_sizes
-from polytempo.partition.tensor.embedding import ColumnEmbedding, RowEmbedding
-from polytempo.partition.tensor.layer import SplitLayer
-from polytempo.partition.tensor.linear import ColumnLinear, RowLinear
-from polytempo.partition.tensor.sequence import ScatterLayer, SequenceLayer
+from polytempo.partition.tensor.layers.attention import SplitAttention
+from polytempo.partition.tensor.layers.convolution import ColumnConvolution, RowConvolution
+from polytempo.partition.tensor.layers.embedding import ColumnEmbedding, RowEmbedding
+from polytempo.partition.tensor.layers.layer import SplitLayer
+from polytempo.partition.tensor.layers.linear import ColumnLinear, RowLinear
+from polytempo.partition.tensor.layers.sequence import ScatterLayer, SequenceLayer
 from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.wires import AS_THEY_ARE, Way, Wires, without_memory
 

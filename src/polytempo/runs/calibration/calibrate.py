@@ -36,9 +36,9 @@ from polytempo.runs.calibration.measurement import (
     samples_of,
     spread_of,
 )
+from polytempo.runs.calibration.probe import answers, hosts_of
 from polytempo.runs.calibration.server_exchange import with_server_exchange
-from polytempo.runs.probe import answers, hosts_of
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd

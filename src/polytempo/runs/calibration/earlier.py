@@ -13,7 +13,7 @@ from typing import NamedTuple
 from polytempo.cluster import Cluster
 from polytempo.cluster.measured import read_cluster
 from polytempo.cluster.prices import KERNELS_AGAIN, MESSAGES_AGAIN, read_spread
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.runs.calibration.calibrate import Calibration
 
 _BYTES, _FLOPS = 1 << 20, 1e7

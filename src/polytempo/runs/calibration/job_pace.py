@@ -24,13 +24,13 @@ from polytempo.cluster.slow_spells import measured_steps
 from polytempo.cluster.speeds import EXCHANGE
 from polytempo.cluster.stragglers import constant
 from polytempo.core import Strategy
-from polytempo.engines import janitor
 from polytempo.engines.engine import EngineSetup
+from polytempo.engines.processes import janitor
+from polytempo.report.pages.validation import steps_of_ranks
 from polytempo.report.runs import load_run
-from polytempo.report.validation import steps_of_ranks
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, correlation_of, quantiles_of
 from polytempo.runs.run import run
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 from polytempo.strategies import sync_sgd

@@ -32,12 +32,12 @@ from polytempo.cluster import Cluster, Link
 from polytempo.cluster.fit import Sample
 from polytempo.compression import feedback, through
 from polytempo.core import Bundle, Op, Port, Program, Transform, interpreted
-from polytempo.core.kernel_use import KernelUse, Uses
+from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
 from polytempo.core.op import Compute
-from polytempo.spec.catalogue import NAMES
-from polytempo.training.guard import first_bad
-from polytempo.training.job_profile import Operators
-from polytempo.training.step_cost import update_use
+from polytempo.spec.text.catalogue import NAMES
+from polytempo.training.step.guard import first_bad
+from polytempo.training.step.job_profile import Operators
+from polytempo.training.step.step_cost import update_use
 from polytempo.worlds import VirtualWorld
 
 _PERCEPTRONS = (

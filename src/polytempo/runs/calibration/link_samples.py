@@ -21,9 +21,9 @@ from polytempo.cluster import Link
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.speeds import COLLECTIVE
 from polytempo.core import Port
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Collective, Op
-from polytempo.runs.probe import pairs_of
+from polytempo.runs.calibration.probe import pairs_of
 from polytempo.worlds.collective import member_bytes, num_rounds
 
 _SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 5 << 20)

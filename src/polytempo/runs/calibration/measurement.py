@@ -21,15 +21,15 @@ from torch.utils.data import TensorDataset
 from polytempo.cluster.fit import Sample
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
-from polytempo.core.folder_lock import machine_identity
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.port import barrier
-from polytempo.engines.init import init
+from polytempo.core.system.folder_lock import machine_identity
+from polytempo.engines.join.init import init
 from polytempo.native.arena import shared_empty
 from polytempo.runs.calibration.kernel_samples import around, operators, transforms
 from polytempo.runs.calibration.link_samples import collectives, links
+from polytempo.runs.calibration.probe import flops_per_s
 from polytempo.runs.calibration.server_samples import servers
-from polytempo.runs.probe import flops_per_s
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.strategies import local_sgd, one_bit_sgd, power_sgd, sync_sgd

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from polytempo.cluster import Cluster, KernelSpeed
 from polytempo.cluster.speeds import SERVER_EXCHANGE, SERVER_STEP
-from polytempo.engines import janitor
 from polytempo.engines.engine import EngineSetup
+from polytempo.engines.processes import janitor
+from polytempo.report.pages.validation import typical_step_s
 from polytempo.report.runs import load_run
-from polytempo.report.validation import typical_step_s
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, SMALL_SIZES, SmallRun
 from polytempo.runs.run import run
-from polytempo.runs.simulate import simulate
+from polytempo.runs.simulated.simulate import simulate
 from polytempo.strategies import async_sgd, downpour
 
 _PERIOD = 8

@@ -20,16 +20,16 @@ from torch.utils.data import TensorDataset
 from polytempo.cluster import Cluster, Link
 from polytempo.cluster.fit import Sample
 from polytempo.core import Port
-from polytempo.core.kernel_use import KernelUse
+from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.native.library import available
-from polytempo.runs.served.simulate_served import ServedSimulation
+from polytempo.runs.simulated.simulate_served import ServedSimulation
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Message, Outbox, Push
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import async_sgd
-from polytempo.training.server_worker import Attendance
+from polytempo.training.served.server_worker import Attendance
 from polytempo.wire.frames import FrameLimits, decode, encode
 
 _SIZES = (16, 256, 1024, 2048)

@@ -18,20 +18,20 @@ import torch
 
 from polytempo.core import PeerLost, TimedOut
 from polytempo.engines.engine import Launch
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.local_engine import Local
-from polytempo.engines.rendezvous import Rendezvous
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import Dismiss, End, GroupView, Ready
 from polytempo.membership.run_membership import RunMembership
 from polytempo.runs.elastic.generation_group import joined_group
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
 from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
-from polytempo.training.attached_models import detach_from, handle_of
-from polytempo.training.commit_point import commit_point
-from polytempo.training.elastic_training import Stopped
-from polytempo.training.handle import Handle
-from polytempo.training.local_round import check_alike
-from polytempo.training.loop_state import ElasticState
+from polytempo.training.elastic.commit_point import commit_point
+from polytempo.training.elastic.elastic_training import Stopped
+from polytempo.training.elastic.local_round import check_alike
+from polytempo.training.elastic.loop_state import ElasticState
+from polytempo.training.hooks.attached_models import detach_from, handle_of
+from polytempo.training.hooks.handle import Handle
 from polytempo.worlds import ProcessWorld
 
 TrainFunction = Callable[[ElasticState], Any]

@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from polytempo.core import PeerLost, TimedOut
-from polytempo.engines.environment import parsed_url
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.environment import parsed_url
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.membership.message import Dismiss, End, GroupView, Ready
 from polytempo.runs.elastic.generation_group import joined_group
 from polytempo.runs.elastic.member_board import Formed, MemberBoard, Row, Superseded
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.agree import gather_json
-from polytempo.training.elastic_training import ElasticTraining, Stopped
-from polytempo.training.program import TrainingSummary
+from polytempo.training.elastic.elastic_training import ElasticTraining, Stopped
+from polytempo.training.job.program import TrainingSummary
+from polytempo.training.model.agree import gather_json
 from polytempo.training.trainer import result_of
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, joined, write_chrome_trace
 

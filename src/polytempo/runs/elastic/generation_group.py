@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from polytempo.core import PolytempoError
-from polytempo.engines.init import hosts_of_ranks
+from polytempo.engines.join.init import hosts_of_ranks
 from polytempo.interop.autoload import register
 from polytempo.interop.backend.options import Options
 from polytempo.membership.message import GroupView

@@ -12,9 +12,9 @@ import time
 from typing import Any, NamedTuple
 
 from polytempo.core import PolytempoError
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.membership.message import Dismiss, End, GroupView, Interrupt, Leave, Ready, Report
-from polytempo.training.commit_point import Wishes
+from polytempo.training.elastic.commit_point import Wishes
 
 _LOOK_S = 0.02
 """How often a member looks for news while it trains."""

@@ -21,27 +21,28 @@ from typing import Any
 import torch
 
 from polytempo.collectives.invariant import Invariant
-from polytempo.core import PolytempoError, files
-from polytempo.core.notice import Notice, Preempted, noticed
+from polytempo.core import PolytempoError
+from polytempo.core.system import files
+from polytempo.core.system.notice import Notice, Preempted, noticed
 from polytempo.data.plan import check_global_batch
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
-from polytempo.engines.failures import died, diverged, how
-from polytempo.engines.rendezvous import Rendezvous
+from polytempo.engines.join.rendezvous import Rendezvous
+from polytempo.engines.processes.failures import died, diverged, how
 from polytempo.membership.message import Begin, Dismiss, End, Fail, GroupView, Interrupt, Kill, Leave, Order
 from polytempo.membership.run_membership import RunMembership
-from polytempo.report.metrics import MetricsWriter, read_metrics
-from polytempo.report.progress import Progress
+from polytempo.report.status.metrics import MetricsWriter, read_metrics
+from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
 from polytempo.runs.elastic.membership_history import MembershipHistory
-from polytempo.runs.launcher_files import served_files
-from polytempo.runs.live_run import LiveRun
-from polytempo.runs.run_logs import logs_of
-from polytempo.runs.run_page import reported, show_rows
+from polytempo.runs.frame.launcher_files import served_files
+from polytempo.runs.frame.live_run import LiveRun
+from polytempo.runs.frame.run_logs import logs_of
+from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.elastic_strategies import check_elastic
-from polytempo.training.growth import times_by
+from polytempo.training.elastic.elastic_strategies import check_elastic
+from polytempo.training.job.growth import times_by
 from polytempo.training.trainer import recorder
 
 _CALM_S = 0.05

@@ -10,21 +10,21 @@ from polytempo.core import Strategy
 from polytempo.large_batch.probe import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.runs.own_loop.loop_link import LoopServerStart
-from polytempo.spec.catalogue import strategy_from
 from polytempo.spec.precision import Precision, check_precision, precision_of
+from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
-from polytempo.training.agree import agree_to_train
-from polytempo.training.attach import AttachOptions, attach_replica, begin_alike, check_attachable, check_kinds
-from polytempo.training.attached_models import set_handle
-from polytempo.training.bucketing import DEFAULT_BUCKET_BYTES
-from polytempo.training.buffers import BufferRule
-from polytempo.training.drift_watch import OnDrift
-from polytempo.training.epoch_source import source_of
-from polytempo.training.handle import Handle
-from polytempo.training.ports import ports_of
+from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin_alike, check_attachable, check_kinds
+from polytempo.training.hooks.attached_models import set_handle
+from polytempo.training.hooks.drift_watch import OnDrift
+from polytempo.training.hooks.handle import Handle
+from polytempo.training.model.agree import agree_to_train
+from polytempo.training.model.ports import ports_of
+from polytempo.training.model.requirements import check_served
+from polytempo.training.own_loop.epoch_source import source_of
+from polytempo.training.own_loop.served_handle import ServedHandle
 from polytempo.training.precision.masters import check as check_masters
-from polytempo.training.requirements import check_served
-from polytempo.training.served_handle import ServedHandle
+from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES
+from polytempo.training.step.buffers import BufferRule
 from polytempo.worlds import ProcessWorld, current
 
 

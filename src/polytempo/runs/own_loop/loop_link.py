@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polytempo.core import Mismatch, PolytempoError
-from polytempo.engines.environment import recognise
-from polytempo.engines.init import host_digest
+from polytempo.engines.join.environment import recognise
+from polytempo.engines.join.init import host_digest
+from polytempo.engines.join.returned_rank import publish, running
+from polytempo.engines.join.server_ranks import KEYS, hand_over, spend
 from polytempo.engines.remote.network import address_to
-from polytempo.engines.returned_rank import publish, running
-from polytempo.engines.server_ranks import KEYS, hand_over, spend
+from polytempo.runs.mail.host_mail import HostMailboxes
+from polytempo.runs.mail.mailbox_directory import NodeMail, socket_in
 from polytempo.runs.own_loop.loop_server import ServerLine, bracketed
 from polytempo.runs.own_loop.server_process import ServerProcess
-from polytempo.runs.served.host_mail import HostMailboxes
-from polytempo.runs.served.mailbox_directory import NodeMail, socket_in
 from polytempo.server.message import Message, RunFailed
-from polytempo.training.agree import gather_json
-from polytempo.training.loop_facts import LoopFacts
-from polytempo.training.ticket_loop import RETURN
+from polytempo.training.model.agree import gather_json
+from polytempo.training.own_loop.loop_facts import LoopFacts
+from polytempo.training.own_loop.ticket_loop import RETURN
 from polytempo.wire.frames import limits_of
 from polytempo.wire.keys import Keys, make_keys, read_keys
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import ProcessWorld
-from polytempo.worlds.server_ranks import ServerRanks
+from polytempo.worlds.process.server_ranks import ServerRanks
 
 _LOOK_S = 0.25
 """How often a rank that waits looks whether the server still runs."""

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from polytempo.core import PolytempoError
-from polytempo.engines import janitor
 from polytempo.engines.engine import Engine, Launch, Role
-from polytempo.engines.init import host_digest
+from polytempo.engines.join.init import host_digest
 from polytempo.engines.local_engine import Local
+from polytempo.engines.processes import janitor
 from polytempo.engines.remote.remote_engine import opened_remote
 from polytempo.engines.remote.travelling_run import TravellingRun
-from polytempo.runs.events import RunEvents
+from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.mail.host_mail import HostMailboxes, KeeperMail
+from polytempo.runs.mail.mailbox_directory import MailboxDirectory
 from polytempo.runs.own_loop.rank_agents import RankAgents
 from polytempo.runs.own_loop.shard_copy import hold_shard
-from polytempo.runs.served.host_mail import HostMailboxes, KeeperMail
-from polytempo.runs.served.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_node import Mailboxes, Setting
@@ -46,10 +46,10 @@ from polytempo.server.coordinator.saved_schedule import encoded
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, RunFailed
 from polytempo.spec.options import RunOptions
-from polytempo.training.loop_facts import LoopFacts
-from polytempo.training.server_facts import facts_of
+from polytempo.training.own_loop.loop_facts import LoopFacts
+from polytempo.training.served.server_facts import facts_of
 from polytempo.wire.keys import Keys, write_keys
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 _MOST_EPOCHS = 1 << 24
 _MOST_HELD = 1024

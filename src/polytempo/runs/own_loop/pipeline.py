@@ -14,7 +14,7 @@ from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.wires import Wires
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.runs.own_loop.served_pipeline import ServedPipeline
-from polytempo.spec.catalogue import codec_of, strategy_from
+from polytempo.spec.text.catalogue import codec_of, strategy_from
 from polytempo.training.pipeline.pipeline import Pipeline, strategy_of
 from polytempo.training.pipeline.pipeline_stage import Loss
 from polytempo.worlds import ProcessWorld, current

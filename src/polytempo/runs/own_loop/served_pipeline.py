@@ -23,17 +23,17 @@ from polytempo.data.shard import DataShard
 from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
-from polytempo.training.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
-from polytempo.training.epoch_source import source_of
-from polytempo.training.loop_facts import LoopFacts, facts_of_loop
-from polytempo.training.model_broadcast import broadcast_model
+from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.randomness import kept_random_states, seed_step
+from polytempo.training.model.requirements import check_served
+from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
+from polytempo.training.own_loop.epoch_source import source_of
+from polytempo.training.own_loop.loop_facts import LoopFacts, facts_of_loop
+from polytempo.training.own_loop.ticket_loop import TicketLoop
 from polytempo.training.pipeline.pipeline import agreed_cut
 from polytempo.training.pipeline.pipeline_stage import Loss, of_parameters, schedule_of
 from polytempo.training.pipeline.served_stage import ServedStage, StagedTraining
-from polytempo.training.randomness import kept_random_states, seed_step
-from polytempo.training.requirements import check_served
-from polytempo.training.shard_rule import parameters_of
-from polytempo.training.ticket_loop import TicketLoop
+from polytempo.training.served.shard_rule import parameters_of
 from polytempo.worlds import ProcessWorld
 
 _NONE_YET = "the server begins with the first epoch of pt.shard(loader)"

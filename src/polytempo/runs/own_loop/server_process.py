@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from polytempo.engines.fork import held_signals
+from polytempo.engines.processes.fork import held_signals
 
 _MODULE = "polytempo.parameter_server"
 LENGTHS = struct.Struct(">QQQQ")

@@ -7,17 +7,17 @@ from itertools import accumulate
 from typing import Any
 
 from polytempo.engines.engine import Role
-from polytempo.runs.served.host_mail import HostMailboxes
+from polytempo.runs.mail.host_mail import HostMailboxes
 from polytempo.runs.served.served_node import Mailboxes, Setting
 from polytempo.server.layout import part
 from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.state_copy import begin_with
-from polytempo.training.loop_facts import LOOP_FORMAT, LoopFacts
+from polytempo.server.snapshots.state_copy import begin_with
+from polytempo.training.own_loop.loop_facts import LOOP_FORMAT, LoopFacts
 from polytempo.wire.keys import Keys
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 _LINGER_S = 1.0
 

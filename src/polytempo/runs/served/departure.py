@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from polytempo.core import PolytempoError
-from polytempo.core.notice import Notice, Preempted
+from polytempo.core.system.notice import Notice, Preempted
 from polytempo.engines.engine import EngineProcess
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.runs.served.supervisor import ProcessSupervisor

@@ -18,11 +18,11 @@ import signal
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from polytempo.core.url_path import Place
+from polytempo.core.system.url_path import Place
 from polytempo.server.loop import Machine
 from polytempo.server.message import Message, Outbox
 from polytempo.server.shard.node import Node
-from polytempo.server.shard.snapshot import begun, complete_part
+from polytempo.server.snapshots.snapshot import begun, complete_part
 
 SAVE_AND_LEAVE: Final = signal.SIGUSR2
 """What a host's agent sends to copies of shards once the launcher is lost."""

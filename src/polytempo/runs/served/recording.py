@@ -24,14 +24,14 @@ from typing import Any
 import msgspec
 import torch
 
-from polytempo.core import files
-from polytempo.core.url_path import Place, local_path
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place, local_path
 from polytempo.native.library import instruction_set
 from polytempo.runs.served.run_snapshot import RunSnapshot, run_snapshot_path
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.record import Asking, Entry, Recorder, entry_of
 from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.snapshot import files_of
+from polytempo.server.snapshots.snapshot import files_of
 from polytempo.spec.run_spec import RunSpec
 
 FORMAT = "polytempo-run"

@@ -14,18 +14,19 @@ from typing import Protocol
 
 import torch
 
-from polytempo.core import PolytempoError, files
-from polytempo.core.notice import Notice, noticed
+from polytempo.core import PolytempoError
+from polytempo.core.system import files
+from polytempo.core.system.notice import Notice, noticed
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
-from polytempo.engines.failures import WorkerDied, died, diverged, how
 from polytempo.engines.local_engine import Local
-from polytempo.report.metrics import MetricsWriter
-from polytempo.report.progress import Progress
-from polytempo.runs.events import RunEvents
-from polytempo.runs.launcher_files import served_files
-from polytempo.runs.live_run import LiveRun
-from polytempo.runs.run_logs import logs_of
-from polytempo.runs.run_page import reported, show_rows
+from polytempo.engines.processes.failures import WorkerDied, died, diverged, how
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.frame.launcher_files import served_files
+from polytempo.runs.frame.live_run import LiveRun
+from polytempo.runs.frame.run_logs import logs_of
+from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.runs.served.departure import Departure
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.run_snapshot import SnapshotSaves

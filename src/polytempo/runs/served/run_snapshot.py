@@ -24,15 +24,15 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from polytempo.core import PolytempoError
-from polytempo.core.ranges import Range, Ranges
-from polytempo.core.url_path import Place, UrlPath
+from polytempo.core.arithmetic.ranges import Range, Ranges
+from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.data.batches import Batches
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Outbox
-from polytempo.server.shard.object_disk import disk_of
-from polytempo.server.shard.score_snapshots import ScorePoints
-from polytempo.server.shard.snapshot import (
+from polytempo.server.snapshots.object_disk import disk_of
+from polytempo.server.snapshots.score_snapshots import ScorePoints
+from polytempo.server.snapshots.snapshot import (
     FORGED,
     SnapshotError,
     complete,
@@ -42,7 +42,7 @@ from polytempo.server.shard.snapshot import (
     read,
     snapshot_errors,
 )
-from polytempo.server.shard.state import decode
+from polytempo.server.snapshots.state import decode
 
 FORMAT = "polytempo-run-snapshot"
 VERSION = 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import world_port
-from polytempo.core.notice import Notice, noticed
+from polytempo.core.system.notice import Notice, noticed
 from polytempo.engines.engine import Role
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.runs.served.recording import CopyRecorder
@@ -30,15 +30,15 @@ from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import View
 from polytempo.server.shard.node import Node
-from polytempo.server.shard.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.shard.snapshot import read, snapshot_errors
-from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.snapshots.score_snapshots import ScoreSnapshots, Showing
+from polytempo.server.snapshots.snapshot import read, snapshot_errors
+from polytempo.server.worker.host.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
 from polytempo.server.worker.stage_messages import StageMessages, through_stages
-from polytempo.training.server_worker import work
+from polytempo.training.served.server_worker import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
-from polytempo.worlds.mail import Mail, MailWorld
+from polytempo.worlds.process.mail import Mail, MailWorld
 
 _LINGER_S = 1.0
 """How long a process that has done its part lets its last messages leave."""

@@ -27,33 +27,33 @@ from polytempo.runs.served.served_stages import ServedStages, stages_of_job
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Spans, part, shard_map
 from polytempo.server.pieces import without_tables
-from polytempo.server.shard.buffers import Empty, plain_empty, without_values
-from polytempo.server.shard.running_statistics import of_first
-from polytempo.server.shard.score_snapshots import MOST as SNAPSHOTS
-from polytempo.server.shard.score_snapshots import ScorePoints, score_points
 from polytempo.server.shard.shard import Shard
+from polytempo.server.snapshots.score_snapshots import MOST as SNAPSHOTS
+from polytempo.server.snapshots.score_snapshots import ScorePoints, score_points
+from polytempo.server.tensors.buffers import Empty, plain_empty, without_values
+from polytempo.server.tensors.running_statistics import of_first
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
-from polytempo.server.worker.lent_gradients import LentGradients
+from polytempo.server.worker.host.lent_gradients import LentGradients
 from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import data_of, made_schedule, replica_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.goals import check_goals
-from polytempo.training.guard import Guard
-from polytempo.training.local_decay import LocalDecay
-from polytempo.training.part_noise import PartNoise
+from polytempo.training.job.goals import check_goals
+from polytempo.training.model.local_decay import LocalDecay
+from polytempo.training.model.running_statistics import Running
+from polytempo.training.model.trainable_parameters import trainable
 from polytempo.training.precision.masters import bytes_of, masters_of
-from polytempo.training.rate_schedule import RateSchedule, check_schedule
-from polytempo.training.running_statistics import Running
-from polytempo.training.scorer import Scorer
-from polytempo.training.served_context import ServedContext
-from polytempo.training.served_replica import trained_of
-from polytempo.training.server_worker import gradients_of, gradients_without_values
-from polytempo.training.shard_rule import flat_of, parameters_of, shard_rule_of
-from polytempo.training.step_cost import StepCost
-from polytempo.training.trainable_parameters import trainable
+from polytempo.training.served.part_noise import PartNoise
+from polytempo.training.served.rate_schedule import RateSchedule, check_schedule
+from polytempo.training.served.scorer import Scorer
+from polytempo.training.served.served_context import ServedContext
+from polytempo.training.served.served_replica import trained_of
+from polytempo.training.served.server_worker import gradients_of, gradients_without_values
+from polytempo.training.served.shard_rule import flat_of, parameters_of, shard_rule_of
+from polytempo.training.step.guard import Guard
+from polytempo.training.step.step_cost import StepCost
 
 _FREE = StepCost(0.0)
 """Of a worker that is no virtual one."""

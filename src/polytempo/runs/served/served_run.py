@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from polytempo.core import PolytempoError, files
-from polytempo.core.url_path import Place, UrlPath
+from polytempo.core import PolytempoError
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
-from polytempo.runs.events import RunEvents
-from polytempo.runs.served.host_mail import KeeperMail
+from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.mail.host_mail import KeeperMail
+from polytempo.runs.mail.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.lost_launcher import LauncherPart, number_after
-from polytempo.runs.served.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.recording import Recording, facts_now, has_ended, leave_end
 from polytempo.runs.served.run_snapshot import SnapshotSaves, discard, go_on, resumed
 from polytempo.runs.served.served_node import Mailboxes, Setting, act
@@ -33,15 +34,15 @@ from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.record import Entry
-from polytempo.server.shard.optimizer import can_be_native
+from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.server_worker import Attendance
+from polytempo.training.served.server_worker import Attendance
 from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import Joined, combined_hash, joined, write_chrome_trace
-from polytempo.worlds.mail import MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 _FAREWELL_S = 0.2
 """How long the launcher's last words may take to leave; some of them are for nodes that are dead."""

@@ -25,16 +25,16 @@ from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
 from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.loop_facts import LoopStage
+from polytempo.training.model.running_statistics import Running
+from polytempo.training.own_loop.loop_facts import LoopStage
+from polytempo.training.parts.staged_training import cut_of, first_batch
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import schedule_of
 from polytempo.training.pipeline.priced_stage import on_meta
 from polytempo.training.pipeline.served_stage import ServedStage, StagedTraining
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch
-from polytempo.training.running_statistics import Running
-from polytempo.training.shard_rule import parameters_of
-from polytempo.training.staged_training import cut_of, first_batch
+from polytempo.training.served.shard_rule import parameters_of
 
 _MOST_MESSAGES = 200
 """On their way from one process to another: a mailbox drops what is more than 256."""

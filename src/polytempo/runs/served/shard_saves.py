@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from polytempo.core import NotFinite
-from polytempo.core.url_path import Place
+from polytempo.core.system.url_path import Place
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.pieces import split, without_tables
 from polytempo.server.shard.shard import Shard
-from polytempo.server.shard.snapshot_writer import SnapshotWriter, WrittenSnapshot
+from polytempo.server.snapshots.snapshot_writer import SnapshotWriter, WrittenSnapshot
 from polytempo.spec.options import RunOptions
 
 _LONGEST_WRITE_S = 300.0

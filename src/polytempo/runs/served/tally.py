@@ -14,9 +14,9 @@ from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.message import Statistics
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
-from polytempo.training.guard import check_score
-from polytempo.training.server_facts import facts_of
-from polytempo.training.server_worker import Attendance
+from polytempo.training.served.server_facts import facts_of
+from polytempo.training.served.server_worker import Attendance
+from polytempo.training.step.guard import check_score
 
 
 class ServedTotals(NamedTuple):

@@ -45,7 +45,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-from polytempo.core.ranges import Range, Ranges
+from polytempo.core.arithmetic.ranges import Range, Ranges
 from polytempo.server.coordinator.saved_schedule import decoded, encoded, remaining
 from polytempo.server.coordinator.supply import Evenly, Freely, Supply
 from polytempo.server.message import Deal, Order, Ticket

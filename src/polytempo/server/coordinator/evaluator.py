@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polytempo.server.layout import numel_of, place_
 from polytempo.server.message import Beat, Heard, Message, Outbox, Scored, Show, Shown, View
-from polytempo.server.shard.running_statistics import RunningOf, of_first
+from polytempo.server.tensors.running_statistics import RunningOf, of_first
 from polytempo.server.timing import Timing
 
 Score = Callable[[int, float, Tensor, Tensor | None], bytes]

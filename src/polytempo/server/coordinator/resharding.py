@@ -24,7 +24,7 @@ from typing import NamedTuple
 from polytempo.server.layout import Parameter, Spans, with_shard_added, with_shard_drained
 from polytempo.server.message import Inquire, Lend, Lent, Outbox, Request, Reshape
 from polytempo.server.requests import Requests
-from polytempo.server.shard.transfer import common, covers
+from polytempo.server.snapshots.transfer import common, covers
 
 Build = Callable[[int, int, int], Request]
 """(worker, incarnation, sequence) -> a request with these."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from polytempo.core.ranges import Range, Ranges
+from polytempo.core.arithmetic.ranges import Range, Ranges
 
 LIVES = 1_000_000
 """A resumed run numbers the lives of workers from here on, times its generation: above all that were before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Staleness, Update
 from polytempo.server.rules.staleness import constant, weighed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation
 from polytempo.server.rules.first_gradients import first
 

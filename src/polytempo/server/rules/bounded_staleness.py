@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Action, Answer, Arrival, Rule, RuleState, Situation, Staleness
 from polytempo.server.rules.asynchronous import applied
 from polytempo.server.rules.staleness import constant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Action, Answer, Arrival, Mix, Rule, RuleState, Situation
 
 

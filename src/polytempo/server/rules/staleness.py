@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import exp
 
-from polytempo.core.call_name import call_name
+from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Add, Arrival, Drop, Situation, Staleness
 
 

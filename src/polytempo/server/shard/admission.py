@@ -11,9 +11,9 @@ from torch import Tensor
 from polytempo.server.encoding import Pushes, Undecodable
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.message import Push
-from polytempo.server.shard.optimizer import Optimizer
-from polytempo.server.shard.state import Waiting
-from polytempo.server.shard.tables import Tables
+from polytempo.server.snapshots.state import Waiting
+from polytempo.server.tensors.optimizer import Optimizer
+from polytempo.server.tensors.tables import Tables
 
 Examine = Callable[[Tensor, tuple[float, ...]], int]
 """`(gradient, learning rates)` -> the index of the first element that is NaN or infinite, -1 if there is none."""

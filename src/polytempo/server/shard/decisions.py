@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from polytempo.core.ranges import Range, Ranges
+from polytempo.core.arithmetic.ranges import Range, Ranges
 from polytempo.server.message import Push, Request, Statistics
 
 Verdict = Literal["dropped", "refused"]

@@ -17,8 +17,8 @@ from polytempo.server.message import Push, PushAlone, PushPart
 from polytempo.server.shard.admission import Admission
 from polytempo.server.shard.answers import AnswerTable, RequestStatus
 from polytempo.server.shard.decisions import Decisions
-from polytempo.server.shard.running_statistics import RunningStatistics
-from polytempo.server.shard.state import Waiting
+from polytempo.server.snapshots.state import Waiting
+from polytempo.server.tensors.running_statistics import RunningStatistics
 
 
 def requests_in(push: Push) -> Iterator[Push | PushPart]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from polytempo.core.rule import Add, Drop, Mix
-from polytempo.server.shard.state import Waiting
+from polytempo.server.snapshots.state import Waiting
 
 
 class Queues:

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from polytempo.server.message import Pulled, Push, Pushed, Rows
-from polytempo.server.shard.state import Waiting
+from polytempo.server.snapshots.state import Waiting
 
 
 def refused(shard: int, push: Push, version: int, verdict: Literal["dropped", "refused"], reason: str) -> Pushed:

@@ -37,18 +37,18 @@ from polytempo.server.message import (
     Statistics,
 )
 from polytempo.server.shard.answers import AnswerTable, RequestStatus
-from polytempo.server.shard.buffers import Empty, plain_empty
 from polytempo.server.shard.decisions import Decisions, Verdict
-from polytempo.server.shard.holder import HeldElements, Holder, held_elements
 from polytempo.server.shard.host_push import can_add, requests_in, split, status_of_all, waiting_of
-from polytempo.server.shard.optimizer import Moments, can_be_native
 from polytempo.server.shard.queues import Queues
 from polytempo.server.shard.replies import pulled, pushed, refused
 from polytempo.server.shard.roster import Roster
-from polytempo.server.shard.running_statistics import RunningStatistics
-from polytempo.server.shard.state import State, Waiting, decode, encode, renumbered, waiting_for
-from polytempo.server.shard.tables import separate_tables
-from polytempo.server.shard.transfer import Likeness, covers, lend, likeness_of, take_over
+from polytempo.server.snapshots.state import State, Waiting, decode, encode, renumbered, waiting_for
+from polytempo.server.snapshots.transfer import Likeness, covers, lend, likeness_of, take_over
+from polytempo.server.tensors.buffers import Empty, plain_empty
+from polytempo.server.tensors.holder import HeldElements, Holder, held_elements
+from polytempo.server.tensors.optimizer import Moments, can_be_native
+from polytempo.server.tensors.running_statistics import RunningStatistics
+from polytempo.server.tensors.tables import separate_tables
 
 
 class Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polytempo.core import Bundle, Cost, Exchange, Port, State, Steps, Transform
-from polytempo.core.addition import add_
+from polytempo.core.arithmetic.addition import add_
 
 
 class Exchanging(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polytempo.server.message import Rows
 from polytempo.server.pieces import Pieces
-from polytempo.server.shard.tables import RowsTerm, summed
+from polytempo.server.tensors.tables import RowsTerm, summed
 
 _MOST_APART = 32
 """How many steps' gradients are kept apart before they are summed."""

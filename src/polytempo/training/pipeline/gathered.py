@@ -10,10 +10,10 @@ from torch import Tensor
 from polytempo.core import Bundle, Port
 from polytempo.partition.cut import Cut, Stage
 from polytempo.partition.tensor.parted_model import joined
+from polytempo.training.model.ports import Ports
+from polytempo.training.model.tensor_groups import by_kind
 from polytempo.training.pipeline.split_stage import cut_parameters
-from polytempo.training.ports import Ports
-from polytempo.training.replica import Replica
-from polytempo.training.tensor_groups import by_kind
+from polytempo.training.step.replica import Replica
 
 
 async def gathered(

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from polytempo.partition.cut import Cut, Layout
 from polytempo.partition.schedules.action import Schedule
 from polytempo.spec.loss_divisor import divisor_of, weights
+from polytempo.training.model.randomness import seed_step
 from polytempo.training.pipeline.stage_program import MicroBatch
-from polytempo.training.randomness import seed_step
 
 
 class MicroBatches:

@@ -18,12 +18,13 @@ from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import steps_late
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
-from polytempo.spec.catalogue import strategy_from
+from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
-from polytempo.training.agree import agree, gather_json, next_series
-from polytempo.training.drift_watch import watch
-from polytempo.training.model_broadcast import broadcast_model
-from polytempo.training.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
+from polytempo.training.hooks.drift_watch import watch
+from polytempo.training.model.agree import agree, gather_json, next_series
+from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.ports import mesh_of
 from polytempo.training.pipeline.pipeline_stage import (
     Loss,
     PipelineStage,
@@ -31,7 +32,6 @@ from polytempo.training.pipeline.pipeline_stage import (
     of_parameters,
     schedule_of,
 )
-from polytempo.training.ports import mesh_of
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld
 

@@ -23,24 +23,24 @@ from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.partition.tensor.whole_norm import refuse_norms
 from polytempo.spec.loss_divisor import DividedLoss, divisor_of
 from polytempo.spec.precision import Precision
-from polytempo.training.divided_tensors import Cuts
-from polytempo.training.pipeline.delay_mail import DelayMail
-from polytempo.training.pipeline.estimators import estimators_of
+from polytempo.training.model.divided_tensors import Cuts
+from polytempo.training.model.ports import DATA, MODEL, STAGE, Ports, check_mesh, ports_of
+from polytempo.training.model.replicated_parameters import align, counted_elsewhere
+from polytempo.training.model.trainable_parameters import is_frozen
 from polytempo.training.pipeline.gathered import gathered
-from polytempo.training.pipeline.late_stage import late_stage
-from polytempo.training.pipeline.loss_mail import LossMail
+from polytempo.training.pipeline.late.estimators import estimators_of
+from polytempo.training.pipeline.late.late_stage import late_stage
+from polytempo.training.pipeline.mail.delay_mail import DelayMail
+from polytempo.training.pipeline.mail.loss_mail import LossMail
+from polytempo.training.pipeline.mail.stage_mail import own_messages
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.split_stage import cut_parameters, split_stage
-from polytempo.training.pipeline.stage_mail import own_messages
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.ports import DATA, MODEL, STAGE, Ports, check_mesh, ports_of
 from polytempo.training.precision.masters import masters_of
-from polytempo.training.replica import Replica
-from polytempo.training.replicated_parameters import align, counted_elsewhere
-from polytempo.training.trainable_parameters import is_frozen
+from polytempo.training.step.replica import Replica
 
 UPDATE_FLOPS = 4.0
 """Charged for each parameter in an optimizer step, as in a step without stages."""

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from polytempo.core import Port, Strategy
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.facts import steps_late
-from polytempo.training.pipeline.estimators import estimators_of
-from polytempo.training.pipeline.loss_mail import LossMail
+from polytempo.training.model.ports import ports_of
+from polytempo.training.pipeline.late.estimators import estimators_of
+from polytempo.training.pipeline.mail.loss_mail import LossMail
 from polytempo.training.pipeline.pipeline_stage import UPDATE_FLOPS, schedule_of, shares_of, stage_report
 from polytempo.training.pipeline.priced_work import PricedWork
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.ports import ports_of
-from polytempo.training.replica import Replica
+from polytempo.training.step.replica import Replica
 
 
 class PricedStage:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polytempo.partition.cut import Stage
 from polytempo.partition.schedules.action import Schedule
-from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.stage_work import Head, LayoutsOf, UnderWay, splits
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polytempo.core.state import Saved
 from polytempo.partition.cut import Layout
-from polytempo.training.pipeline.sent_ahead import SentTensor
+from polytempo.training.pipeline.mail.sent_ahead import SentTensor
 from polytempo.training.pipeline.stage_work import UnderWay
 
 _PATH = "program"

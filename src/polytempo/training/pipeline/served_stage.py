@@ -23,16 +23,16 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.facts import steps_late
 from polytempo.server.layout import Parameter
 from polytempo.server.message import Ticket
-from polytempo.training.pipeline.estimators import estimators_of
-from polytempo.training.pipeline.late_stage import late_stage
-from polytempo.training.pipeline.loss_mail import LossMail
+from polytempo.training.model.tensor_groups import by_kind
+from polytempo.training.pipeline.late.estimators import estimators_of
+from polytempo.training.pipeline.late.late_stage import late_stage
+from polytempo.training.pipeline.mail.loss_mail import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import Loss, MakeOptimizer, schedule_of, shares_of, stage_report
 from polytempo.training.pipeline.priced_work import PricedWork
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.training.pipeline.stage_work import computed
-from polytempo.training.tensor_groups import by_kind
 
 _CHANNEL = 970
 

@@ -23,7 +23,7 @@ from polytempo.core.suspension import drive
 from polytempo.partition.cut import Cut
 from polytempo.partition.tensor import ModelGroup, apply_rules
 from polytempo.partition.tensor.division import Division
-from polytempo.partition.tensor.dropout import same_everywhere
+from polytempo.partition.tensor.layers.dropout import same_everywhere
 from polytempo.partition.tensor.rules import matched
 from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.partition.tensor.split_model import SplitModel, split_models

@@ -24,12 +24,12 @@ from polytempo.partition.cut import Cut, Layout, Stage, described, located
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.dataflow import Turn, part_of, turns
 from polytempo.partition.schedules.facts import facts, version_of
-from polytempo.training.pipeline.estimators import Estimators
-from polytempo.training.pipeline.late_stage import LateStage
-from polytempo.training.pipeline.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.late.estimators import Estimators
+from polytempo.training.pipeline.late.late_stage import LateStage
+from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
+from polytempo.training.pipeline.mail.sent_ahead import SentAhead
+from polytempo.training.pipeline.mail.stage_mail import StageMail
 from polytempo.training.pipeline.program_state import ProgramState
-from polytempo.training.pipeline.sent_ahead import SentAhead
-from polytempo.training.pipeline.stage_mail import StageMail
 from polytempo.training.pipeline.stage_work import Head, MakeWork, computed
 
 _RECEIVES_AHEAD = 2

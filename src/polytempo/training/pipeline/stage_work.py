@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polytempo.partition.cut import Layout, Stage
 from polytempo.partition.schedules.action import Schedule
-from polytempo.training.pipeline.parameter_versions import ParameterVersions, as_it_is
+from polytempo.training.pipeline.late.parameter_versions import ParameterVersions, as_it_is
 from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once, layers_of
 
 Head = Callable[[Any], Tensor]

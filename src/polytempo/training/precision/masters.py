@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from polytempo.core.state import Scalar
 from polytempo.spec.precision import Precision
-from polytempo.training.clipping import EPSILON
-from polytempo.training.optimizer_state import plain_step, steps_each_by_itself
+from polytempo.training.checkpoint.optimizer_state import plain_step, steps_each_by_itself
+from polytempo.training.hooks.weak_hook import KeepingHook, WeakHook
+from polytempo.training.model.clipping import EPSILON
 from polytempo.training.precision.loss_scaling import LossScaling
 from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
-from polytempo.training.weak_hook import KeepingHook, WeakHook
 
 SCALING = "loss scaling"
 """What its state is saved under."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Bundle
-from polytempo.training.bucket import Bucket
-from polytempo.training.tensor_groups import by_kind
+from polytempo.training.model.tensor_groups import by_kind
+from polytempo.training.step.bucket import Bucket
 
 
 class ScaleNow(NamedTuple):

@@ -22,9 +22,9 @@ from polytempo.spec.objective import loss_of, part_weights
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
-from polytempo.training.evaluate import Evaluation, tensors_of
-from polytempo.training.randomness import seed_step
-from polytempo.training.sliced_step import BatchSlice, next_slices
+from polytempo.training.job.evaluate import Evaluation, tensors_of
+from polytempo.training.job.sliced_step import BatchSlice, next_slices
+from polytempo.training.model.randomness import seed_step
 
 
 class TrialLoss(NamedTuple):

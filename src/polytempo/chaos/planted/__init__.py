@@ -1,0 +1,1 @@
+"""Bugs to plant, so that the checkers can prove that they see."""

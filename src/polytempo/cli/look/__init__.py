@@ -1,0 +1,1 @@
+"""Commands that show: strategies, versions, the state of this machine, planted failures."""

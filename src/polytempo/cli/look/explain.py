@@ -1,0 +1,262 @@
+"""`polytempo explain`: the numbers of `pt.explain` as lines to read, or as JSON; nothing is trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from polytempo.cli.options.measured_hosts import say_beyond_measured
+from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.show import notes_on_stderr, show_json, size
+from polytempo.core import Strategy
+from polytempo.core.cost import Reason
+from polytempo.flexrr.reassignment import Reassignment
+from polytempo.partition.hybrid.divided_names import DividedNames
+from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.wires import AS_THEY_ARE, Wires
+from polytempo.runs.simulated.simulate import simulate
+from polytempo.runs.simulated.simulation_checks import needs_values
+from polytempo.spec.explanation import Explanation, Planned, Traffic
+from polytempo.spec.explanation import explain as explained
+from polytempo.spec.job_calls import model_of
+from polytempo.spec.options import RunOptions
+from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
+from polytempo.training.pipeline.pipeline_stage import schedule_of
+
+MOST_WORKERS = 4096
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
+_INPUTS, _OUTPUTS = 784, 10
+_STEPS = 16
+_SLOTS = {
+    "gradients": "gradients, before the optimizer's step",
+    "parameters": "parameters, after the optimizer's step",
+}
+_BECAUSE: dict[Reason, str] = {
+    "asked": "the strategy asks for that route",
+    "sum": "the wires are numbers, and their sum decodes to the sum of the tensors",
+    "stripes": "codes cannot be added, but the owner of a stripe can decode, add and encode again",
+    "merge": "the merge compares what all ranks have",
+    "sparse": "wires of different ranks hold different entries, so a sum would be denser than each",
+    "memory": "the codec remembers more than a residual, which cannot be cut into stripes",
+    "wires": "every rank decodes every other's wire, once, and nothing is encoded twice",
+}
+
+
+class Section(NamedTuple):
+    """A heading, and lines below it."""
+
+    title: str
+    lines: list[str]
+
+
+def explain(
+    strategy: str,
+    workers: int | None,
+    job: str | None,
+    parameters: str | None,
+    cluster: str | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what each step of `strategy` sends, for a job's model or a perceptron of so many parameters."""
+    workers = 8 if workers is None else workers
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ValueError(f"--workers {workers}: must be from 1 to {MOST_WORKERS}")
+    if job is not None and parameters is not None:
+        raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
+    if cluster is not None and parameters is not None:
+        raise ValueError("--cluster needs a job, whose steps it simulates; give --job instead of --parameters")
+    if not strategy.strip():
+        raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
+    made = parse_strategy(strategy)
+    with torch.device("meta"):
+        model = perceptron(count(parameters)) if parameters is not None else model_of(found_job(job or "digits"))
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"--job {job}: its model has no parameters that are trained, so nothing is sent")
+    found = explained(made, workers, model)
+    times = None if cluster is None else _step_times(made, workers, job or "digits", cluster)
+    if as_json:
+        show_json(as_data(made, found) | {"model": parameters or job or "digits"} | (times or {}))
+        return
+    model_name = f"a perceptron of {found.numel:,}" if parameters else f"{job or 'digits'}: {found.numel:,}"
+    who = "1 worker" if workers == 1 else f"{workers} workers"
+    print(f"{made.name}, {who}")
+    print(f"{model_name} parameters in {found.tensors} tensors, {size(found.parameter_bytes)}")
+    for section in sections(made, found):
+        print(f"\n{section.title}")
+        print(*(f"  {line}" for line in section.lines), sep="\n")
+    if times is not None:
+        took, share = 1e3 * times["step_s"], times["communication_share"]
+        print(f"\na step on {times['cluster']}\n  {took:.3g} ms, of which {share:.0%} in communication")
+
+
+def _step_times(strategy: Strategy, workers: int, job: str, cluster: str) -> dict[str, Any]:
+    """Of a simulation of some steps that computes nothing; where it has to compute, of one that does."""
+    described, made = parse_cluster(cluster), found_job(job)
+    say_beyond_measured(cluster, workers)
+    with notes_on_stderr():
+        meta = not needs_values(strategy, RunOptions(steps=_STEPS))
+        found = simulate(made, strategy, workers, described, steps=_STEPS, meta=meta)
+    return {
+        "cluster": described.name,
+        "step_s": found.seconds / found.steps,
+        "communication_share": found.communication_share,
+    }
+
+
+def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:
+    """The numbers by name, for JSON: bytes, messages, rounds and operations of a step, and of each exchange."""
+    exchanges = [
+        {
+            "of": planned.of,
+            "by": planned.exchange.by,
+            "codec": planned.exchange.codec,
+            "tensors": planned.exchange.tensors,
+            "steps": planned.exchange.steps._asdict(),
+            "exact": planned.exchange.exact,
+            **planned.traffic._asdict(),
+        }
+        for planned in found.exchanges
+    ]
+    model: dict[str, Any] = {"tensors": found.tensors, "parameters": found.numel, "bytes": found.parameter_bytes}
+    if found.stages:
+        model["stages"] = [each._asdict() for each in found.stages]
+        model["between_stages"] = str(schedule_of(strategy).wires)
+    if strategy.parted is not None:
+        model["between_layers"] = str(_between_layers(strategy))
+    costs = {"memory_bytes": found.memory_bytes, "mean": found.mean._asdict(), "exchanges": exchanges}
+    return {"strategy": found.strategy, "workers": found.workers, **model, **costs}
+
+
+def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
+    """The explanation in words."""
+    if strategy.server is not None:
+        yield Section("a parameter server", list(_server(strategy, found)))
+    elif strategy.one_copy is not None:
+        yield Section("one copy", ["the parameters exist once on a host, and all of its workers write to them"])
+    if strategy.parted is not None:
+        yield Section("layers in parts", list(_parts(strategy)))
+    if found.stages:
+        yield Section(f"{len(found.stages)} stages", list(_stages(strategy, found)))
+    for of, title in _SLOTS.items():
+        lines = [line for planned in found.exchanges if planned.of == of for line in _exchange(planned, found)]
+        if not lines and strategy.server is None:
+            lines = ["nothing is sent" if found.workers > 1 else "nothing is sent by one worker alone"]
+        if lines:
+            yield Section(title, lines)
+    if strategy.carries_optimizer:
+        yield Section(
+            "optimizer", ["tensors of its state, such as momentum, travel with the parameters, as many bytes"]
+        )
+    yield Section("a worker", [*_average(found.mean), f"remembers {size(found.memory_bytes)} from step to step"])
+
+
+def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
+    service = strategy.server
+    assert service is not None
+    shards = "1 shard" if service.shards == 1 else f"{service.shards} shards"
+    copies = f", each with {service.replicas} further copies" if service.replicas else ""
+    yield f"the parameters live in {shards}{copies}; each shard is sent, and sends, its part of these bytes"
+    if not any(planned.exchange.server == "pull" for planned in found.exchanges):
+        yield "a worker pulls the parameters before its first step only"
+    if isinstance(parts := service.reassigns, Reassignment):
+        yield "workers tell each other how far they are, and hand over slices of their batches"
+        yield f"a batch has {parts.slices} slices; it pays from {parts.least_batch} samples on, or with a larger grain"
+        return
+    yield f"{'workers' if strategy.schedule is None else 'replicas of the model'} do not send to each other"
+
+
+def _parts(strategy: Strategy) -> Iterator[str]:
+    """Who holds them, by which codecs they are exchanged, and which command says what they send."""
+    if (wires := _between_layers(strategy)) != AS_THEY_ARE:
+        yield f"layers exchange {wires}"
+    if strategy.holders > 1:
+        yield f"each model's layers are on {strategy.holders} workers, which get the same samples"
+        yield "what they send for layers depends on the batch; `polytempo plan split JOB` says how many bytes"
+    else:
+        yield "some layers are divided over all workers, and the gradients of their weights are sent nowhere"
+        yield "what workers send for them depends on the batch; `polytempo plan layers JOB` says how many bytes"
+
+
+def _between_layers(strategy: Strategy) -> Wires:
+    parted = strategy.parted
+    return parted.wires if isinstance(parted, SplitLayers | DividedNames) else AS_THEY_ARE
+
+
+def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:
+    """How late each is, what it holds, and how tensors pass from one to the next."""
+    for number, facts in enumerate(found.stages):
+        late = "is not late" if not facts.delay else f"updates {facts.delay} update{'s' * (facts.delay > 1)} late"
+        versions = f"{facts.versions} version{'s' * (facts.versions > 1)} of its parameters"
+        yield f"stage {number} {late}; it holds up to {facts.held} micro-batches under way and {versions}"
+    wires = schedule_of(strategy).wires
+    encoded = "" if wires == AS_THEY_ARE else f", {wires}"
+    yield f"activations and their gradients cross the cuts{encoded}; `polytempo cut JOB` says how many bytes"
+
+
+def _exchange(planned: Planned, found: Explanation) -> Iterator[str]:
+    """What one exchange sends, over which route, and why."""
+    exchange, traffic = planned.exchange, planned.traffic
+    sent = exchange.sent
+    most = "" if exchange.exact else "at most "
+    what = exchange.codec or "values as they are"
+    which = f" ({exchange.tensors})" if exchange.tensors else ""
+    yield f"{exchange.steps}{which}: {what}, by {exchange.by}"
+    if exchange.server:
+        plain = found.parameter_bytes
+        each = sent.payload_bytes // found.workers
+        yield f"  a {exchange.server} is {most}{size(each)}{_factor(plain, each) if exchange.codec else ''}"
+        return
+    yield (
+        f"  the busiest worker sends {most}{size(sent.busiest_bytes)}; all send {most}{size(traffic.bytes)} in "
+        f"{sent.messages:,} messages, {sent.rounds:,} after one another"
+    )
+    if sent.metadata_bytes:
+        yield f"  {size(sent.metadata_bytes)} of that is what codecs agree on: lengths of wires, or scales"
+    if exchange.reason:
+        yield f"  because {_BECAUSE[exchange.reason]}"
+    if exchange.codec:
+        ring = 2 * (found.workers - 1) / found.workers * found.parameter_bytes
+        yield f"  uncompressed, by a ring, {_factor(ring, sent.busiest_bytes).removeprefix('; uncompressed ')}"
+
+
+def _factor(plain: float, num_bytes: float) -> str:
+    return f"; uncompressed {size(plain)}, {plain / max(1, num_bytes):.3g} times as much"
+
+
+def _average(mean: Traffic) -> Iterator[str]:
+    if mean.bytes:
+        yield f"sends {size(mean.busiest_bytes)} a step, if it is the busiest, averaged over a long run"
+    if mean.flops:
+        yield f"computes {mean.flops:,.0f} operations a step to encode, decode and merge"
+
+
+# ---------------------------------------------------------------------- models
+
+
+def perceptron(numel: int) -> nn.Sequential:
+    """784 - h - h - 10 with about `numel` parameters."""
+    least = _size(1)
+    if numel < least:
+        raise ValueError(f"--parameters {numel}: a perceptron of 784 inputs has at least {least}")
+    ends = _INPUTS + _OUTPUTS + 2
+    hidden = round((-ends + (ends**2 + 4 * (numel - _OUTPUTS)) ** 0.5) / 2)
+    layers = [nn.Linear(_INPUTS, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, _OUTPUTS)]
+    return nn.Sequential(*layers)
+
+
+def _size(hidden: int) -> int:
+    return hidden * (_INPUTS + hidden + _OUTPUTS + 2) + _OUTPUTS
+
+
+def count(text: str) -> int:
+    """`6e6`, `250k`, `25M` or `1_000_000` as a number of parameters."""
+    match = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?(?:e\d{1,2})?)([kmg]?)", text.strip().lower(), re.ASCII)
+    number = float(match[1]) * _SCALES.get(match[2], 1) if match else 0.0
+    if not 1 <= number <= 1e12:
+        raise ValueError(f"--parameters {text}: a number of parameters such as 6e6, 250k or 25M, up to 1e12")
+    return round(number)

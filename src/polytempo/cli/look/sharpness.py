@@ -1,0 +1,160 @@
+"""`polytempo sharpness`: how much the training loss grows around a checkpoint, as numbers and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo import jobs, large_batch
+from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.request import SharpnessRequest
+from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
+from polytempo.core.system.url_path import Place, place
+from polytempo.report.pictures.loss_pictures import draw_line, draw_plane
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import data_of, model_of
+from polytempo.training.job.training_loss import TrainingLoss
+from polytempo.training.observe.saved_model import checkpoint_in, load_saved, run_of, saved_about
+
+
+class _Subject(NamedTuple):
+    """What is measured."""
+
+    folder: Place
+    job: Job
+    step: int
+    model: nn.Module
+    loss: TrainingLoss
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that take a gradient, as one vector's parts."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def sharpness(asked: SharpnessRequest, data: Path | None, threads: int | None, *, as_json: bool) -> None:
+    """Measure, draw what is asked for, and show all of it."""
+    with notes_on_stderr(), _threads(threads):
+        subject = _subject(asked, data)
+        found = _measured(subject, asked) | _drawn(subject, asked)
+    if as_json:
+        show_json(found)
+    else:
+        show_table(("", ""), _rows(found), header=False)
+
+
+def _subject(asked: SharpnessRequest, data: Path | None) -> _Subject:
+    folder = checkpoint_in(place(asked.run))
+    job = _job(asked.job, folder)
+    model = model_of(job).eval()
+    step = load_saved(model, folder)
+    return _Subject(
+        folder, job, step, model, TrainingLoss(job, model, data_of(job, data), asked.samples, asked.seed or 0)
+    )
+
+
+def _job(named: str | None, folder: Place) -> Job:
+    """The job that saved `folder`: by its name, where it ships; else the one that --job names."""
+    saved = str(saved_about(folder).get("job"))
+    if named is None and saved not in jobs.names():
+        raise ValueError(
+            f"{folder} was saved by job {saved!r}, which does not ship; name it: --job path/to/file.py:job"
+        )
+    job = found_job(named or saved)
+    if job.name != saved:
+        raise ValueError(f"{folder} was saved by job {saved!r}, and --job {named} is {job.name!r}; name the same")
+    return job
+
+
+def _measured(subject: _Subject, asked: SharpnessRequest) -> dict[str, Any]:
+    """All numbers, by name."""
+    loss, trained, seed = subject.loss, subject.trained, asked.seed or 0
+    epsilon, rho = asked.epsilon or 1e-3, asked.rho or 0.05
+    with torch.no_grad():
+        here = sum(float(part) for part in loss())
+    top = large_batch.top_eigenvalue(loss, trained, seed=seed)
+    found: dict[str, Any] = {
+        "checkpoint": str(subject.folder),
+        "job": subject.job.name,
+        "step": subject.step,
+        "parameters": sum(each.numel() for each in trained),
+        "samples": loss.samples,
+        "loss": here,
+        "epsilon": epsilon,
+        "sharpness": large_batch.sharpness(loss, trained, epsilon, seed=seed),
+        "rho": rho,
+        "neighbourhood_loss": large_batch.neighbourhood_loss(loss, trained, rho),
+        "top_eigenvalue": top._asdict(),
+    }
+    if asked.subspace is not None:
+        inside = large_batch.sharpness(loss, trained, epsilon, subspace=asked.subspace, seed=seed)
+        found |= {"subspace": asked.subspace, "sharpness_in_subspace": inside}
+    return found
+
+
+def _drawn(subject: _Subject, asked: SharpnessRequest) -> dict[str, Any]:
+    """The pictures that are asked for, and where they lie."""
+    folder = place(asked.out) if asked.out is not None else run_of(place(asked.run))
+    points = asked.points or 25
+    found: dict[str, Any] = {}
+    if asked.line is not None:
+        other = checkpoint_in(place(asked.line))
+        at = [-0.25 + 1.5 * k / (points - 1) for k in range(points)]
+        losses = _along(subject, other, at)
+        draw_line(folder / "line.png", at, losses, (asked.run, asked.line))
+        found["line"] = {"to": str(other), "at": at, "losses": losses, "picture": str(folder / "line.png")}
+    if asked.surface:
+        seed, width = asked.seed or 0, asked.width or 1.0
+        at = [width * (2 * k / (points - 1) - 1) for k in range(points)]
+        directions = [large_batch.filter_direction(subject.trained, 2 * seed + k) for k in range(2)]
+        values = large_batch.losses_around(subject.loss, subject.trained, directions[0], directions[1], at)
+        draw_plane(folder / "surface.png", at, values, asked.run)
+        found["surface"] = {"at": at, "losses": values, "picture": str(folder / "surface.png")}
+    return found
+
+
+def _along(subject: _Subject, other: Place, at: Sequence[float]) -> list[float]:
+    """The loss along the line, on which running statistics go, too: so each end is as it was saved."""
+    end = model_of(subject.job)
+    load_saved(end, other)
+    pairs = [(one, two) for one, two in zip(_numbers(subject.model), _numbers(end), strict=True) if _finite(one, two)]
+    return large_batch.losses_between(subject.loss, [one for one, _ in pairs], [two for _, two in pairs], at)
+
+
+def _numbers(model: nn.Module) -> list[Tensor]:
+    return [each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+
+
+def _finite(one: Tensor, two: Tensor) -> bool:
+    """A mask of infinities has no way in between."""
+    return bool(one.isfinite().all() and two.isfinite().all())
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    top = found["top_eigenvalue"]
+    rows = [
+        ("checkpoint", f"{found['checkpoint']}, step {found['step']:,}"),
+        ("measured on", f"{found['samples']:,} training samples, {found['parameters']:,} parameters"),
+        ("loss", f"{found['loss']:.4g}"),
+        (f"sharpness, box {found['epsilon']:g}", f"{found['sharpness']:.4g} %"),
+    ]
+    if "subspace" in found:
+        rows.append((f"in {found['subspace']} random dimensions", f"{found['sharpness_in_subspace']:.4g} %"))
+    rows.append((f"loss within {found['rho']:g} (SAM)", f"{found['neighbourhood_loss']:.4g}"))
+    rows.append(("top eigenvalue", f"{top['value']:.4g} (within {top['residual']:.2g}, {top['steps']} products)"))
+    return [*rows, *((name, found[name]["picture"]) for name in ("line", "surface") if name in found)]
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,59 @@
+"""From options to what is run: the parts that `train`, `compare` and `simulate` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+from polytempo import jobs
+from polytempo.cli.options.request import RunRequest
+from polytempo.cli.options.run_options import TrainOptions
+from polytempo.cli.options.show import show_json, show_table
+from polytempo.cli.options.url_folder import check_url
+from polytempo.core.system.url_path import UrlPath
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import not_read
+from polytempo.spec.options import RunOptions
+
+
+def found_job(text: str) -> Job:
+    """`jobs.find`; what a file raises when it is read, with its own lines."""
+    try:
+        return jobs.find(text)
+    except Exception as error:
+        raise not_read(text, error) from error
+
+
+def run_options(request: RunRequest) -> RunOptions:
+    """The options as the engines take them, with the folder that was chosen."""
+    shared = {each.name for each in fields(RunOptions)} & set(TrainOptions.model_fields)
+    taken = RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})
+    if isinstance(taken.out, UrlPath):
+        check_url(taken.out, resume=taken.resume)
+    return taken
+
+
+def show_plan(
+    job: Job, strategies: Sequence[str], world: str, workers: int, options: RunOptions, *, as_json: bool
+) -> None:
+    """What would be run, with the job's own values where none are given."""
+    taken = asdict(options)
+    if options.global_batch_size is not None:
+        taken.pop("batch_size")
+    own = {key: getattr(job, key) for key in ("epochs", "batch_size", "lr") if taken.get(key, options) is None}
+    texts = {key: str(getattr(options, key)) for key in ("data", "out", "precision") if taken[key] is not None}
+    plan: dict[str, object] = {
+        "job": job.name,
+        "strategies": list(strategies),
+        "world": world,
+        "workers": workers,
+        **taken,
+        **own,
+        **texts,
+    }
+    if as_json:
+        show_json(plan)
+    else:
+        said = {key: value for key, value in plan.items() if value not in (None, {})}
+        said["strategies"] = ", ".join(strategies)
+        show_table(("", ""), [(key, str(value)) for key, value in said.items()], header=False)

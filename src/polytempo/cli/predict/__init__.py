@@ -1,0 +1,1 @@
+"""Commands that predict: explain, calibrate, validate, plan."""

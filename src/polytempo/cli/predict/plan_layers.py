@@ -1,0 +1,102 @@
+"""`polytempo plan layers`: each layer of a job's model by data or by model parallelism, and what a step sends."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
+from polytempo.cli.predict.plan_requests import PlanRequest
+from polytempo.cluster import Link
+from polytempo.partition.plan import LayerPlan, PlannedLayer
+from polytempo.partition.plan.choice import SCHEMES, prices_of
+from polytempo.partition.wires import AS_THEY_ARE
+from polytempo.report.pages.summary import human_seconds
+from polytempo.spec.job_calls import data_of, model_of
+from polytempo.training.parts.layer_plan import plan_layers as planned
+from polytempo.training.parts.layer_plan import reductions
+from polytempo.training.parts.staged_training import sample_of
+
+_COLUMNS = ("layer", "kind", "|W|", "|D|", "|D|/|W|", "Gflop", "flop/byte", "way")
+_SHOWN = {"tree": "tree", "server": "server", "ring": "ring", "halving_doubling": "halving/doubling"}
+
+
+def plan_layers(asked: PlanRequest, data: Path | None, *, as_json: bool) -> None:
+    """Plan the job's model, and show the table of its layers and that of schemes."""
+    job = found_job(asked.job)
+    with notes_on_stderr():
+        model = model_of(job)
+        own = (asked.batch_size or job.batch_size) * asked.workers
+        batch_size = asked.global_batch_size or own
+        found = planned(
+            model,
+            sample_of(job, data_of(job, data), 2),
+            workers=asked.workers,
+            link=Link(asked.latency_us * 1e-6, asked.bytes_per_s),
+            batch_size=batch_size,
+            reduction=asked.reduction,
+            shards=asked.shards,
+            by="seconds" if asked.by == "seconds" else "bytes",
+            **asked.codecs._asdict(),
+        )
+    prices = prices_of(found, list(reductions(asked.shards).values()))
+    if as_json:
+        show_json(_plain(job.name, found) | asked.codecs._asdict() | {"seconds": prices})
+        return
+    show_table(_COLUMNS, [*(_row(found, each) for each in found.layers), _total(found)])
+    print(
+        f"\n{found.workers} workers, {batch_size:,} samples a step, {asked.bytes_per_s * 8e-9:g} Gbit/s, "
+        f"{asked.latency_us:g} us; what a step sends, and its time by how gradients are summed:"
+    )
+    if found.wires != AS_THEY_ARE:
+        print(f"model: {found.wires}")
+    columns = ("by", "a worker", *(_SHOWN[name] for name in prices))
+    show_table(columns, [_scheme(found, prices, scheme) for scheme in SCHEMES])
+    if asked.shards > 1:
+        print(f"server: {asked.shards} shards")
+    if found.model_parallel:
+        print(f"--strategy \"hybrid('{', '.join(found.model_parallel)}'{asked.codecs.text})\"")
+
+
+def _row(found: LayerPlan, each: PlannedLayer) -> tuple[str, ...]:
+    layer = each.volume
+    return (
+        *(layer.name or "(model)", layer.kind, size(each.data_bytes), size(each.model_bytes)),
+        _ratio(each.model_bytes, each.data_bytes),
+        f"{layer.flops * found.batch_size / 1e9:.3g}",
+        f"{each.flops_per_byte:,.0f}",
+        each.way,
+    )
+
+
+def _total(found: LayerPlan) -> tuple[str, ...]:
+    return (
+        *("all", "", size(found.weight_bytes), size(found.input_bytes)),
+        _ratio(found.input_bytes, found.weight_bytes),
+        f"{found.flops / 1e9:.3g}",
+        "",
+        "hybrid" if 0 < len(found.model_parallel) < len(found.layers) else found.layers[0].way,
+    )
+
+
+def _ratio(inputs: float, weights: int) -> str:
+    return f"{inputs / weights:.3g}" if weights else "-"
+
+
+def _scheme(found: LayerPlan, prices: object, scheme: str) -> tuple[str, ...]:
+    assert isinstance(prices, dict)
+    volume = found.bytes_of(scheme)  # type: ignore[arg-type]
+    return (scheme, size(volume), *(human_seconds(each[scheme]) for each in prices.values()))
+
+
+def _plain(job: str, found: LayerPlan) -> dict[str, object]:
+    layers = [
+        asdict(each.volume)
+        | {name: value for name, value in vars(each).items() if name != "volume"}
+        | {"flops": each.volume.flops * found.batch_size}
+        for each in found.layers
+    ]
+    bytes_of = {scheme: found.bytes_of(scheme) for scheme in SCHEMES}
+    shown = {"workers": found.workers, "batch_size": found.batch_size, "latency_s": found.latency_s}
+    return {"job": job, **shown, "bytes_per_s": found.bytes_per_s, "layers": layers, "bytes": bytes_of}

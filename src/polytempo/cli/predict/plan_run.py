@@ -1,0 +1,231 @@
+"""`polytempo plan JOB`: which strategy, how many workers, which batch; the front, and what would change the choice."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from polytempo.cli.options.failure import INTERRUPTED
+from polytempo.cli.options.measured_hosts import beyond_measured
+from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
+from polytempo.cli.predict.plan_run_request import RunPlanRequest
+from polytempo.core.system import files
+from polytempo.planner.forecast import RunForecast
+from polytempo.planner.front import PlanLimits
+from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
+from polytempo.planner.reversal import Reversal
+from polytempo.planner.search import plan_run as planned
+from polytempo.planner.search_space import SearchSpace, usual_strategies
+from polytempo.report.names import plural
+from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
+from polytempo.report.pages.summary import human_seconds
+from polytempo.spec.job import Job
+from polytempo.spec.text.call import split_calls
+from polytempo.spec.text.catalogue import parse_cluster
+
+_COLUMNS = ("strategy", "workers", "batch", "time", "from", "to", "hosts")
+_LINE = 78
+
+
+def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: bool) -> None:
+    """Plan, and show the choice; exit code 130 where Ctrl-C ended the search and something was found."""
+    options = asked.options
+    cluster = parse_cluster(options.cluster or "ethernet", options.stragglers)
+    limits = PlanLimits(asked.memory_bytes, asked.deadline_s, asked.budget, asked.price)
+    with notes_on_stderr():
+        job = found_job(asked.job)
+        space = _space(asked, job)
+        show, clear = _progress()
+        try:
+            found = planned(
+                *(job, space, options.until, cluster, limits),
+                data=options.data,
+                spread=asked.spread,
+                seed=options.seed,
+                say=show,
+            )
+        finally:
+            clear()
+    plain = found.as_json()
+    beyond = beyond_measured(options.cluster, max(asked.workers))
+    commands, sentences = _commands(asked, found), [*_sentences(found, plain), *([] if beyond is None else [beyond])]
+    if page is not None:
+        files.replace(page, plan_page(plain, sentences, commands))
+    if as_json:
+        show_json({**plain, "sentences": sentences, "commands": commands, "page": None if page is None else str(page)})
+    elif quote and found.winner is None:
+        print("\n".join(sentences), file=sys.stderr)
+    elif quote:
+        print("\n".join(commands))
+    else:
+        _show(plain, sentences)
+        if page is not None:
+            print(f"\nwritten to {page}")
+    if found.interrupted:
+        print("interrupted: this is what was found until then", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
+    if found.winner is None:
+        raise typer.Exit(1)
+
+
+def _space(asked: RunPlanRequest, job: Job) -> SearchSpace:
+    given: dict[str, Any] = asked.axes
+    strategies = usual_strategies(**given) if asked.strategies is None else tuple(split_calls(asked.strategies))
+    own = job.batch_size
+    batch_sizes = asked.batch_sizes or tuple(sorted({max(1, own // 4), max(1, own // 2), own, 2 * own}))
+    return SearchSpace(strategies, asked.workers, batch_sizes)
+
+
+def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
+    """A line on a terminal that tells what is done, and what takes it away."""
+    if not sys.stderr.isatty():
+        return (lambda text: None), (lambda: None)
+
+    def show(text: str) -> None:
+        print(f"\r{text[:_LINE]:<{_LINE}}", end="", file=sys.stderr, flush=True)
+
+    return show, lambda: print(f"\r{'':<{_LINE}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _commands(asked: RunPlanRequest, found: RunPlan) -> list[str]:
+    """That train the winner, the runner-up and the rest of the front, each once; none without a winner."""
+    if found.winner is None:
+        return []
+    best = [found.winner] if found.runner_up is None else [found.winner, found.runner_up]
+    until = ",".join(f"{measure}={value:g}" for measure, value in found.until.items())
+    data = [] if asked.options.data is None else ["--data", str(asked.options.data)]
+    lines = [
+        shlex.join(
+            [
+                *("polytempo", "train", asked.job, *data, "--workers", str(each.run.workers)),
+                *("--strategy", each.run.strategy, "--batch-size", str(each.run.batch_size), "--until", until),
+            ]
+        )
+        for each in [*best, *found.front]
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
+    """The choice, the runner-up, and what would change the choice."""
+    winner, second, turned = found.winner, found.runner_up, found.reversal
+    names, unit = short_names(plain), money_unit(plain)
+    until_then = ["The search was interrupted: this is what was found until then."] if found.interrupted else []
+    if winner is None:
+        return [_none(found, unit), *until_then]
+
+    def told(forecast: dict[str, Any]) -> str:
+        times = [human_seconds(forecast[key]) for key in ("seconds", "low_s", "high_s")]
+        return (
+            f"{names[forecast['strategy']]} on {_size(forecast['workers'], forecast['batch_size'])}: {times[0]} "
+            f"({times[1]} to {times[2]}), {forecast['money']:.3g} {unit}"
+        )
+
+    better = "cheaper" if found.limits.by_price else "faster"
+    said = [f"{told(plain['winner'])}.", *until_then]
+    if second is None:
+        said.append("No other strategy is known to reach the target within the limits.")
+    else:
+        said.append(f"Runner-up: {told(plain['runner_up'])}. The first is {better} in {found.chance:.0%} of the draws.")
+    if turned is not None and second is not None:
+        said += _turns(turned, found.limits, names[second.run.strategy])
+    return [*said, *_other_limits(found, winner, names, unit), *_too_large(found)]
+
+
+def _none(found: RunPlan, unit: str) -> str:
+    """Why there is no winner, and what the limits would have to be for one."""
+    if not found.forecasts:
+        return "No trial reached the target; take one that is nearer, or give the job more epochs."
+    fastest = min(each.seconds for each in found.forecasts)
+    cheapest = min(each.money(found.limits.price_per_host_hour) for each in found.forecasts)
+    smallest = min(each.memory_bytes for each in found.forecasts)
+    return (
+        f"No run keeps to the limits: the fastest takes {human_seconds(fastest)}, the cheapest {cheapest:.3g} {unit}, "
+        f"the smallest {size(smallest)} of memory a worker."
+    )
+
+
+def _turns(turned: Reversal, limits: PlanLimits, other: str) -> list[str]:
+    """What would make `other` the winner."""
+    equal = "as cheap" if limits.by_price else "as fast"
+    rates = [
+        f"{8e-9 * rate:.3g} Gbit/s {which}"
+        for rate, which in ((turned.slower_bytes_per_s, "and below"), (turned.faster_bytes_per_s, "and above"))
+        if rate is not None
+    ]
+    said = [f"On no link, from a 64th to 64 times this rate, {other} is {equal}."]
+    if rates:
+        said = [f"On links of {' or '.join(rates)} {other} is {equal}."]
+    if turned.more_samples > 1:
+        said.append(
+            f"It is {equal} if the first needs {turned.more_samples:.3g} times the samples that are expected of it."
+        )
+    return said
+
+
+def _other_limits(found: RunPlan, winner: RunForecast, names: Mapping[str, str], unit: str) -> list[str]:
+    """The next cheaper run of the front, and where a budget is given the next faster one."""
+
+    def told(forecast: RunForecast) -> str:
+        run = forecast.run
+        return f"{names[run.strategy]} on {_size(run.workers, run.batch_size)}"
+
+    said = []
+    faster = [each for each in found.front if each.seconds < winner.seconds]
+    if found.limits.budget is not None and faster:
+        price = faster[-1].money(found.limits.price_per_host_hour)
+        said.append(f"With a budget of {price:.3g} {unit}: {told(faster[-1])}, {human_seconds(faster[-1].seconds)}.")
+    cheaper = [each for each in found.front if each.host_s < winner.host_s]
+    if cheaper:
+        less = 1 - cheaper[0].host_s / winner.host_s
+        said.append(
+            f"{less:.0%} of the price is saved by taking {human_seconds(cheaper[0].seconds)}: {told(cheaper[0])}."
+        )
+    return said
+
+
+def _size(workers: int, batch_size: int) -> str:
+    return f"{plural(workers, 'worker')} x {batch_size}"
+
+
+def _too_large(found: RunPlan) -> list[str]:
+    """How many runs the limit of memory leaves out."""
+    most = found.limits.memory_bytes
+    count = 0 if most is None else sum(each.memory_bytes > most for each in found.forecasts)
+    if most is None or not count:
+        return []
+    return [f"{count} of {len(found.forecasts)} runs need more than {size(most)} of memory a worker."]
+
+
+def _show(plain: dict[str, Any], sentences: list[str]) -> None:
+    names, unit = short_names(plain), money_unit(plain)
+    print("\n".join(sentences))
+    rows = [
+        (
+            *(names[each["strategy"]], str(each["workers"]), str(each["batch_size"])),
+            *(human_seconds(each[key]) for key in ("seconds", "low_s", "high_s")),
+            *(str(each["hosts"]), f"{each['money']:.3g}"),
+        )
+        for each in plain["front"]
+    ]
+    if rows:
+        print("\nThe front: no other run is both faster and cheaper.")
+        show_table((*_COLUMNS, unit), rows)
+    runs, trials = plural(plain["runs"], "run"), plural(len(plain["trials"]), "trial")
+    print(f"\nOn {plain['cluster']}: {runs} compared, {trials}, {human_seconds(plain['took_s'])}.")
+    if plain["given_up"]:
+        print("\nGiven up (too slow, or the target was not reached):")
+        for each in plain["given_up"]:
+            print(f"- {each['what']}: {each['why']}")
+    if plain["left_out"]:
+        first = plain["left_out"][0]
+        print(f"\nLeft out: {plural(len(plain['left_out']), 'run')}, such as {first['what']}: {first['why']}")
+    print("\nNot considered:")
+    for sentence in NOT_CONSIDERED:
+        print(f"- {sentence}")

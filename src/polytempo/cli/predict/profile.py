@@ -1,0 +1,106 @@
+"""`polytempo profile`: what a step of a job asks of a processor, operator by operator, and of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
+from polytempo.cluster import Cluster
+from polytempo.runs.frame.job_memory import WorkerMemory, estimated, estimated_stage, measured_bytes
+from polytempo.spec.job_calls import data_of, replica_of
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
+from polytempo.training.parts.staged_training import cut_of
+from polytempo.training.step.job_profile import JobProfile, OperatorCost, profiled
+
+_REPEATS = 7
+_SHOWN = 12
+
+
+def profile(
+    job: str,
+    strategy: str | None,
+    workers: int | None,
+    batch_size: int | None,
+    cluster: str | None,
+    data: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Profile a batch on one thread, reckon the memory of a worker, and measure a process's."""
+    described = None if cluster is None else parse_cluster(cluster)
+    if described is not None and described.speeds is None:
+        raise ValueError(f"--cluster {cluster}: it has one speed for everything; give a file of `polytempo calibrate`")
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers {workers}: must be at least 1")
+    made = parse_strategy(strategy or "sync_sgd")
+    with notes_on_stderr():
+        options = RunOptions(batch_size=batch_size, data=data, threads=1)
+        spec = RunSpec.of(found_job(job), made, 2 if workers is None else workers, options)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            model, _ = replica_of(spec)
+            held = data_of(spec.job, data)
+            found = profiled(spec.job, model, held, spec.seed, spec.batch_size, _REPEATS)
+        finally:
+            torch.set_num_threads(threads)
+        memory = (
+            estimated(spec, found.saved_bytes)
+            if made.schedule is None
+            else estimated_stage(spec, cut_of(spec, model, held))
+        )
+        taken = measured_bytes(spec)
+    rows = [(which, each) for which in ("forward", "backward") for each in getattr(found, which)]
+    if as_json:
+        show_json(_plain(found, rows, described, memory, taken))
+        return
+    columns = ("pass", "operator", "calls", "bytes", "Mflop", "measured ms", *(["predicted ms"] if described else []))
+    rows.sort(key=lambda row: -row[1].seconds)
+    show_table(columns, [_row(which, each, described) for which, each in rows[:_SHOWN]])
+    predicted = "" if described is None else f", predicted {1e3 * _predicted(rows, described):.3g} ms"
+    in_operators = sum(each.seconds for _, each in rows)
+    print(
+        f"\n{len(rows)} operators, {1e3 * in_operators:.3g} ms in them; "
+        f"forward and backward of {found.samples} samples {1e3 * found.seconds:.3g} ms{predicted}\n"
+    )
+    show_table(("memory of a worker", "bytes"), [*((k, size(v)) for k, v in memory._asdict().items())])
+    print(f"in all {size(memory.total)}; a process without exchanges {size(memory.alone)}", end="")
+    print("" if taken is None else f", measured {size(taken)}")
+
+
+def _row(which: str, each: OperatorCost, cluster: Cluster | None) -> tuple[str, ...]:
+    use = each.use
+    cells = (which, each.operator, f"{use.calls:g}", size(use.num_bytes), f"{use.flops / 1e6:.4g}", _ms(each.seconds))
+    return cells if cluster is None else (*cells, _ms(cluster.computing_s(0.0, (use,))))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"
+
+
+def _predicted(rows: list[tuple[str, OperatorCost]], cluster: Cluster) -> float:
+    return cluster.computing_s(0.0, tuple(each.use for _, each in rows))
+
+
+def _plain(
+    found: JobProfile,
+    rows: list[tuple[str, OperatorCost]],
+    cluster: Cluster | None,
+    memory: WorkerMemory,
+    taken: int | None,
+) -> dict[str, object]:
+    return {
+        "samples": found.samples,
+        "seconds": found.seconds,
+        "predicted_s": None if cluster is None else _predicted(rows, cluster),
+        "operators": [
+            {"pass": which, "operator": each.operator, **each.use._asdict(), "seconds": each.seconds}
+            for which, each in rows
+        ],
+        "memory": {**memory._asdict(), "total": memory.total, "alone": memory.alone, "measured": taken},
+    }

@@ -1,0 +1,44 @@
+"""`polytempo submit`: hand a `train` command to Slurm, as a job that goes on by itself where its time was over."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from polytempo.cli.options.request import RunRequest
+from polytempo.engines.on_slurm.script import slurm_script
+from polytempo.engines.on_slurm.script import submit as submitted
+from polytempo.engines.on_slurm.slurm_engine import Slurm
+from polytempo.runs.frame.folder_names import slug
+
+_GRACE_S = 60
+
+
+def submit(
+    command: Sequence[str], request: RunRequest, *, sbatch: str | None, grace_s: int | None, dry_run: bool
+) -> None:
+    """Submit `command`, which means `request`, or only print its script. ValueError for what cannot be a job."""
+    engine, _, address = request.options.engine.partition(":")
+    if engine != "slurm":
+        raise ValueError(
+            f"--engine {request.options.engine}: a job for Slurm says so, and what it needs: "
+            "polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER"
+        )
+    if request.options.out is None:
+        raise ValueError("name the run's folder with --out: where the job starts again, the run goes on from there")
+    setup, out = replace(Slurm.from_address(address), options=shlex.split(sbatch or "")), str(request.options.out)
+    name = slug(Path(request.job).name)
+    script = slurm_script(
+        setup,
+        [setup.python, "-m", "polytempo", *command],
+        out,
+        name=name,
+        grace_s=_GRACE_S if grace_s is None else grace_s,
+    )
+    if dry_run:
+        print(script, end="")
+        return
+    job = submitted(script)
+    print(f"submitted job {job}; it writes to {name}-{job}.log, and its run to {out}")

@@ -1,0 +1,77 @@
+"""`polytempo top`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from polytempo.core.system.url_path import Place, place
+from polytempo.report.runs import as_written, load_result
+from polytempo.report.status.live_status import LiveStatus, read_status, status_of_result
+from polytempo.report.status.live_view import view
+from polytempo.report.status.metrics import read_metrics
+
+
+def top(folder: str, *, once: bool, as_json: bool, every_s: float) -> None:
+    """Show the run in `folder`, a path or a URL, until it ends, or once."""
+    run = place(folder)
+    status = status_in(run)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(status) | {"launcher_lives": launcher_lives(status)}))
+        return
+    console = Console()
+    if once or not sys.stdout.isatty():
+        console.print(_view(status, sys.maxsize))
+        return
+    try:
+        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                live.update(_view(status, console.size.height), refresh=True)
+                if status.state != "running" or launcher_lives(status) is False:
+                    break
+                time.sleep(every_s)
+                status = status_in(run)
+    except KeyboardInterrupt:  # the usual way to leave
+        pass
+
+
+def status_in(run: Place) -> LiveStatus:
+    """How the run in a folder stands. ValueError where there is none."""
+    if not run.is_dir():
+        raise ValueError(f"{run}: there is no such folder; name the folder of a run, such as runs/digits-sync_sgd")
+    status = read_status(run)
+    if status is not None:
+        return status
+    if not (run / "result.json").is_file():
+        raise ValueError(
+            f"{run}: this folder holds neither a live.json nor a result.json, so it is no run's, or of a run that "
+            "has not begun; name the folder that the run was given as --out"
+        )
+    metrics = run / "metrics.jsonl"
+    result, rows = load_result(run), read_metrics(metrics) if metrics.is_file() else []
+    with as_written(run / "result.json", "what a run says of itself"):
+        return status_of_result(result, rows)
+
+
+def launcher_lives(status: LiveStatus) -> bool | None:
+    """Whether the launcher's process is there; None where it is on another host, or the run is over."""
+    if status.state != "running" or status.launcher_host != socket.gethostname():
+        return None
+    try:
+        os.kill(status.launcher_pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _view(status: LiveStatus, lines: int) -> RenderableType:
+    return view(status, now_s=time.time(), launcher_lives=launcher_lives(status), lines=lines)

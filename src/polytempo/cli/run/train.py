@@ -1,0 +1,57 @@
+"""`polytempo train`."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from polytempo.cli.options.plan import found_job, run_options, show_plan
+from polytempo.cli.options.request import RunRequest
+from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
+from polytempo.engines.join.environment import recognise
+from polytempo.report.status.progress import Progress
+from polytempo.runs.elastic.available_program import AvailableProgram
+from polytempo.runs.frame.arguments import parse_engine
+from polytempo.runs.run import join, run
+from polytempo.spec.text.catalogue import parse_strategy
+
+
+def train(request: RunRequest) -> None:
+    """Train with worker processes of this host, or as one worker of the world that this process was started in."""
+    options = request.options
+    world = recognise(os.environ)
+    strategy = parse_strategy(options.strategy)
+    with notes_on_stderr():
+        job = found_job(request.job)
+    taken = run_options(request)
+    first = world.rank == 0
+    if options.dry_run:
+        if first:
+            num_workers = world.size if world.size > 1 else options.workers
+            show_plan(job, [strategy.name], "process", num_workers, taken, as_json=options.as_json)
+        return
+    with notes_on_stderr():
+        progress = Progress() if first else None
+        if world.size > 1:
+            if taken.elastic:
+                raise ValueError(
+                    f"--min-workers and --max-workers: this process is one of {world.size} workers of another "
+                    "launcher, which replaces them; leave the two out, or run the command outside of it"
+                )
+            result = join(job, strategy, taken, progress=progress)
+        else:
+            engine = parse_engine(options.engine)
+            available = None if options.available is None else AvailableProgram(options.available, options.workers)
+            try:
+                result = run(
+                    job, strategy, options.workers, taken, engine=engine, progress=progress, available=available
+                )
+            finally:
+                if available is not None:
+                    available.close()
+    figures = result.as_json()
+    if first:
+        (show_json if options.as_json else show_result)(figures)
+    if say_unreached([figures] if first else []):
+        raise typer.Exit(1)

@@ -1,0 +1,97 @@
+"""k elements drawn by chance, the same on all ranks, so that their values may be added on the way.
+
+Source: S. U. Stich et al., "Sparsified SGD with memory", 2018, Definition 2.1; the shared seed: J. Konečný et al.,
+"Federated learning: strategies for improving communication efficiency", 2016, section 2 ("random mask").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from polytempo.compression.encoding import strata
+from polytempo.compression.encoding.coded import Coded, Entries, WireSize
+from polytempo.compression.encoding.values import check_finite, whole
+from polytempo.core import EncodeContext, Facts, Law
+from polytempo.core.calls.call_name import codec_name
+from polytempo.core.calls.checks import check_real, check_whole
+
+
+def random_k(ratio: float = 0.01, unbiased: bool = False, seed: int = 0) -> Coded:
+    """k = max(1, ⌈ratio · n⌉) elements that chance draws, the same on all ranks.
+
+        wire    | k values in the dtype of the tensor |           k · itemsize bytes, fixed
+
+    The indices are a pure function of (seed, `when.step`, `when.tensor`, n), not of the rank: wires are `summable`, and
+    decoding needs the `when` of encoding. Each element is drawn with probability k/n (see `compression.strata.drawn`;
+    the 32 bits that draw within a stratum are off by less than m / 2^32). Choices of different elements are not
+    independent, as they are not in Stich et al., who draw among all sets of k; both laws need only each element's own
+    probability.
+
+    unbiased=False: x̂ has the values. Law: contraction k/n, in expectation; use it with `feedback`.
+    unbiased=True: x̂ has n/k times the values (scaled when decoded, so wires of 16 bits do not overflow more easily).
+    Law: E x̂ = x, E‖x̂ - x‖² = (n/k - 1)‖x‖², unless n/k · |x| is beyond the dtype's range: then x̂ is its largest number.
+    With feedback it diverges; use it without.
+
+    An all-reduce of 16-bit tensors adds in 16 bits, as that of `exact`: feedback does not keep what that rounds, and
+    sums may become infinite. `route=pt.compression.all_gather` adds in float32.
+
+    Raises ValueError for a ratio not in (0, 1]; before anything has changed also where n/k is 2^31 or more, and
+    NotFinite for NaN and infinities.
+    """
+    check_real(ratio=ratio)
+    check_whole(seed=seed)
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio is a share of the elements, over 0 and at most 1, got {ratio}")
+    return Coded(RandomK(ratio, unbiased, seed))
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """See `random_k`."""
+
+    ratio: float
+    unbiased: bool
+    seed: int
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Each element is drawn with probability k/n."""
+        law = Law("contraction", lambda like: 1 / self._scale(like))
+        if self.unbiased:
+            law = Law("unbiased", lambda like: self._scale(like) - 1)
+        name = codec_name(random_k, self, brief=("unbiased", "seed"))
+        return Facts(name, law, flops=2.0, summable=True, sparse=True, draws=True)
+
+    def num_sent(self, like: Tensor) -> int:
+        """k."""
+        return min(max(1, math.ceil(self.ratio * like.numel())), like.numel())
+
+    def size(self, like: Tensor, terms: int = 1) -> WireSize:
+        """Of k values: every rank knows the indices."""
+        return WireSize(self.num_sent(like) * like.element_size(), like.dtype)
+
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
+        """The values drawn. Looks at all of x for what is no number, also where it is not drawn."""
+        check_finite(self.facts.name, x)
+        return x.reshape(-1)[self.drawn(x, when)]
+
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Entries:
+        """The values, or n/k times as much, at the places that `when` says."""
+        values = whole(self.facts.name, wire, like, self.num_sent(like), like.dtype)
+        if self.unbiased:
+            most = torch.finfo(wire.dtype).max
+            values = (values * self._scale(like)).clamp_(-most, most)
+        return Entries(self.drawn(like, when), values)
+
+    def drawn(self, like: Tensor, when: EncodeContext) -> Tensor:
+        """The k indices (int64) for that tensor and step."""
+        return strata.drawn(self.facts.name, like, self.num_sent(like), self.seed, when.step, when.tensor)
+
+    def _scale(self, like: Tensor) -> float:
+        """n/k."""
+        return like.numel() / max(self.num_sent(like), 1) if like.numel() else 1.0

@@ -1,0 +1,1 @@
+"""What codecs are made of: bits, blocks, entries, residuals."""

@@ -1,0 +1,131 @@
+"""Error feedback: what a codec did not send this time goes with what it sends next time.
+
+Source: F. Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
+speech DNNs", 2014, section 3; S. P. Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
+schemes", 2019, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.compression.encoding.coded import Coded, decoded_alone
+from polytempo.compression.encoding.values import check_finite, check_kind
+from polytempo.core import ALONE, Codec, EncodeContext, Facts, Law, Residual
+from polytempo.core.codec import check_codec
+from polytempo.core.state import narrowed, wide
+
+_LARGE = torch.empty(1024, 1024, device="meta")
+"""A tensor on which a law has to hold."""
+
+
+def feedback(codec: Codec) -> Feedback:
+    """v = x + r; send encode(v); r ← v - decode(encode(v)), for each tensor.
+
+    So Σ decoded + the last r = Σ x: nothing is lost, only late. A change of the learning rate changes the weight of
+    what is late. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for 16-bit tensors
+    of float32, 4 bytes an element, so that r takes up what is small against it. Their v is rounded for the codec, and
+    what that leaves is residual as well.
+
+    Raises ValueError for a codec that remembers already what it did not send (`dgc`, `feedback`), and for one whose
+    error may be larger than what it encodes (`qsgd` with few levels, `terngrad`): the residual would grow without end,
+    and such a codec is right on average without it. NaN and infinities are refused (NotFinite), whatever the codec does
+    with them: they would stay in the residual for ever. Raises TypeError for what is no codec, as `bf16` without ().
+    """
+    check_codec(codec)
+    facts = codec.facts
+    if not isinstance(codec, Coded):
+        raise ValueError(f"{facts.name} keeps what it has not sent already; use it without feedback(…)")
+    if facts.law.kind in ("unbiased", "conserving") and facts.law.bound(_LARGE) >= 1:
+        raise ValueError(
+            f"the error of {facts.name} may be larger than what it encodes, so that a residual would grow without end; "
+            "use it without feedback(…), or a finer one"
+        )
+    return Feedback(codec)
+
+
+class Fed(NamedTuple):
+    """What was left out of this tensor; None is before the first encoding."""
+
+    memory: Residual
+
+
+@dataclass(frozen=True, repr=False)
+class Feedback:
+    """See `feedback`."""
+
+    codec: Coded
+
+    def __repr__(self) -> str:
+        return self.facts.name
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The codec's; but over several steps nothing is lost, whatever it does in one, and infinities would stay."""
+        inner = self.codec.facts
+        law = Law("lossless") if inner.law.kind == "lossless" else Law("conserving")
+        return inner._replace(
+            name=f"feedback({inner.name})",
+            law=law,
+            flops=inner.flops + 2,
+            elementwise=False,
+            passes_nonfinite=False,
+            memory="residual",
+            state_bytes=lambda like: like.numel() * wide(like.dtype).itemsize,
+        )
+
+    def init(self, like: Tensor) -> Fed:
+        """Nothing was left out."""
+        return Fed(Residual())
+
+    def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
+        """As the codec."""
+        return self.codec.wire_dtype(like, terms)
+
+    def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
+        """As the codec."""
+        return self.codec.wire_bytes(like, terms)
+
+    def statistic(self, x: Tensor, state: Fed | None) -> float | None:
+        """The codec's, of x + r."""
+        residual = None if state is None else state.memory.residual
+        return self.codec.statistic(x if residual is None else narrowed(x + residual, x), None)
+
+    def encode(
+        self, x: Tensor, state: Fed | None = None, when: EncodeContext = ALONE, out: Tensor | None = None
+    ) -> tuple[Tensor, Fed]:
+        """The wire of v = x + r. The state that is given is spent: its residual becomes the next one, in place.
+
+        Raises NotFinite before anything has changed, also where the codec lets NaN and infinities pass.
+        """
+        residual = None if state is None else state.memory.residual
+        if residual is None:
+            residual = torch.zeros_like(x, dtype=wide(x.dtype))
+        encode_ = self.codec.encode_ if residual.dtype is x.dtype else self._encode_wide_
+        wire, _ = encode_(x, residual, None, when, out)
+        return wire, Fed(Residual(residual))
+
+    def _encode_wide_(
+        self, x: Tensor, residual: Tensor, state: None, when: EncodeContext, out: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """The wire of v, rounded to x's dtype; residual ← v - decode(wire), so the rounding is residual, too."""
+        check_kind(x)
+        v = x.detach() + residual
+        check_finite(self.codec.facts.name, v)
+        rounded = narrowed(v, x)
+        wire, _ = self.codec.encode(rounded, None, when, out)
+        torch.sub(v, decoded_alone(self.codec, wire, rounded, when), out=residual)
+        return wire, None
+
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
+        """As the codec."""
+        return self.codec.decode(wire, like, when)
+
+    def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
+        """As the codec."""
+        self.codec.add_(wire, out, when)

@@ -1,0 +1,1 @@
+"""How encoded tensors travel and become one."""

@@ -1,0 +1,113 @@
+"""`through`: a codec, a merge and a route, put together in the only right plan."""
+
+from __future__ import annotations
+
+from polytempo.compression.exchange.all_gather import all_gather
+from polytempo.compression.exchange.all_reduce import all_reduce
+from polytempo.compression.exchange.cost import exchange_cost
+from polytempo.compression.exchange.packing import EXACT_BELOW
+from polytempo.compression.exchange.reduce_scatter import reduce_scatter
+from polytempo.compression.exchange.wire_route import Exchanged, ExchangePlan, WireRoute, flushed
+from polytempo.core import Bundle, Codec, Cost, Port, Route, State, Transform, averaging, native
+from polytempo.core.arithmetic.merge import Merge, check_merge
+from polytempo.core.calls.checks import check_whole
+from polytempo.core.codec import check_codec
+from polytempo.core.route import check_route
+
+
+def through(
+    codec: Codec,
+    merge: Merge | None = None,
+    route: Route | WireRoute | None = None,
+    *,
+    exact_below: int = EXACT_BELOW,
+) -> Transform:
+    """Encode, exchange, decode, merge. `merge` None: Σᵢ shareᵢ · xᵢ, the mean weighted by samples.
+
+    Without `route` the codec decides:
+
+        wires that may be added (casts, random_k, terngrad)    all-reduce of wires          2(N-1)/N · K_c bytes a rank
+        wires that hold a few entries (top_k, threshold, dgc)  all-gather                   (N-1) · K_c
+        codes (int8, one_bit, qsgd, …)                         reduce-scatter of codes,     2(N-1)/N · K_c
+                                                               sum, encode, all-gather
+        a merge that needs whole vectors (krum, vote)          all-gather                   (N-1) · K_c
+        wires that vary in length, codecs with a memory        all-gather                   (N-1) · K_c
+
+    `route` may be any route of `collectives` for the first kind, and `compression.all_gather` or
+    `compression.reduce_scatter` for all that can take them. Every rank decodes the same wires in the same order, so all
+    end with the same bits. Tensors of fewer than `exact_below` elements travel as they are, except on an all-reduce.
+
+    With `feedback` and the mean, what was given is what was answered plus the residuals. With a `merge` that holds of
+    each rank's own wires only: a vote or a median is no sum, and what it leaves out is no residual of any rank.
+
+    With one rank nothing is encoded. Raises ValueError for what cannot work, TypeError for what is no codec or route.
+    """
+    check_codec(codec)
+    if merge is not None:
+        check_merge(merge)
+    check_whole(exact_below=exact_below)
+    if exact_below < 0:
+        raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
+    wire_route = _wire_route(codec, merge, route)
+    plan = ExchangePlan(codec, merge, exact_below)
+    remembers = codec.facts.memory != "none"
+
+    def init(parameters: Bundle) -> Exchanged:
+        return Exchanged(0, {name: codec.init(t) for name, t in parameters.tensors.items()} if remembers else {})
+
+    async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, Exchanged]:
+        if port.size == 1 or not any(tensor.numel() for tensor in bundle.tensors.values()):
+            return flushed(bundle, state)
+        return await wire_route(port, bundle, state, plan)
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        by = native if route is None or route in (all_gather, reduce_scatter) else route
+        found = exchange_cost(plan, wire_route, by, parameters, num_ranks)  # type: ignore[arg-type]
+        asked = wire_route is route and wire_route is not _wire_route(codec, merge, None)
+        return found.because("asked") if asked else found
+
+    beside = None if route is None or route in (all_gather, reduce_scatter) else averaging(route)  # type: ignore[arg-type]
+    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, cost=cost, beside=beside)
+
+
+def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> WireRoute:
+    """The way that the three allow. Raises ValueError that names what is wrong and the remedy."""
+    whole_vectors = merge is not None and not getattr(merge, "coordinate_wise", True)
+    if route is None:
+        if codec.facts.summable and merge is None:
+            return all_reduce(native)
+        cut = codec.facts.fixed and not (codec.facts.sparse or whole_vectors or codec.facts.memory == "own")
+        return reduce_scatter if cut else all_gather
+    if route is all_gather:
+        return all_gather
+    if route is reduce_scatter:
+        _check_stripes(codec, merge, whole_vectors)
+        return reduce_scatter
+    check_route(route)
+    name = getattr(route, "__name__", str(route))
+    if merge is not None:
+        merge_name = getattr(merge, "__name__", str(merge))
+        raise ValueError(f"{merge_name} is no sum, so route={name} is impossible; use route=all_gather, or none")
+    if not codec.facts.summable:
+        raise ValueError(
+            f"{codec.facts.name} wires cannot be summed, so route={name} is impossible; use route=all_gather, or, "
+            "better, leave out route: then the codec chooses"
+        )
+    return all_reduce(route)  # type: ignore[arg-type]
+
+
+def _check_stripes(codec: Codec, merge: Merge | None, whole_vectors: bool) -> None:
+    if whole_vectors:
+        name = getattr(merge, "__name__", str(merge))
+        raise ValueError(
+            f"{name} needs whole vectors (or ties that a code can say), and reduce_scatter cuts them; use "
+            "route=all_gather"
+        )
+    if not codec.facts.fixed:
+        raise ValueError(
+            f"{codec.facts.name} wires vary in length, which the owner of a stripe must know; use route=all_gather"
+        )
+    if codec.facts.memory == "own":
+        raise ValueError(
+            f"{codec.facts.name} remembers more than a residual, which cannot be cut into stripes; use route=all_gather"
+        )

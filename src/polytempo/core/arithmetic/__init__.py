@@ -1,0 +1,1 @@
+"""Sums, merges and sets of numbers, and the work that they cost."""

@@ -1,0 +1,1 @@
+"""Calls of the functions that users call: names, argument types, checks."""

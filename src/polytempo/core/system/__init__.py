@@ -1,0 +1,1 @@
+"""What a process asks of its system: files, locks, URLs, descriptors, signals."""

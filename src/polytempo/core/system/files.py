@@ -1,0 +1,168 @@
+"""Files of a run's folder. No link in it is followed: what a link points at belongs to others.
+
+    runs/digits/            the folder itself may be a link: the user named it
+      checkpoint/, logs/    made by us; a link of that name is refused
+      result.json           written aside and moved into place; a link of either name is replaced, not followed
+
+Whatever cannot be done raises OSError that names the path, but for `parsed`. A `UrlPath` has neither folders nor links:
+there is nothing to make, and an object appears whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader, BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from polytempo.core.system.descriptors import open_descriptor
+from polytempo.core.system.url_path import P, Place, UrlPath
+
+MAX_JSON_BYTES = 1 << 30
+FOLDERS = ("checkpoint", "logs", "record")
+"""The folders that a run makes in its own."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk answers, and a user's full share of it."""
+
+_CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def run_folder(out: P) -> P:
+    """Make a run's folder. Refuses one in which a link, or a file, stands where a run makes a folder."""
+    if isinstance(out, UrlPath):
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FOLDERS:
+        _check_free(out / name)
+    return out
+
+
+def made(folder: P) -> P:
+    """Make `folder` where it is not there; a link or a file of that name is refused."""
+    if isinstance(folder, UrlPath):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir()
+    _check_free(folder)
+    return folder
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder itself, and no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def create(path: Path) -> BinaryIO:
+    """A new, empty file; what had the name is gone, and what a link of that name pointed at is as it was."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOSED
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return open(open_descriptor(path, flags, 0o666), "wb", buffering=0)
+
+
+def replace(path: Place, content: str | bytes) -> None:
+    """Write `path`, complete or not at all."""
+    with aside(path) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A write that fails inside names `path`, and where the disk is full the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        remedy = "; free space there, then go on with --resume" if error.errno in FULL else ""
+        raise OSError(error.errno, f"{os.strerror(error.errno)}{remedy}", str(path)) from error
+
+
+def write(stream: BinaryIO, content: bytes | bytearray, path: Path) -> None:
+    """All of `content` to the unbuffered `stream` of `path`."""
+    rest = memoryview(content)
+    with named(path):
+        while rest:
+            rest = rest[stream.write(rest) :]
+
+
+@contextmanager
+def aside(path: Place) -> Iterator[BinaryIO]:
+    """A file to write to that becomes `path` in the end; after an error `path` is as it was."""
+    if isinstance(path, UrlPath):
+        content = BytesIO()
+        yield content
+        path.write(content.getvalue())
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with named(path), create(temporary) as raw, open(raw.fileno(), "wb", closefd=False) as stream:
+            yield stream
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def append(path: Path) -> BinaryIO:
+    """Write behind what is in `path`."""
+    return open(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _CLOSED, 0o666), "wb", buffering=0)
+
+
+def opened(path: Path) -> BufferedReader:
+    """`path` to read from. Neither a link nor a device nor a pipe, which would wait for its writer for ever."""
+    descriptor = open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | _CLOSED)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "this is no plain file", str(path))
+    return open(descriptor, "rb")
+
+
+def read(path: Place, most_bytes: int) -> bytes:
+    """The first `most_bytes` of `path`."""
+    if isinstance(path, UrlPath):
+        return path.read(most_bytes)
+    with opened(path) as stream:
+        return stream.read(most_bytes)
+
+
+def parsed(path: Place, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The JSON in `path`. ValueError names the file where it is too large, too deep or not JSON, or no plain file."""
+    try:
+        content = read(path, most_bytes + 1)
+        if len(content) > most_bytes:
+            raise ValueError(f"it has more than {most_bytes:,} bytes")
+        return json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} cannot be read as JSON: {reason}; it is not what a run has written") from error
+
+
+def remove(path: Place) -> None:
+    """Remove a file, a link, or a folder with all that is in it; nothing that a link points at."""
+    if isinstance(path, UrlPath):
+        path.remove()
+    elif is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _check_free(path: Path) -> None:
+    if os.path.lexists(path) and not is_folder(path):
+        what = "a link" if path.is_symlink() else "no folder"
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            f"this is {what}, and nothing in a run's folder is followed; remove it, or choose another folder",
+            str(path),
+        )

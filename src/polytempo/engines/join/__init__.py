@@ -1,0 +1,1 @@
+"""How a process that a launcher started finds its world."""

@@ -1,0 +1,148 @@
+"""A command as a process of a run: a program of the user's, whose output comes back line by line.
+
+engine ── fork ──▶ a process of the run ── start ──▶ the command
+                        ◀── its lines ──┘            "[2]<stdout>:a line"  into the log of the process of the run
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from polytempo.engines.processes.fork import die_with, sleep_until_ended
+from polytempo.engines.processes.worker import MAX_RESULT_BYTES
+from polytempo.engines.processes.worker_processes import held_path
+
+COMMAND_FORMAT = "polytempo.command/1"
+ANSWER_FILE = "POLYTEMPO_ANSWER_FILE"
+"""The variable that names the file where a command may leave an answer."""
+_NOT_STARTED = 127
+_LINE_BYTES = 64 << 10
+"""Longer lines are cut into several."""
+_LOOK_S = 0.1
+"""How often it is looked whether a signal holds the command."""
+_REST_S = 1.0
+"""How long the output is read after the end of a command whose children hold it open."""
+
+
+class CommandRun(NamedTuple):
+    """A command that each rank runs, as it travels to other hosts."""
+
+    words: tuple[str, ...]
+    folder: str
+    """Where it is run; a host that does not have the folder says so."""
+    environment: Mapping[str, str]
+    """Beside what the host's own environment has."""
+    input: str = ""
+    """What it reads from its standard input."""
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps({"format": COMMAND_FORMAT, **self._asdict()})
+
+    @classmethod
+    def from_plain(cls, text: Mapping[str, Any]) -> CommandRun:
+        """What `to_json` wrote, read as JSON."""
+        return cls(tuple(text["words"]), text["folder"], text["environment"], text["input"])
+
+
+def is_command(text: Mapping[str, Any]) -> bool:
+    """Whether an agent's `Welcome` is of a command, not of a job."""
+    return text.get("format") == COMMAND_FORMAT
+
+
+def perform_command(run: CommandRun, name: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run it to its end, in a process that an engine has started. `name` begins each of its lines: `[name]<stdout>:`.
+
+    Returns its exit code, negative for a signal, and the answer that it has left, if any. SIGTERM is passed on.
+    """
+    answer = Path(tempfile.gettempdir()) / f"answer-{secrets.token_hex(4)}"
+    given = {**os.environ, **run.environment, **environment, ANSWER_FILE: str(answer)}
+    own = os.getpid()
+    try:
+        process = subprocess.Popen(  # noqa: S603 - the user's command
+            run.words,
+            cwd=run.folder,
+            env=given,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: die_with(own),
+        )
+    except OSError as error:
+        _say(f"[{name}]<stderr>:cannot run {run.words[0]} in {run.folder}: {error}\n".encode())
+        return {"code": _NOT_STARTED}
+    signal.signal(signal.SIGTERM, lambda number, frame: _pass_on(process, number))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readers = [
+        threading.Thread(target=_relay, args=(stream, f"[{name}]<{kind}>:".encode()), daemon=True)
+        for stream, kind in ((process.stdout, "stdout"), (process.stderr, "stderr"))
+    ]
+    for reader in readers:
+        reader.start()
+    with suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(run.input.encode())
+    code = _watched(process, held_path(Path(tempfile.gettempdir()), own))
+    for reader in readers:
+        reader.join(_REST_S)
+    return {"code": code, **_answer(answer)}
+
+
+def _watched(process: subprocess.Popen[bytes], held: Path) -> int:
+    """Its exit code, once it has ended. As long as a signal holds it, there is the file `held`: the engine sees this
+    process alone."""
+    while (code := process.poll()) is None:
+        if not _is_held(process.pid):
+            held.unlink(missing_ok=True)
+        else:
+            held.touch()
+        sleep_until_ended([process.pid], _LOOK_S)
+    return code
+
+
+def _is_held(process: int) -> bool:
+    """Whether a signal has stopped it, or the one process that it has started: a shell waits for a script."""
+    with suppress(OSError, ValueError):  # no /proc, one that has just ended, or several processes
+        while Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "T":
+            (process,) = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+        return True
+    return False
+
+
+def _answer(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    try:
+        if path.stat().st_size > MAX_RESULT_BYTES // 2:
+            raise ValueError(f"a rank's answer may have at most {MAX_RESULT_BYTES // 2} bytes")
+        return {"answer": path.read_text(encoding="ascii")}
+    finally:
+        path.unlink()
+
+
+def _pass_on(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _relay(stream: IO[bytes], prefix: bytes) -> None:
+    with stream:
+        while line := stream.readline(_LINE_BYTES):
+            _say(prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
+
+
+def _say(line: bytes) -> None:
+    with suppress(OSError):  # the disk of the log is full
+        os.write(sys.stdout.fileno(), line)

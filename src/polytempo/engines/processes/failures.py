@@ -1,0 +1,113 @@
+"""`WorkerDied`: how a run ends because one of its processes did, and what is said of it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
+from polytempo.engines.engine import EngineProcess
+from polytempo.spec.address_space import address_space_advice
+from polytempo.spec.text.plain_text import plain_text
+
+_LAST_LINES = 20
+_LITTLE_BYTES = 64 << 10
+_LAST_BYTES = 64 << 10
+
+
+class WorkerDied(PolytempoError):
+    """A worker ended without a result, and so did the run.
+
+    `exit_code` is None where a signal killed it, and `signal` its name, like "SIGKILL", else None.
+    `last_lines` are the last of its log. `not_finite` is what it raised, where that was a `NotFinite`.
+    """
+
+    not_finite: NotFinite | None = None
+
+    def __init__(self, message: str, rank: int, exit_code: int | None, killed_by: str | None, last_lines: list[str]):
+        self.rank, self.exit_code, self.signal, self.last_lines = rank, exit_code, killed_by, last_lines
+        super().__init__(message)
+
+
+def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why: str = "") -> WorkerDied:
+    """The error that names the first cause: who ended on its own rather than for want of a peer.
+
+    `who` names it where it has another name than its rank; `why` is a sentence about what it waited for.
+    """
+
+    def order(worker: EngineProcess) -> tuple[bool, int, bool, int]:
+        symptom = worker.failure is not None and worker.failure.symptom
+        return symptom, worker.ended, worker.failure is not None, worker.role.node
+
+    cause, *others = sorted(failed, key=order)
+    rank, code, lines = cause.role.node, cause.exit_code or 0, last_lines(cause.log, "Fatal Python error:")
+    why += "" if cause.failure is not None and lines else _full_disks(cause.log.parent, Path(tempfile.gettempdir()))
+    failure = cause.failure
+    advice = "" if failure is None else address_space_advice(f"{failure.error}: {failure.message}")
+    why += f" {advice}" if advice else ""
+    quoted = quote(f"The last lines of {who or f'rank {rank}'}", lines)
+    message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended.{why} {quoted}"
+    if others:
+        message += "\nAlso: " + "; ".join(f"rank {worker.role.node} {how(worker)}" for worker in others)
+    if code < 0:
+        return WorkerDied(message, rank, None, _signal_name(-code), lines)
+    error = WorkerDied(message, rank, code, None, lines)
+    if cause.failure is not None and cause.failure.facts:
+        error.not_finite = NotFinite.from_facts(cause.failure.facts)
+    return error
+
+
+@contextmanager
+def diverged() -> Generator[None]:
+    """Where a worker has ended with `NotFinite`, raise that: it says all there is to know."""
+    try:
+        yield
+    except WorkerDied as error:
+        if error.not_finite is None:
+            raise
+        raise error.not_finite from error
+
+
+def _full_disks(*folders: Path) -> str:
+    """A sentence about those folders where nothing can be written any more."""
+    with suppress(OSError):
+        full = [str(folder) for folder in folders if shutil.disk_usage(folder).free < _LITTLE_BYTES]
+        return f" The disk of {' and '.join(full)} is full: free space there." if full else ""
+    return ""
+
+
+def how(worker: EngineProcess) -> str:
+    """How a process ended, in words."""
+    code = worker.exit_code or 0
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    if failure := worker.failure:
+        if failure.error == JobFailed.__name__:
+            return f"failed: {plain_text(failure.message)} (exit code {code})"
+        said = f": {failure.message}" if failure.message else ""
+        return plain_text(f"raised {failure.error}{said} (exit code {code})")
+    return f"ended without a result (exit code {code})"
+
+
+def _signal_name(number: int) -> str:
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
+
+
+def quote(title: str, lines: Sequence[str]) -> str:
+    """Lines of a log under a title."""
+    return f"{title}:" + "".join(f"\n    | {line}" for line in lines or ["(nothing)"])
+
+
+def last_lines(log: Path, stack: str) -> list[str]:
+    """The last lines of a log, or the first ones from `stack` on: faulthandler begins with the innermost frame."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        lines = [plain_text(line) for line in file.read().decode(errors="replace").splitlines()]
+    begin = max((i for i, line in enumerate(lines) if stack in line), default=max(0, len(lines) - _LAST_LINES))
+    return lines[begin : begin + _LAST_LINES]

@@ -1,0 +1,163 @@
+"""Processes of this host that this process has started, by fork or otherwise: watched, and ended for certain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from polytempo.engines.engine import EngineProcess
+from polytempo.engines.processes import janitor
+from polytempo.engines.processes.fork import sleep_until_ended
+
+_END_S = 2.0
+"""How long a worker may take to end when asked."""
+_LEFT_OVER_S = 0.5
+"""The same for what workers have started, such as data loaders; they are seen to one worker after another."""
+_POLL_S = 0.02
+
+
+@dataclass(eq=False)
+class Child(EngineProcess):
+    """A child of this process, which leads a process group of its own."""
+
+    pid: int = -1
+    notes: int = -1
+    """The janitor's pipe (see `janitor.swept`)."""
+    halted: bool = False
+    """Whether a signal holds this process itself; `stopped` counts the command of which it takes care, too."""
+
+
+class Children:
+    """Those that one engine has started. `read(child)` fills in what a child has left, once it has ended.
+
+    `home` is the engine's private folder.
+    """
+
+    def __init__(self, read: Callable[[Child], None], home: Path) -> None:
+        self._read, self._home = read, home
+        self._all: list[Child] = []
+        self._told: set[Child] = set()
+        """Those of which `poll` has said that they have ended."""
+
+    def add(self, child: Child) -> Child:
+        """Know `child` from now on."""
+        self._all.append(child)
+        return child
+
+    def poll(self, wait_s: float) -> list[EngineProcess]:
+        """See `Engine`."""
+        look(self._all, time.monotonic() + wait_s)
+        for child in self._all:
+            if child.exit_code is None:
+                child.stopped = child.halted or held_path(self._home, child.pid).exists()
+        gone = [child for child in self._all if child.exit_code is not None and child not in self._told]
+        self._told.update(gone)
+        for child in gone:
+            self._read(child)
+        return list[EngineProcess](gone)
+
+    def stop(self, process: EngineProcess | None) -> None:
+        """See `Engine`. Stopped processes end, too."""
+        if process is not None:
+            self.signal([process], signal.SIGKILL)
+            return
+        self.signal(self._all, signal.SIGCONT)
+        end(self._all)
+
+    def preempt(self) -> None:
+        """See `Preempting`."""
+        self.signal(self._all, signal.SIGTERM)
+
+    def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
+        """Send a signal to those of `processes` that run."""
+        for child in self._all:
+            if child in processes and child.exit_code is None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
+
+
+def held_path(home: Path, process: int) -> Path:
+    """A file that is there as long as a signal holds the command of which `process` takes care."""
+    return home / f"held-{process}"
+
+
+def look(crew: Sequence[Child], until: float) -> None:
+    """Sleep until a running worker has ended, at most until `until`; note which have, and which are stopped."""
+    running = [worker for worker in crew if worker.exit_code is None]
+    sleep_until_ended([worker.pid for worker in running], max(0.0, until - time.monotonic()))
+    number = max((worker.ended for worker in crew), default=0) + 1
+    for worker in running:
+        status = _news(worker)
+        if status is not None:
+            worker.exit_code, worker.ended = os.waitstatus_to_exitcode(status), number
+            _end_group(worker.pid)
+            janitor.gone(worker.notes, worker.pid)
+
+
+def _news(worker: Child) -> int | None:
+    """How the process ended, if it has. Meanwhile notes whether it was stopped, or continued.
+
+    Where others have collected it, as a handler of SIGCHLD may, it counts as ended well if it has left a result.
+    """
+    while True:
+        try:
+            process, status = os.waitpid(worker.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        except ChildProcessError:
+            return 0
+        if not process:
+            return None
+        if not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status):
+            return status
+        worker.halted = os.WIFSTOPPED(status)
+
+
+def wait_all(crew: Sequence[Child], until: float) -> None:
+    """Look until all have ended, at most until `until`."""
+    while any(worker.exit_code is None for worker in crew) and time.monotonic() < until:
+        look(crew, until)
+
+
+def end(crew: Sequence[Child]) -> None:
+    """End every worker and whatever it started: politely, then for certain."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for worker in crew:
+            if worker.exit_code is None:
+                _signal(worker.pid, number)
+        wait_all(crew, time.monotonic() + _END_S)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # others have collected it
+        os.kill(process, number)  # alone too: it may not lead its group yet
+        if number == signal.SIGTERM:  # which it may take for a request to save and leave: see `core.notice`
+            os.kill(process, signal.SIGHUP)
+    with suppress(ProcessLookupError):
+        os.killpg(process, number)
+
+
+def _end_group(group: int) -> None:
+    """End what a worker that has just ended left: data loaders and their like."""
+    with suppress(ProcessLookupError, PermissionError):
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(group, number)
+            deadline = time.monotonic() + _LEFT_OVER_S
+            while _is_running(group) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # they are not our children, so there is nothing to wait for
+            with suppress(ChildProcessError):  # unless this process is the one that inherits orphans
+                os.waitpid(-group, os.WNOHANG)
+
+
+def _is_running(group: int) -> bool:
+    """Whether one of a group runs; a dead one that no process has collected yet does not."""
+    os.killpg(group, 0)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(") ")[2].split()[:3]
+            if its_group == str(group) and state not in "ZX":
+                return True
+    return not os.path.isdir("/proc/self")

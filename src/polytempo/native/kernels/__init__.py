@@ -1,0 +1,1 @@
+"""Kernels of the native core on tensors, and their twins in torch."""

@@ -1,0 +1,201 @@
+"""Stages out of a graph: which node belongs where, the values that pass between them, and a module for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from polytempo.partition.cut import Stage, Value
+from polytempo.partition.graph.profile import Fact, is_pick
+from polytempo.partition.graph.trace import Inputs, Traced
+from polytempo.partition.graph.values import Path, holds_tensor, parts, received, sent
+
+OPERATIONS = ("call_module", "call_function", "call_method")
+
+
+def positions(graph: fx.Graph, facts: Mapping[fx.Node, Fact]) -> dict[fx.Node, int | None]:
+    """Where each node stands among those that a cut can divide: 0, 1, … in the order of the graph. None: anywhere.
+
+    A part of a tuple stands where the tuple is. Sizes and other values without tensors stand where the last of what
+    they are computed from is, and anywhere if that is only the model's inputs and parameters: each stage that needs
+    them computes them. The output stands with the last node.
+    """
+    found: dict[fx.Node, int | None] = {}
+    count = 0
+    for node in graph.nodes:
+        before = [place for each in node.all_input_nodes if (place := found[each]) is not None]
+        if node.op not in OPERATIONS:
+            found[node] = max(count - 1, 0) if node.op == "output" else None
+        elif _is_part(node, facts) or _is_size(node, facts):
+            found[node] = max(before, default=None)
+        else:
+            found[node] = count
+            count += 1
+    return found
+
+
+def _is_part(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
+    whole = node.args[0] if node.args else None
+    return is_pick(node) and isinstance(whole, fx.Node) and not isinstance(facts[whole].value, Tensor)
+
+
+def _is_size(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
+    """Whether the node computes sizes or the like, so that to compute it again is as good as to send it."""
+    fact = facts[node]
+    return node.op in OPERATIONS[1:] and not fact.changed and not holds_tensor(fact.value)
+
+
+class _Division(NamedTuple):
+    """Which stage computes what."""
+
+    facts: Mapping[fx.Node, Fact]
+    stage_of: Mapping[fx.Node, int | None]
+    copies: Set[tuple[fx.Node, int]]
+    """Sizes that a later stage computes itself, for it has what they are computed from."""
+    crossing: Mapping[fx.Node, Sequence[int]]
+    """Nodes that other stages use, with these stages."""
+
+    def members(self, graph: fx.Graph, index: int) -> set[fx.Node]:
+        """What stage `index` computes: its own nodes, and what stands anywhere that they need."""
+        found = {node for node in graph.nodes if self.stage_of[node] == index}
+        for node in reversed(graph.nodes):
+            anywhere = self.stage_of[node] is None or (node, index) in self.copies
+            if anywhere and any(user in found for user in node.users):
+                found.add(node)
+        return found
+
+
+def _divided(graph: fx.Graph, facts: Mapping[fx.Node, Fact], stage_of: Mapping[fx.Node, int | None]) -> _Division:
+    last = max(stage for stage in stage_of.values() if stage is not None)
+    direct = {
+        node: {stage for user in node.users if (stage := stage_of[user]) is not None} - {stage_of[node]}
+        for node in graph.nodes
+        if stage_of[node] is not None
+    }
+    copies: set[tuple[fx.Node, int]] = set()
+
+    def has(node: fx.Node, stage: int) -> bool:
+        arrives = node in direct and stage in direct[node] and holds_tensor(facts[node].value)
+        return stage_of[node] in (None, stage) or (node, stage) in copies or arrives
+
+    for node in direct:
+        if _is_size(node, facts):
+            own = stage_of[node] or 0
+            copies |= {(node, s) for s in range(own + 1, last + 1) if all(has(e, s) for e in node.all_input_nodes)}
+    crossing = {
+        node: targets
+        for node, stages in direct.items()
+        if (targets := sorted(stage for stage in stages if stage is not None and (node, stage) not in copies))
+    }
+    return _Division(facts, stage_of, copies, crossing)
+
+
+def split(
+    model: nn.Module,
+    traced: Traced,
+    facts: Mapping[fx.Node, Fact],
+    inputs: Inputs,
+    stage_of: Mapping[fx.Node, int | None],
+) -> tuple[list[Stage], dict[Value, int]]:
+    """The stages, and the values with their bytes. `stage_of`: None for what each stage that needs it has."""
+    last = max(stage for stage in stage_of.values() if stage is not None)
+    division = _divided(traced.graph, facts, stage_of)
+    values = {
+        Value(part.name(node), stage_of[node] or 0, tuple(targets), part.requires_grad): part.num_bytes
+        for node, targets in division.crossing.items()
+        for part in parts(facts[node].value, node)
+    }
+    stages = []
+    for index in range(last + 1):
+        graph, takes, gives = _stage_graph(traced.graph, division, index)
+        used = [node.target for node in graph.nodes if node.op == "placeholder"]
+        given = tuple(name for name in inputs.names if name in used)
+        module = _module(model, traced, graph, index, is_last=index == last)
+        stages.append(Stage(index, module, given, takes, gives, index == last))
+    return stages, values
+
+
+def _stage_graph(whole: fx.Graph, division: _Division, index: int) -> tuple[fx.Graph, tuple[str, ...], tuple[str, ...]]:
+    """The graph of one stage, and the names of the values that it takes and gives."""
+    facts, members = division.facts, division.members(whole, index)
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    for node in whole.nodes:
+        if node.op == "placeholder" and node in members:
+            made[node] = graph.node_copy(node)
+    takes: list[str] = []
+    arrived: dict[fx.Node, dict[Path, fx.Node]] = {}
+    for node, targets in division.crossing.items():
+        if index in targets:
+            there = parts(facts[node].value, node)
+            arrived[node] = {part.path: graph.placeholder(part.name(node).replace(".", "_")) for part in there}
+            takes += [part.name(node) for part in there]
+    for node, placeholders in arrived.items():
+        made[node] = received(graph, facts[node].value, placeholders)
+    answer: list[Any] = []
+    for node in whole.nodes:
+        if node in members and node.op == "output":
+            answer = [fx.node.map_arg(node.args[0], lambda each: made[each])]
+        elif node in members and node.op != "placeholder":
+            made[node] = graph.node_copy(node, lambda each: made[each])
+    own = [node for node in division.crossing if division.stage_of[node] == index]
+    given = [(node, part) for node in own for part in parts(facts[node].value, node)]
+    graph.output((*(sent(graph, made[node], part) for node, part in given), *answer))
+    graph.lint()
+    return graph, tuple(takes), tuple(part.name(node) for node, part in given)
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def _module(model: nn.Module, traced: Traced, graph: fx.Graph, index: int, *, is_last: bool) -> nn.Module:
+    """The stage as a module with the model's names. Parameters that no stage uses stay in the last one."""
+    held = model if not traced.constants else _with_constants(model, traced.constants)
+    module = fx.GraphModule(held, graph, class_name=f"Stage{index}")
+    if is_last:
+        for name in _unused(model, traced.graph):
+            _attach(module, name, _attribute(model, name))
+    kept = set(model.state_dict())
+    for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+        if name not in kept:
+            owner, _, field = name.rpartition(".")
+            module.get_submodule(owner).register_buffer(field, buffer, persistent=False)
+    for name, each in module.named_modules(remove_duplicate=False):
+        each.training = model.get_submodule(name).training
+    return module
+
+
+def _with_constants(model: nn.Module, constants: Mapping[str, Tensor]) -> nn.Module:
+    """A module that has what the model has, and these tensors."""
+    held = nn.Module()
+    held.__dict__.update({**model.__dict__, **constants})
+    return held
+
+
+def _unused(model: nn.Module, graph: fx.Graph) -> list[str]:
+    """Parameters and buffers that no node uses."""
+    used = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [name for name, _ in tensors if not used & set(accumulate(name.split("."), "{}.{}".format))]
+
+
+def _attribute(model: nn.Module, name: str) -> Tensor:
+    owner, _, field = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), field)
+    return found
+
+
+def _attach(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set a parameter or buffer under its dotted name, with modules on the way where there are none."""
+    *owners, field = name.split(".")
+    for owner in owners:
+        if not hasattr(module, owner):
+            module.add_module(owner, nn.Module())
+        module = getattr(module, owner)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(field, tensor)
+    else:
+        module.register_buffer(field, tensor)

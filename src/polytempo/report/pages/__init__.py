@@ -1,0 +1,1 @@
+"""The report page, section by section."""

@@ -1,0 +1,1 @@
+"""A run's state while it works: progress, metrics, live status."""

@@ -1,0 +1,195 @@
+"""`LiveStatus`: how a run stands, in the file `live.json` that its launcher replaces about once a second.
+
+launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ `polytempo top`, or any program that reads JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place
+from polytempo.report.pages.noise import last_noise
+from polytempo.report.status.metrics import check_row
+
+FILE = "live.json"
+VERSION = 1
+MOST_EVENTS = 50
+"""The file holds the last so many."""
+_MOST_BYTES = 16 << 20
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+
+ProcessState = Literal["running", "stopped", "ended", "killed", "failed", "unknown"]
+RunState = Literal["running", "finished", "preempted", "failed"]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process of a run, or the last one in its place."""
+
+    who: str
+    """As logs and events name it: `worker-0`, `shard-1-node-3`."""
+    kind: str
+    host: str
+    """The name of its host; "" where that is not known."""
+    state: ProcessState = "unknown"
+    """`stopped`: by a signal, or its host is silent; `killed`: it ended by a signal, or with its host."""
+    samples_per_s: _Number | None = None
+    """A worker's own, over its last row of metrics; None: it has told none."""
+    idle_share: _Number | None = None
+    """A worker's part of its time that it waited for the server, 0 to 1."""
+    staleness: _Number | None = None
+    """τ, the mean over a worker's pushes, or a stage's updates, in its last row: updates between reading weights and
+    applying a gradient."""
+
+
+class ProcessEvent(msgspec.Struct, frozen=True):
+    """A process that died or fell silent, or came: who, what happened, when, and what followed."""
+
+    who: str
+    how: str
+    at_s: _Number
+    then: str
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    """The workers of an elastic run that train together now."""
+
+    generation: int
+    """How many groups there were so far."""
+    step: int
+    """After so many steps it began."""
+    workers: int
+
+
+class LiveStatus(msgspec.Struct, frozen=True):
+    """A run at one moment. Times ending in `_s` are seconds; `began_s` and `written_s` since 1970."""
+
+    version: int
+    job: str
+    strategy: str
+    world: str
+    workers: int
+    state: RunState
+    written_s: _Seconds
+    began_s: _Seconds
+    launcher_host: str
+    launcher_pid: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    why: str = ""
+    """Of a run that failed or was preempted: the first line of its error."""
+    steps: int | None = None
+    """After so many it ends; None: its epochs say when. Counted, as in rows, as if all workers took them together."""
+    epochs: _Number | None = None
+    train: dict[str, Any] | None = None
+    """The last row of metrics about training: step, epoch, samples, seconds, loss, samples_per_s."""
+    test: dict[str, Any] | None = None
+    """The last row about the test set: loss, accuracy."""
+    processes: tuple[ProcessStatus, ...] = ()
+    num_events: int = 0
+    events: tuple[ProcessEvent, ...] = ()
+    """The last ones."""
+    group: GroupStatus | None = None
+    """Of an elastic run."""
+
+    @property
+    def staleness(self) -> float | None:
+        """The mean over workers, or stages, that have told one."""
+        told = [each.staleness for each in self.processes if each.staleness is not None]
+        return sum(told) / len(told) if told else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all workers: the sum of what each has told, or else what the last row says."""
+        told = [each.samples_per_s for each in self.processes if each.samples_per_s is not None]
+        return sum(told) if told else (self.train or {}).get("samples_per_s")
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts that processes are on."""
+        return sorted({each.host for each in self.processes if each.host})
+
+
+def write_status(folder: Place, status: LiveStatus) -> None:
+    """Replace the file in `folder`, whole or not at all."""
+    files.replace(folder / FILE, msgspec.json.encode(status))
+
+
+def read_status(folder: Place) -> LiveStatus | None:
+    """What `write_status` left last; None where there is none. ValueError for what is no such file."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        status = msgspec.json.decode(files.read(path, _MOST_BYTES), type=LiveStatus)
+        for row in (status.train, status.test):
+            check_row({} if row is None else row)
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"{path} is no status of a run ({error}); remove it to see what else the run left") from error
+    if status.version != VERSION:
+        raise ValueError(
+            f"{path} is of version {status.version}, and this polytempo reads version {VERSION}; look at the run with "
+            "the polytempo that made it"
+        )
+    return status
+
+
+def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> LiveStatus:
+    """A finished run that left no status, such as a simulation: what its result and its metrics say."""
+    server = result.get("server") or {}
+    told = {worker["worker"]: worker for worker in server.get("workers", [])}
+    mean = server.get("staleness", {}).get("mean")
+    delays = [stage["delay"] for stage in result.get("stages") or ()]
+    processes = tuple(
+        ProcessStatus(
+            f"worker-{number}" if server else f"rank-{number}",
+            "worker" if server else "rank",
+            "",
+            "ended",
+            told.get(number, {}).get("samples_per_s"),
+            told.get(number, {}).get("idle_share"),
+            delays[number % len(delays)] if delays else mean,
+        )
+        for number in range(int(result["workers"]))
+    )
+    events = events_of(server.get("events", []))
+    last = {kind: next((row for row in reversed(rows) if row.get("kind") == kind), None) for kind in ("train", "test")}
+    return LiveStatus(
+        version=VERSION,
+        job=str(result.get("job", "")),
+        strategy=str(result["strategy"]),
+        world=str(result["world"]),
+        workers=int(result["workers"]),
+        state="failed" if result.get("diverged") else "preempted" if result.get("left") else "finished",
+        written_s=0.0,
+        began_s=0.0,
+        launcher_host="",
+        launcher_pid=0,
+        why=str(result.get("diverged") or result.get("left") or ""),
+        train={key: result.get(f"{key}s" if key in ("step", "epoch") else key) for key in _POSITION}
+        | _loss(result)
+        | _noise(rows),
+        test=last["test"],
+        processes=processes,
+        num_events=len(events),
+        events=events[-MOST_EVENTS:],
+    )
+
+
+def events_of(told: Sequence[Mapping[str, Any]]) -> tuple[ProcessEvent, ...]:
+    """What a run says about its processes, as it stands in a result's `server`."""
+    return tuple(ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in told)
+
+
+_POSITION = ("step", "epoch", "samples", "seconds", "samples_per_s")
+
+
+def _loss(result: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "train", "loss": result.get("train_loss")}
+
+
+def _noise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    scale = last_noise(rows)
+    return {} if scale is None else {"noise_scale": scale}

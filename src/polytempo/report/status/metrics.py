@@ -1,0 +1,101 @@
+"""Metrics as JSON lines: one row for every report of a run's progress."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.report.status.grown_object import GrownObject
+
+_NUMBERS = frozenset(
+    {"step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "idle_share", "staleness"}
+    | {"noise_trace", "gradient_square", "noise_scale"}
+)
+"""Entries of rows that readers calculate with."""
+_MOST, _SHOWN = 1e300, 40
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
+
+    A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops those
+    beyond it, which it will write again; of rows about tests also those of `scored_again` samples and more. Where a URL
+    names the file, it is put again now and then, and at the end (see `report.grown_object`).
+
+        with MetricsWriter(folder / "metrics.jsonl") as metrics:
+            metrics.write({"kind": "train", "step": 1, "loss": 2.3})
+    """
+
+    def __init__(self, path: Place, *, resumed_at: int | None = None, scored_again: float = math.inf) -> None:
+        kept = [] if resumed_at is None or not path.exists() else read_metrics(path)
+        kept = [row for row in kept if row.get("kind") != "test" or row["samples"] < scored_again]
+        lines = [_line(row) for row in kept if resumed_at is not None and row["step"] <= resumed_at]
+        self._closed = False
+        if isinstance(path, UrlPath):
+            near = path.url.startswith("polytempo:")  # in the launcher's folder, who shows the rows
+            grown = GrownObject(path, b"".join(lines), every_s=1.0 if near else 10.0)
+            self._append: Callable[[bytes], None] = grown.write
+            self._close: Callable[[], None] = grown.close
+            return
+        with files.aside(path) as stream:
+            stream.writelines(lines)
+        appended = files.append(path)
+        self._append, self._close = lambda line: files.write(appended, line, path), appended.close
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row. Numbers that are not finite become null: JSON has no others."""
+        self._append(_line(row))
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Place) -> list[dict[str, Any]]:
+    """The rows of `path`. A last line that a crash cut short is left out; a broken line before it is an error."""
+    rows: list[dict[str, Any]] = []
+    lines = files.read(path, files.MAX_JSON_BYTES).split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            check_row(row)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: {error}; remove that line to read the others") from error
+        rows.append(row)
+    return rows
+
+
+def check_row(row: Any) -> None:
+    """ValueError for what is no row of metrics: no object, or one in which a number is something else."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    for name in _NUMBERS & row.keys():
+        value = row[name]
+        if value is not None and (type(value) not in (int, float) or not abs(value) < _MOST):
+            raise ValueError(f"{name} is {str(value)[:_SHOWN]!r}, and not a number")
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(plain, allow_nan=False).encode() + b"\n"

@@ -1,0 +1,209 @@
+"""What a cluster can do, measured by processes of an engine: latency and rate of every pair of hosts, and their speed.
+
+    round trip of 1 byte  /2                        latency, one way, from process to process
+    n bytes there, 1 back, less two latencies       n / that: bytes a second, one way
+    a product of matrices, on all at once           floating-point operations a second of each
+
+Each is the best of several, for whatever else a host does only adds time. Messages go the way that a run's own routes
+send them (`Port.send`), so what is measured is what a run has, not what a cable could carry. One pair talks at a time.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink
+from polytempo.core import Port
+from polytempo.core.port import barrier
+from polytempo.engines.collective import collected
+from polytempo.engines.engine import Engine, EngineSetup, Launch, Role
+from polytempo.engines.join.init import init
+from polytempo.engines.join.rendezvous import Rendezvous
+from polytempo.spec.placement import on_hosts
+from polytempo.spec.run_spec import RunSpec
+
+PROBE = "probe"
+"""The kind of such a process's role."""
+_ROUND_TRIPS, _TRANSFERS = 100, 3
+_LEAST_TRANSFER_S = 0.3
+_MOST_TRANSFER_BYTES = 64 << 20
+_FIRST_TRANSFER_BYTES = 64 << 10
+_MATRIX, _PRODUCTS = 384, 10
+_TIMEOUT_S = 180.0
+
+
+def measure(setup: EngineSetup, spec: RunSpec, name: str) -> Measured:
+    """Measure with as many processes as `spec` has workers, placed as a run's are. `name`: the engine's, for the file.
+
+    Cost: some 2 s for each ordered pair of hosts. Errors: `WorkerDied`, `RunTimedOut` and the engine's own.
+    """
+    return measured_of(name, answers(setup, spec, name, PROBE, probe))
+
+
+def answers(
+    setup: EngineSetup,
+    spec: RunSpec,
+    name: str,
+    kind: str,
+    work: Callable[[], dict[str, Any]],
+    timeout_s: float = _TIMEOUT_S,
+) -> list[dict[str, Any]]:
+    """What so many processes have to say, by rank. They do `work`, which remote ones find by `kind`.
+
+    Errors: as `measure`.
+    """
+    meetings: list[Rendezvous] = []
+
+    def setting() -> dict[str, Any]:
+        if not meetings:
+            meetings.append(Rendezvous.held(engine.address.host))
+        return {"rendezvous": meetings[0].url}
+
+    launch = Launch(lambda role: work(), spec, setting, spec.workers, spec.workers, 1)
+    try:
+        with setup.open(launch) as engine:
+            if engine.address.num_hosts > spec.workers:
+                raise ValueError(
+                    f"{name} has {engine.address.num_hosts} hosts, and {spec.workers} processes are not on all of "
+                    f"them; use --workers {engine.address.num_hosts}, or twice as many to measure within hosts, too"
+                )
+            topology = on_hosts(spec.topology(), engine.address.num_hosts)
+            return collected(_Probes(engine, kind), topology, timeout_s=timeout_s + spec.workers**2)
+    finally:
+        for meeting in meetings:
+            meeting.close()
+
+
+def measured_of(engine: str, told: Sequence[dict[str, Any]]) -> Measured:
+    """What the answers of all processes, by rank, add up to."""
+    of_rank, names = hosts_of(told)
+    hosts = tuple(
+        MeasuredHost(
+            names[host],
+            of_rank.count(host),
+            median(each["flops_per_s"] for each, other in zip(told, of_rank, strict=True) if other == host),
+        )
+        for host in names
+    )
+    links = [(pair, MeasuredLink(names[of_rank[pair[0]]], names[of_rank[pair[1]]], *pair[2:])) for pair in _pairs(told)]
+    between = tuple(link for pair, link in links if of_rank[pair[0]] != of_rank[pair[1]])
+    within = tuple(link for pair, link in links if of_rank[pair[0]] == of_rank[pair[1]])
+    return Measured(engine, hosts, between, within)
+
+
+def hosts_of(told: Sequence[dict[str, Any]]) -> tuple[list[int], dict[int, str]]:
+    """The host of each rank, and the hosts' names. Hosts of one name get their number behind it."""
+    of_rank = [int(each["host"]) for each in told]
+    first = {host: of_rank.index(host) for host in dict.fromkeys(of_rank)}
+    counts = Counter(told[rank]["name"] for rank in first.values())
+    names = {host: told[rank]["name"] for host, rank in first.items()}
+    return of_rank, {host: name if counts[name] == 1 else f"{name}-{host}" for host, name in names.items()}
+
+
+def _pairs(told: Sequence[dict[str, Any]]) -> list[tuple[int, int, float, float]]:
+    return [(int(a), int(b), float(latency), float(rate)) for each in told for a, b, latency, rate in each["links"]]
+
+
+class _Probes:
+    """An engine whose processes measure instead of being ranks. See `Engine`."""
+
+    def __init__(self, engine: Engine, kind: str) -> None:
+        self._engine, self._kind = engine, kind
+        self.address, self.poll, self.stop = engine.address, engine.poll, engine.stop
+
+    def start(self, role: Role, host: int = 0) -> Any:
+        """See `Engine`."""
+        return self._engine.start(role._replace(kind=self._kind), host)
+
+
+# ---------------------------------------------------------------------- in each process
+
+
+def probe() -> dict[str, Any]:
+    """Measure together with the other processes of the world; what this one has to say, as plain data."""
+    world = init(timeout_s=_TIMEOUT_S, quiet=True)
+    port = world.port
+    links = world.drive(_talk(port)) if port.size > 1 else []
+    world.drive(barrier(port))
+    speed = flops_per_s()
+    world.drive(barrier(port))
+    host = list(dict.fromkeys(port.hosts)).index(port.hosts[port.rank])
+    return {"name": socket.gethostname(), "host": host, "links": links, "flops_per_s": speed}
+
+
+def flops_per_s() -> float:
+    """Of this process alone: the best of some products of two square matrices, 2n³ operations each."""
+    left, right = torch.rand(_MATRIX, _MATRIX), torch.rand(_MATRIX, _MATRIX)
+    best_s = float("inf")
+    for _ in range(_PRODUCTS):
+        begin_s = time.perf_counter()
+        torch.mm(left, right)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 2 * _MATRIX**3 / best_s
+
+
+async def _talk(port: Port) -> list[tuple[int, int, float, float]]:
+    """Every ordered pair of first ranks of hosts, and the first two ranks of each host, one after the other."""
+    links = []
+    for source, target in pairs_of(port.hosts):
+        if port.rank == source:
+            links.append((source, target, *await _lead(port, target)))
+        elif port.rank == target:
+            await _follow(port, source)
+        await port.barrier()
+    return links
+
+
+def pairs_of(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    """Which rank talks to which, where rank r is on host `hosts[r]`."""
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    between = permutations((of_host[0] for of_host in ranks.values()), 2)
+    return [*between, *((of_host[0], of_host[1]) for of_host in ranks.values() if len(of_host) > 1)]
+
+
+async def _lead(port: Port, target: int) -> tuple[float, float]:
+    """Latency in seconds and bytes a second to `target`."""
+    latency_s = min([await _round_trip_s(port, target, 1) for _ in range(_ROUND_TRIPS)]) / 2
+    num_bytes = _FIRST_TRANSFER_BYTES
+    while await _round_trip_s(port, target, num_bytes) < _LEAST_TRANSFER_S + 2 * latency_s:
+        if num_bytes >= _MOST_TRANSFER_BYTES:
+            break
+        num_bytes *= 2
+    best_s = min([await _round_trip_s(port, target, num_bytes) for _ in range(_TRANSFERS)])
+    await port.send(_size(0), target)
+    return latency_s, num_bytes / max(best_s - 2 * latency_s, 1e-9)
+
+
+async def _round_trip_s(port: Port, target: int, num_bytes: int) -> float:
+    """Send so many bytes and wait for a byte; the other side knows the size from the message before."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    await port.send(_size(num_bytes), target)
+    await port.recv(message[:1], target)
+    begin_s = time.perf_counter()
+    await port.send(message, target)
+    await port.recv(message[:1], target)
+    return time.perf_counter() - begin_s
+
+
+async def _follow(port: Port, source: int) -> None:
+    """The other side of `_lead`."""
+    answer = torch.zeros(1, dtype=torch.uint8)
+    while num_bytes := int(await port.recv(_size(0), source)):
+        await port.send(answer, source)
+        await port.recv(torch.empty(num_bytes, dtype=torch.uint8), source)
+        await port.send(answer, source)
+
+
+def _size(num_bytes: int) -> Tensor:
+    return torch.tensor([num_bytes])

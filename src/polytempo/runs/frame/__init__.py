@@ -1,0 +1,1 @@
+"""What is around every run: its folder, logs, live status and page."""

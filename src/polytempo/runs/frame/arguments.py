@@ -1,0 +1,118 @@
+"""What `run` and `simulate` are given, refused at once where it is of the wrong kind."""
+
+from __future__ import annotations
+
+from polytempo import engines, jobs
+from polytempo.collectives.invariant import Invariant
+from polytempo.core import Strategy
+from polytempo.core.calls.typed_arguments import check_type
+from polytempo.data.plan import check_global_batch
+from polytempo.engines.engine import EngineSetup
+from polytempo.engines.local_engine import Local
+from polytempo.engines.subprocess_engine import Subprocess
+from polytempo.spec.job import Job, check_job
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.growth import check_growth
+from polytempo.training.served.part_noise import FEWEST
+from polytempo.training.step.noise_post import check_measured
+
+
+def checked_job(job: Job | str) -> Job:
+    """The job that is given as it is or by its name. ValueError for anything else, such as a model."""
+    return check_job(jobs.find(job) if isinstance(job, str) else job)
+
+
+def checked_engine(engine: object) -> EngineSetup:
+    """The engine that is given, or named; `Local` where none is. ValueError for one that is not called."""
+    if engine is None:
+        return Local()
+    if isinstance(engine, str):
+        return parse_engine(engine)
+    if isinstance(engine, type) or not isinstance(engine, EngineSetup):
+        raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
+    return engine
+
+
+def parse_engine(text: str) -> EngineSetup:
+    """The engine of `NAME[:address]`, as on the command line: "local", "ssh:n1,n2".
+
+    Each engine's class says by `from_address` what the address means; one without it has none. Errors: ValueError for
+    an unknown name, an address where there is none to give, and what the engine itself refuses.
+    """
+    name, colon, address = text.partition(":")
+    if name not in engines.__all__:
+        raise ValueError(f"engine {name!r} is not known; there are: {', '.join(engines.__all__)}")
+    setup = getattr(engines, name)
+    if hasattr(setup, "from_address"):
+        return checked_engine(setup.from_address(address))
+    if colon:
+        raise ValueError(f"engine {name} has no address, and {text!r} gives one; write --engine {name}")
+    return checked_engine(setup())
+
+
+def is_here(engine: EngineSetup) -> bool:
+    """Whether its processes are on this host, whose limits are then the run's."""
+    return isinstance(engine, Local | Subprocess)
+
+
+def check_workers(strategy: Strategy, workers: int) -> None:
+    """ValueError where a run of `strategy` needs more workers, or has nothing to do for so many."""
+    check_type("workers", int, workers)
+    if workers < 1:
+        raise ValueError(f"workers must be positive, got {workers}")
+    if strategy.slices is not None:
+        Invariant(strategy.slices).check(workers)
+    if workers % strategy.stages:
+        raise ValueError(
+            f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} are no whole number of "
+            f"models; use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
+        )
+    if workers % strategy.holders:
+        raise ValueError(
+            f"{strategy} has each model's layers on {strategy.holders} workers, so workers={workers} are no whole "
+            f"number of models; use workers={-(-workers // strategy.holders) * strategy.holders}, or other parts"
+        )
+    if workers % strategy.groups:
+        raise ValueError(
+            f"{strategy} has {strategy.groups} groups of workers, and workers={workers} cannot be that many of one "
+            f"size; use workers={-(-workers // strategy.groups) * strategy.groups}"
+        )
+    least = 1 if strategy.server is None else strategy.server.least_workers
+    if workers < least * strategy.stages:
+        whose = "" if strategy.stages == 1 else f", {least} replicas of {strategy.stages} stages"
+        raise ValueError(
+            f"{strategy} needs at least {least * strategy.stages} workers{whose}, or it waits for none of them, and "
+            f"there are {workers}; use workers={least * strategy.stages} or more, or a smaller argument"
+        )
+
+
+def check_noise_scale(spec: RunSpec) -> None:
+    """ValueError where the options ask for the noise scale of a run that cannot have one."""
+    if spec.options.noise_scale is None:
+        return
+    check_measured(spec.strategy, spec.workers)
+    if spec.strategy.server is not None and spec.batch_size < FEWEST:
+        raise ValueError(
+            f"{spec.strategy} measures the noise scale within a worker's batch, and batch_size is {spec.batch_size}; "
+            f"give {FEWEST} or more, or leave noise_scale out"
+        )
+    if spec.options.elastic:
+        raise ValueError(
+            "the gradient noise scale cannot be measured in an elastic run, whose workers come and go; leave out "
+            "noise_scale, or min_workers and max_workers"
+        )
+
+
+def check_batches(spec: RunSpec) -> None:
+    """ValueError where a step has no sample for one of the workers, or of the slices, or batches cannot grow or be
+    measured as the options ask.
+    """
+    check_noise_scale(spec)
+    check_growth(spec)
+    slices, workers, asked = spec.strategy.slices, spec.replicas, spec.options.global_batch_size
+    if asked is not None and spec.strategy.groups > 1:
+        raise ValueError(f"each group of {spec.strategy} has batches of its own; give batch_size for global_batch_size")
+    if slices is not None:
+        check_global_batch(asked or workers * spec.batch_size, slices, "slices")
+    elif asked is not None:
+        check_global_batch(asked, workers, "workers" if spec.strategy.holders == 1 else "replicas of the model")

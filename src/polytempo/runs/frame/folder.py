@@ -1,0 +1,63 @@
+"""A run's folder: one run's at a time, and there from the first step on. A start that fails leaves none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from polytempo.core.system import files
+from polytempo.core.system.folder_lock import held, is_lock
+from polytempo.core.system.url_path import Place, UrlPath
+
+_OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json"})
+"""What a run may have made before its first row of metrics."""
+
+
+@contextmanager
+def began(out: Place | None) -> Iterator[None]:
+    """Around a run, whose folder is held meanwhile (see `core.folder_lock`): `FolderTaken` where another run has it.
+
+    Where it ends by an error before its first row of metrics and its first checkpoint, the folder that it made is
+    removed, and so are the parents that it made. A folder that held something before stays as it is.
+    """
+    if out is None:
+        yield
+        return
+    missing = [] if isinstance(out, UrlPath) else [folder for folder in (out, *out.parents) if not folder.exists()]
+    _make(out)
+    with held(out) as lock:
+        ours = all(is_lock(entry.name) for entry in out.iterdir())
+        try:
+            yield
+        except BaseException:
+            assert lock is not None
+            lock.rest()
+            with suppress(OSError):
+                if ours and not _has_begun(out):
+                    files.remove(out)
+                    for parent in missing[1:]:
+                        parent.rmdir()  # another run may have begun in it
+            raise
+
+
+def _make(out: Place) -> None:
+    try:
+        if isinstance(out, UrlPath):
+            out.names()
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = "it cannot be listed" if isinstance(out, UrlPath) else "no folder can be made there"
+        raise ValueError(f"out {out}: {said} ({error.strerror}); name another place") from error
+
+
+def _has_begun(out: Place) -> bool:
+    """Whether the folder holds more than a start leaves."""
+    metrics, checkpoint = out / "metrics.jsonl", out / "checkpoint"
+    if any(entry.name not in _OF_A_START and not is_lock(entry.name) for entry in out.iterdir()):
+        return True
+    return (metrics.exists() and _size(metrics) > 0) or (checkpoint.is_dir() and any(checkpoint.iterdir()))
+
+
+def _size(file: Place) -> int:
+    return file.size() if isinstance(file, UrlPath) else file.stat().st_size

@@ -1,0 +1,144 @@
+"""A rehearsal: before a run starts its workers, one process makes everything that a worker makes, and one gradient.
+
+So a mistake in a job is one error in the launcher, before there is a folder, instead of one in each worker. It is a
+process of its own because its random numbers, threads and memory must not be the launcher's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from polytempo.core.errors import JobFailed
+from polytempo.data.shard import DataShard
+from polytempo.engines.collective import RunTimedOut
+from polytempo.engines.launch import launch
+from polytempo.engines.processes.failures import WorkerDied
+from polytempo.engines.processes.worker import RankInfo
+from polytempo.partition.branches import Threads
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
+from polytempo.spec.objective import loss_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.evaluate import Evaluation, tensors_of
+from polytempo.training.job.goals import check_goals
+from polytempo.training.model.requirements import check_loss, check_model, fitted
+from polytempo.training.parts.parted_training import check_parted_model
+from polytempo.training.parts.staged_training import cut_of
+from polytempo.training.precision.masters import masters_of
+
+_PATIENCE_S = 60.0
+"""A rehearsal that takes longer, for the data say, is given up, and the run begins."""
+_SMAPS = Path("/proc/self/smaps_rollup")
+_KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
+_FITTED: WeakKeyDictionary[Job, set[Any]] = WeakKeyDictionary()
+"""The options and strategies, by name, that a job has been rehearsed with."""
+
+
+class Rehearsed(NamedTuple):
+    """What a rehearsal found out."""
+
+    samples: int | None
+    """Of the training data; None where the rehearsal came to no end, or the data have no length."""
+    private_bytes: int
+    """Memory that the process had for itself, beside what it shared with the launcher; 0 where that is not known."""
+    warned: tuple[str, ...]
+    """What the model, the loss and the optimizer warned of."""
+
+
+def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
+    """Make the job's parts in a process of its own, and the gradient of one batch. `specs`: by one strategy each.
+
+    Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
+    strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
+    worker's start (the data are read once more) and one step; in a process the same job, options and strategies are
+    rehearsed once.
+    """
+    spec, options = specs[0], specs[0].options
+    known = _KNOWN.setdefault(spec.job, {})
+    key = (
+        options.data,
+        spec.seed,
+        spec.batch_size,
+        spec.lr,
+        tuple(options.until),
+        options.threads,
+        options.inter_threads,
+        str(options.precision),
+    )
+    fitted_before = _FITTED.setdefault(spec.job, set())
+    new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
+    if new or key not in known:
+        known[key] = _tried(new or specs)
+        fitted_before.update((key, str(each.strategy)) for each in new)
+    return known[key]
+
+
+def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
+    def work(rank_info: RankInfo) -> dict[str, Any]:
+        try:
+            return {"found": list(_rehearsed(specs))}
+        except JobFailed as error:
+            return {"failed": str(error)}
+        except ValueError as error:
+            return {"wrong": str(error)}
+
+    try:
+        [told] = launch(work, 1, threads=specs[0].options.threads, timeout_s=_PATIENCE_S)
+    except (WorkerDied, RunTimedOut):
+        return Rehearsed(None, 0, ())
+    if "failed" in told:
+        raise JobFailed(told["failed"])
+    if "wrong" in told:
+        raise ValueError(told["wrong"])
+    samples, private_bytes, warned = told["found"]
+    return Rehearsed(samples, private_bytes, tuple(warned))
+
+
+def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
+    spec = specs[0]
+    job = spec.job
+    torch.manual_seed(spec.seed)
+    model = model_of(job)
+    data = data_of(job, spec.options.data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        for each in specs:
+            fitted(each.strategy, optimizer_of(job, model, spec.lr))
+            check_model(model, each.strategy)
+            check_loss(job.loss, each.strategy)
+            if each.strategy.server is not None:
+                ServedProgram(replace(each, job=replace(job, data=lambda path: data)))
+            elif each.strategy.schedule is not None:
+                cut_of(each, model, data)
+            if each.strategy.parted is not None:
+                check_parted_model(each, model, data)
+        shard = DataShard(data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed)
+        if shard.num_samples is not None:
+            schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))
+        check_goals(job, spec.options, has_test=data.test is not None)
+        batch = next_batch(job, iter(shard))
+        Threads(inter=spec.options.inter_threads).apply(model)
+        masters_of(model, optimizer_of(job, model, spec.lr), spec.options.precision)
+        loss_of(job, model, batch).backward()
+        if data.test is not None:
+            evaluation = Evaluation(job, model, data)
+            evaluation.sums(tensors_of(model), 0, evaluation.length)  # of a few samples
+    own = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning))
+    return Rehearsed(shard.num_samples, _private_bytes(), tuple(own))
+
+
+def _private_bytes() -> int:
+    """Memory of this process that no other process has."""
+    try:
+        lines = _SMAPS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))

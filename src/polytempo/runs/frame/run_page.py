@@ -1,0 +1,47 @@
+"""What a run shows while it goes on, and the page that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from polytempo.core.system.url_path import Place
+from polytempo.report.pages.page import write_report
+from polytempo.report.runs import load_run
+from polytempo.report.status.progress import Progress
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+
+
+def reported(result: Result, out: Place) -> Result:
+    """Write the run's `report.html`; the result names it."""
+    saved = out / "checkpoint"
+    named = replace(result, report=str(out / "report.html"), checkpoint=str(saved) if saved.exists() else None)
+    named.write(out)
+    title = ": ".join(filter(None, (result.job, result.strategy, result.left)))
+    write_report(out / "report.html", [load_run(out)], title=title)
+    return named
+
+
+@contextmanager
+def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that shows rows of metrics as progress, where there is one to show. `kind`: "virtual " workers."""
+    if progress is None:
+        yield lambda row: None
+        return
+    accuracy: list[float | None] = [None]
+
+    def show(row: dict[str, Any]) -> None:
+        if row["kind"] == "test":
+            accuracy[0] = row["accuracy"]
+        else:
+            progress.update(row["step"], row["loss"], accuracy[0], row["samples_per_s"], epoch=row.get("epoch"))
+
+    description = f"{spec.job.name}, {spec.strategy}, {spec.workers} {kind}workers"
+    progress.start(spec.options.steps, description, total_epochs=spec.epochs, at_most=bool(spec.options.until))
+    try:
+        yield show
+    finally:
+        progress.finish()

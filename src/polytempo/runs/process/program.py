@@ -1,0 +1,47 @@
+"""`perform`: what a process does that knows nothing but the run's `RunSpec`, its role, and where the others are.
+
+engine ── RunSpec, Role, setting (JSON) ──▶ python -m polytempo.worker ──▶ perform ──▶ result, or failure (JSON)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polytempo.core.system.url_path import UrlPath
+from polytempo.engines.engine import Result, Role
+from polytempo.runs.calibration.measurement import CALIBRATION, calibration
+from polytempo.runs.calibration.probe import PROBE, probe
+from polytempo.runs.elastic.elastic_worker import train_member
+from polytempo.runs.frame.launcher_filesystem import with_launcher_files
+from polytempo.runs.mail.host_mail import HostMailboxes, HostMemory
+from polytempo.runs.run_collective import train_rank
+from polytempo.runs.served.served_node import Setting, act
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.spec.run_spec import RunSpec
+from polytempo.wire.keys import Keys
+
+
+def perform(
+    spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str, memory: HostMemory | None = None
+) -> Result:
+    """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one.
+
+    `memory`: what this process shares with others of its host, which one process there has forked.
+    """
+    if role.kind == PROBE:
+        return probe()
+    if role.kind == CALIBRATION:
+        return calibration()
+    if role.kind == "member":
+        return train_member(with_launcher_files(spec, setting), role.life, setting["rendezvous"])
+    spec = with_launcher_files(spec, setting)
+    if role.kind == "rank":
+        return train_rank(spec)
+    served = Setting.from_plain(setting)
+    if isinstance(spec.options.out, UrlPath):
+        served = served._replace(record=None)  # a record grows by every message, and an object cannot grow
+    program, keys = ServedProgram(spec, spec.topology(served.hosts)), Keys.from_plain(setting["keys"])
+    node, address = setting["keeper"]
+    mail = HostMailboxes(role.life, host, keys, program.mail_bytes, (node, address), memory)
+    return act(program, role, served, mail, None if memory is None else memory.arenas)

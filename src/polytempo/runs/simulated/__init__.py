@@ -1,0 +1,1 @@
+"""Runs under the virtual clock."""

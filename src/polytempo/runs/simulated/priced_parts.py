@@ -1,0 +1,118 @@
+"""`priced_parts`: a run of a model in parts in the virtual world that computes nothing and takes its time.
+
+real model, once ──▶ rules, operations, a batch's sizes ──▶ each rank's parts on the meta device
+                                                            forward and backward of sizes alone: all exchanges are sent
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from polytempo.cluster import Cluster
+from polytempo.core import Port
+from polytempo.core.port import world_port
+from polytempo.core.suspension import drive
+from polytempo.one_host.hogwild import Updates
+from polytempo.partition.hybrid.divided_names import DividedNames
+from polytempo.partition.plan import split_plan
+from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.spec.job import Data
+from polytempo.spec.job_calls import optimizer_of, replica_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.distillation import objective_of
+from polytempo.training.model.ports import ports_of
+from polytempo.training.parts.model_parts import ModelParts
+from polytempo.training.parts.parted_training import laid_out_run, parted_model, planned_names
+from polytempo.training.parts.staged_training import first_batch, sample_of
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost
+from polytempo.training.virtual.virtual_step import StepWork, charged, step_of_work
+from polytempo.worlds import Outcome
+from polytempo.worlds.virtual.symmetry import run_priced
+
+_WITHOUT_VALUES = re.compile(r"\bmeta\b", re.IGNORECASE)
+"""In what torch says where an operation needs the values of a tensor on the meta device, or a tensor elsewhere."""
+
+
+class PricedParts(NamedTuple):
+    """What came of it."""
+
+    outcome: Outcome[None]
+    parts: ModelParts
+    """Of the first rank."""
+
+
+def priced_parts(
+    spec: RunSpec, cluster: Cluster, data: Data, cost: StepCost, steps: int, updates: Callable[[int], Updates]
+) -> PricedParts:
+    """So many steps of `spec`, each on a batch as large as the first one. `updates`: of each rank.
+
+    Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `parted_model`, and for a
+    job that cannot be computed without values.
+    """
+    model, _ = replica_of(spec)
+    named, names = resolved(spec, model, data), [name for name, _ in model.named_parameters()]
+    size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
+    batch = tree_map(_on_meta, first_batch(spec.job, data, size, spec.seed))
+    hosts, whole = cluster.hosts(spec.workers), model.to("meta")
+    assert named.strategy.parted is not None
+    each = StepCost(cost.flops_per_sample / named.strategy.parted.ranks)
+
+    def parts_of(port: Port) -> ModelParts:
+        own = parted_model(named, deepcopy(whole), data, port, drive)
+        optimizer = optimizer_of(spec.job, own, spec.lr)
+        return ModelParts(own, Replica(own, optimizer, spec.strategy, spec.replicas), port, names)
+
+    parts = [parts_of(laid_out_run(world_port(rank, hosts), spec.strategy)) for rank in range(spec.workers)]
+
+    async def program(port: Port) -> None:
+        replica, applied = parts[port.rank].replica, updates(port.rank)
+        objective = objective_of(spec.job, replica, None)
+        work = StepWork(partial(_gradients, spec, objective, batch), lambda: None)
+        data_port = ports_of(laid_out_run(port, spec.strategy)).data
+        for step in range(steps):
+            await port.mark(step)
+            await step_of_work(data_port, replica, charged(each, replica, size, applied.varied(1.0)), work, applied)
+        await replica.settle()
+        await applied.settle()
+        await port.barrier()  # as where it computes: waiting for the slowest is training time
+
+    return PricedParts(run_priced(cluster, spec.workers, program, seed=spec.seed, alike=False), parts[0])
+
+
+def resolved(spec: RunSpec, model: nn.Module, data: Data) -> RunSpec:
+    """The run with the layers that a plan chooses by name: plans look at a model that has values."""
+    parted = spec.strategy.parted
+    if isinstance(parted, SplitLayers) and isinstance(parted.rules, str):
+        sample = sample_of(spec.job, data, spec.batch_size, spec.seed)
+        plan = split_plan(model, sample, parted.ranks, parted.wires)
+        parted = replace(parted, rules=plan.rules)
+    elif isinstance(parted, DividedNames) and parted.names is None:
+        parted = replace(parted, names=planned_names(spec, model, data))
+    return replace(spec, strategy=replace(spec.strategy, parted=parted))
+
+
+def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any) -> None:
+    try:
+        objective(batch).backward()
+    except (RuntimeError, TypeError) as error:
+        if not _WITHOUT_VALUES.search(str(error)):
+            raise
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"job {spec.job.name} with {spec.strategy} cannot be computed without values ({said}); leave out meta, and "
+            "simulate some steps with values"
+        ) from error
+
+
+def _on_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,390 @@
+"""`simulate`: a job in a virtual world, with as many workers as you like, on the cluster that you describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import nn
+
+from polytempo.cluster import Cluster
+from polytempo.core import Port, Strategy
+from polytempo.core.arithmetic.slice_tree import subtree
+from polytempo.core.port import world_port
+from polytempo.core.suspension import drive
+from polytempo.core.system.files import run_folder
+from polytempo.core.system.url_path import Place
+from polytempo.data.gathered import Gathered
+from polytempo.data.shard import DataShard
+from polytempo.engines.processes.capacity import check_simulated
+from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
+from polytempo.partition.cut import Cut
+from polytempo.partition.tensor.parted_model import PartedModel
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.arguments import check_batches, check_workers, checked_job
+from polytempo.runs.frame.folder import began
+from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
+from polytempo.runs.simulated.priced_parts import priced_parts
+from polytempo.runs.simulated.priced_stages import priced_stages
+from polytempo.runs.simulated.simulation_checks import check_simulation
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
+from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.text.catalogue import cluster_from, strategy_from
+from polytempo.training.job.distillation import data_of_group, of_group
+from polytempo.training.job.evaluate import evaluation_of
+from polytempo.training.job.norm_growth import norm_growth
+from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.scored_average import average_of
+from polytempo.training.model.ports import ports_of
+from polytempo.training.parts.model_parts import ModelParts
+from polytempo.training.parts.parted_training import laid_out_run, parted_model
+from polytempo.training.parts.staged_training import cut_of, staged, staged_step
+from polytempo.training.precision.masters import masters_of
+from polytempo.training.step.guard import unfinite_names
+from polytempo.training.step.noise_post import VirtualNoiseBoard
+from polytempo.training.step.noise_watch import NoiseWatch
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost, step_cost
+from polytempo.training.trainer import recorder, result_of
+from polytempo.training.virtual.batched_step import BatchedReplicas
+from polytempo.training.virtual.virtual_observer import VirtualObserver
+from polytempo.training.virtual.virtual_step import meta_step, priced_step
+from polytempo.training.virtual.workers_in_step import WorkersInStep
+from polytempo.training.virtual.workers_in_turn import WorkersInTurn
+from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds.trace import COMMUNICATION
+from polytempo.worlds.virtual.rare_collection import collecting_rarely
+from polytempo.worlds.virtual.symmetry import run_priced
+
+_HOST_WORKERS = 64
+_Together = BatchedReplicas | WorkersInStep | WorkersInTurn
+"""What computes for many workers at once."""
+
+
+def simulate(
+    job: Job | str,
+    strategy: Strategy | str,
+    workers: int = 8,
+    cluster: Cluster | str | None = None,
+    options: RunOptions | None = None,
+    *,
+    meta: bool = False,
+    batched: bool = False,
+    progress: Progress | None = None,
+    **more: Unpack[OptionKeywords],
+) -> Result:
+    """Train `job` by `strategy` with `workers` virtual workers on `cluster`.
+
+        pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
+
+    Gradients are real, each worker's computed by itself; loss and accuracy are what they would be.
+    Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
+    its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
+    only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
+
+    With `batched` the gradients of all workers are computed in one pass (`torch.func.vmap`), and their optimizer steps
+    in one, for one model where workers are in step (`runs.in_step`): the same times and messages, and the same numbers
+    up to rounding. ValueError where that is not possible: batch norm with running statistics, parameter servers, …
+
+    Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
+    A checkpoint is one of a real run, which `run` can resume.
+
+    `cluster` defaults to `ethernet()`, and to `one_host()` for strategies with one copy of the parameters. Where
+    workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
+    seed: each seed is one interleaving of their updates.
+
+    With a parameter server shards' copies and the coordinator have hosts of their own, unless cores are counted.
+
+    Memory: one model and one optimizer state for each worker, but for those that have one between them.
+    """
+    job, strategy = checked_job(job), strategy_from(strategy)
+    check_workers(strategy, workers)
+    options = with_keywords(options, more)
+    check_simulation(strategy, options, meta=meta, batched=batched)
+    together = BatchedReplicas(job, strategy, workers) if batched else None
+    cluster = cluster_from(cluster or default_cluster(strategy, workers))
+    num_hosts = len(set(cluster.hosts(workers)))
+    if is_hogwild(strategy) and num_hosts > 1:
+        raise ValueError(
+            f"{strategy} has one copy of the parameters in the memory of one host, but on {cluster.name} {workers} "
+            f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
+        )
+    spec = RunSpec.of(job, strategy, workers, options)
+    check_batches(spec)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads or 1)
+    try:
+        with collecting_rarely(), began(options.out):
+            if strategy.server is not None:
+                return _served(spec, cluster, progress, meta=meta)
+            return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _served(spec: RunSpec, cluster: Cluster, progress: Progress | None, *, meta: bool) -> Result:
+    from polytempo.runs.simulated.simulate_served import simulate_served
+
+    return simulate_served(spec, cluster, progress, meta=meta)
+
+
+def default_cluster(strategy: Strategy, workers: int) -> str:
+    """The cluster that `simulate` takes where none is given, as it is written on the command line."""
+    return "ethernet" if strategy.one_copy is None else f"one_host(workers={max(_HOST_WORKERS, workers)})"
+
+
+def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, together: _Together | None) -> Result:
+    job, workers, options = spec.job, spec.workers, spec.options
+    data = data_of(job, options.data)
+    model, _ = replica_of(spec)
+    gathered, test_parts = (None, None) if together is None else (Gathered(), 1)
+    if together is None:
+        groups = groups_in_turn(spec, cluster, data, model)
+        together = WorkersInTurn(job, groups, spec.seed) if groups else None
+    else:
+        groups = groups_in_step(spec, cluster, data, {p.dtype for p in model.parameters()})
+        together = WorkersInStep(job, groups) if groups else together
+    acting = [group.start for group in groups] or list(range(workers))
+    check_simulated(model, data, workers, models=len(acting))
+    world = VirtualWorld(cluster, workers, seed=spec.seed, groups=groups)
+    cost = step_cost(spec, model, data, cluster)
+    test = evaluation_of(spec, model, data)
+    observer = VirtualObserver(workers, test, parts=test_parts)
+    updates = {rank: _updates(spec, rank) for rank in acting}
+    whole = None if spec.strategy.schedule is None else (model, cut_of(spec, model, data))
+    hosts = cluster.hosts(workers)
+    ports = {rank: laid_out_run(world_port(rank, hosts), spec.strategy) for rank in acting}
+    dealing = Dealing(gathered, groups)
+    contexts = {
+        rank: _context(spec, data, observer, cost, updates[rank], port, deepcopy(whole), together, dealing)
+        for rank, port in ports.items()
+    }
+    _measure(spec, contexts.values(), ports.values())
+    if is_hogwild(spec.strategy):
+        share_storage([context.replica.model for context in contexts.values()])
+
+    async def program(port: Port) -> TrainingSummary:
+        summary = await train(laid_out_run(port, spec.strategy), contexts[port.rank])
+        await updates[port.rank].settle()
+        return summary
+
+    with ExitStack() as files:
+        show = files.enter_context(show_rows(progress, spec, "virtual "))
+        writer = None
+        if options.out is not None:
+            run_folder(options.out)
+            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
+        contexts[0].record = observer.record = recorder(writer, show)
+        outcome = world.run(program)
+    summary = outcome.results[0]
+    assert summary is not None
+    stages = [context.stage.report() for context in contexts.values() if context.stage is not None]
+    return _finish(contexts[0], summary, outcome, options.out, stages)
+
+
+def _measure(spec: RunSpec, contexts: Iterable[TrainingContext], ports: Iterable[Port]) -> None:
+    """Let each rank's gradients be looked at, where the options ask for it: a board for each group."""
+    if (every := spec.options.looks_every) is None:
+        return
+    boards: dict[tuple[int, ...], VirtualNoiseBoard] = {}
+    for context, port in zip(contexts, ports, strict=True):
+        data, replica = ports_of(port).data, context.replica
+        board = boards.setdefault(tuple(data.members), VirtualNoiseBoard(data.size))
+        replica.measure(NoiseWatch(board.of(data.rank), replica.strategy, replica.trainable, every=every))
+        context.growth = norm_growth(spec, replica, context.shard)
+
+
+def _context(
+    spec: RunSpec,
+    data: Data,
+    observer: VirtualObserver,
+    cost: StepCost,
+    updates: Updates,
+    port: Port,
+    whole: tuple[nn.Module, Cut] | None,
+    together: _Together | None,
+    dealing: Dealing,
+) -> TrainingContext:
+    """`whole`: the model of this rank, and its stages, where it is cut."""
+    stage, parts = None, None
+    if whole is None:
+        model, optimizer = replica_of(of_group(spec, port))
+        names = [name for name, _ in model.named_parameters()]
+        if together is not None:
+            together.place(port.rank, model, optimizer)
+        if spec.strategy.parted is not None:
+            model = parted_model(spec, model, data, port, drive)
+            optimizer = optimizer_of(spec.job, model, spec.lr)
+            cost = StepCost(cost.flops_per_sample / spec.strategy.parted.ranks)  # kernels are measured of whole layers
+        masters = masters_of(model, optimizer, spec.options.precision)
+        replica = Replica(
+            model, optimizer, spec.strategy, spec.replicas, allow_nan=spec.options.allow_nan, masters=masters
+        )
+        if masters is not None:
+            masters.watch()
+        if isinstance(model, PartedModel):
+            parts = ModelParts(model, replica, port, names)
+        if together is None:
+            take_step = priced_step(replica, spec.job, cost, updates, spec.seed)
+        else:
+            take_step = together.step(port.rank, replica, cost, updates)
+    else:
+        model, found = whole
+        stage = staged(spec, model, found, port, cost.flops_per_sample)
+        replica, take_step = stage.replica, staged_step(stage, spec.job)
+    shard = _shard(spec, data, port, dealing)
+    return TrainingContext(
+        spec=spec,
+        replica=replica,
+        shard=shard,
+        data=data,
+        take_step=take_step,
+        observer=observer,
+        scheduler=schedule_of(spec.job, replica.optimizer, len(shard)),
+        average=average_of(model, spec.options),
+        stage=stage,
+        parts=parts,
+        unchecked=unfinite_names(model),
+        first_steps=len(shard) if spec.options.batch_growth else 0,
+    )
+
+
+class Dealing(NamedTuple):
+    """How batches are dealt: rows that all ranks take theirs from, and groups of ranks whose batches come together."""
+
+    gathered: Gathered | None
+    groups: Sequence[range]
+
+
+def _shard(spec: RunSpec, data: Data, port: Port, dealing: Dealing) -> DataShard:
+    place = ports_of(port).data
+    return DataShard(
+        data_of_group(data, port).training(),
+        rank=place.rank,
+        size=place.size,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
+        global_batch_size=spec.options.global_batch_size,
+        slices=spec.strategy.slices,
+        gathered=dealing.gathered,
+        together=next((len(group) for group in dealing.groups if group.start == port.rank), 1),
+    )
+
+
+def _priced(spec: RunSpec, cluster: Cluster) -> Result:
+    """Only the time: one model on the meta device, which all workers share, as there are no values."""
+    job, workers, options = spec.job, spec.workers, spec.options
+    steps = options.steps or 10
+    data = data_of(job, options.data)
+    if spec.strategy.schedule is not None:
+        outcome, stages = priced_stages(spec, cluster, data, steps)
+        return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
+    cost = step_cost(spec, replica_of(spec)[0], data, cluster)
+    if spec.strategy.parted is not None:
+        found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
+        return _only_time(spec, data, parts.replica, found, steps, parts=parts)
+    global_batch = options.global_batch_size or workers * spec.batch_size
+    with torch.device("meta"):
+        model = model_of(job)
+    optimizer = optimizer_of(job, model, spec.lr)
+    masters = masters_of(model, optimizer, options.precision)
+
+    async def program(port: Port) -> None:
+        replica = Replica(model, optimizer, spec.strategy, workers, masters=masters)
+        updates = _updates(spec, port.rank)
+        samples = global_batch * _part(spec, port.rank)
+        for step in range(steps):
+            await port.mark(step)
+            await meta_step(port, replica, cost, samples, updates)
+        await replica.settle()
+        await updates.settle()
+
+    priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
+    return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers, masters=masters), priced, steps)
+
+
+def _only_time(
+    spec: RunSpec,
+    data: Data,
+    replica: Replica,
+    outcome: Outcome[Any],
+    steps: int,
+    stages: Sequence[dict[str, Any]] = (),
+    parts: ModelParts | None = None,
+) -> Result:
+    """The result of so many steps in which nothing was computed."""
+    shard = DataShard(
+        data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
+    )  # its length; not dealt
+    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None), parts=parts)
+    samples = steps * (spec.options.global_batch_size or spec.replicas * spec.batch_size)
+    summary = TrainingSummary(
+        steps=steps,
+        epochs=samples / check_length(shard),
+        samples=samples,
+        seconds=outcome.seconds,
+        score=None,
+        train_loss=None,
+        reached=None,
+        parameters={},
+        buffers={},
+    )
+    return _finish(context, summary, outcome, spec.options.out, stages)
+
+
+def _part(spec: RunSpec, rank: int) -> float:
+    """Of a global batch that `rank` computes."""
+    slices = spec.strategy.slices
+    return 1 / spec.workers if slices is None else len(subtree(slices, spec.workers, rank)) / slices
+
+
+def _equal_parts(spec: RunSpec) -> bool:
+    """Whether all ranks compute equally much of a global batch."""
+    return spec.strategy.slices is None or len({_part(spec, rank) for rank in range(spec.workers)}) == 1
+
+
+def _finish(
+    context: TrainingContext,
+    summary: TrainingSummary,
+    outcome: Outcome[Any],
+    out: Place | None,
+    stages: Sequence[dict[str, Any]] = (),
+) -> Result:
+    workers, trace = len(outcome.results), outcome.trace
+    computing_s = sum(seconds for (_, op), seconds in trace.seconds.items() if op not in COMMUNICATION)
+    result = result_of(
+        context,
+        summary,
+        world="virtual",
+        num_ranks=workers,
+        num_bytes=sum(trace.bytes_sent.values()),
+        communication_share=1 - computing_s / (workers * outcome.seconds) if outcome.seconds else 0.0,
+        trace_hash=trace.hash,
+        stages=stages,
+    )
+    if out is None:
+        return result
+    run_folder(out)
+    title = f"{result.job}, {result.strategy}, simulated"
+    write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
+    result.write(out)
+    return reported(result, out)
+
+
+def _updates(spec: RunSpec, rank: int) -> Updates:
+    random = Random(f"{spec.seed}/{rank}/interleaving") if is_hogwild(spec.strategy) else None
+    return Updates(spec.strategy.one_copy, random)
+
+
+async def _no_step(port: Port, batch: Any, samples: int) -> Any:
+    raise AssertionError("a priced run takes no steps on data")

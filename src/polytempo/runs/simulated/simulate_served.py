@@ -1,0 +1,309 @@
+"""`simulate` for strategies with a parameter server: workers, copies of shards and the coordinator are virtual ranks.
+
+    rank   0 … W-1 workers     │ W … copies of shards │ the coordinator
+    host   as the cluster says │ one each             │ one
+
+The coordinator stands for the launcher too: it knows of a crash after the cluster's `detection_s`.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from polytempo.cluster import Cluster
+from polytempo.core import PolytempoError, Port, Program
+from polytempo.core.arithmetic.kernel_use import KernelUse
+from polytempo.core.port import world_port
+from polytempo.core.system.files import run_folder
+from polytempo.engines.processes.capacity import check_simulated
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.served.reshaping import Reshapes
+from polytempo.runs.served.served_program import ServedProgram
+from polytempo.runs.served.tally import ServedTotals, Tally
+from polytempo.runs.simulated.virtual_scoring import OffTheClock
+from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.resharding import Reshaper
+from polytempo.server.loop import serve
+from polytempo.server.message import Message, Outbox, View
+from polytempo.server.shard.node import Node
+from polytempo.server.timing import Timing
+from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.stage_messages import StageMessages, through_stages
+from polytempo.spec.job import Data
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+from polytempo.spec.topology import Topology
+from polytempo.training.served.server_worker import Attendance, work
+from polytempo.training.step.step_cost import StepCost, step_cost
+from polytempo.training.trainer import recorder
+from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+
+_BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
+"""Waiting times in units of a step's time: nothing is lost on a virtual network, so nothing need be sent twice."""
+
+
+def simulate_served(
+    spec: RunSpec, cluster: Cluster, progress: Progress | None = None, *, native: bool = False, meta: bool = False
+) -> Result:
+    """Train with virtual workers and the parameter server that the run's strategy asks for.
+
+    `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
+    delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
+    """
+    run, options = ServedSimulation(spec, cluster, native, meta), spec.options
+    with ExitStack() as files:
+        show = files.enter_context(show_rows(progress, spec, "virtual "))
+        writer = None
+        if options.out is not None:
+            run_folder(options.out)
+            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
+        run.tally.record = recorder(writer, show)
+        outcome = run.world.run(run.act)
+        return run.finish(outcome)
+
+
+class ServedSimulation:
+    """Everything of one simulated run with a parameter server."""
+
+    def __init__(self, spec: RunSpec, cluster: Cluster, native: bool, meta: bool = False) -> None:
+        def see(model: nn.Module, data: Data) -> None:
+            if not meta:
+                check_simulated(model, data, spec.workers)
+            self.cost = step_cost(spec, model, data, cluster)
+            self.timing = _timing(_step_s(model, self.cost, spec, cluster))
+
+        self.spec, self.options, self.native, self.meta = spec, spec.options, native, meta
+        served_by = replace(cluster, servers=spec.topology().num_servers)
+        hosts = served_by.hosts(spec.topology().num_nodes)
+        self.program = program = ServedProgram(spec, spec.topology(hosts), see=see, meta=meta)
+        self.topology = topology = program.topology
+        self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
+        self._groups: dict[int, Port] = {}
+        if meta and program.stages is None:  # without values there is one model, so all can be one
+            self.contexts = [program.context(self.cost)] * spec.workers
+        else:
+            self.contexts = [program.context(self.cost, self._stages(world_port(w, hosts))) for w in topology.workers]
+        for context in self.contexts:
+            if context.noise is not None:
+                context.noise.sends = False
+        self.scheduler = program.scheduler()
+        self.tally = Tally(program, self.scheduler)
+        self.coordinator = Coordinator(
+            Nodes(topology.coordinator, topology.firsts, topology.chains),
+            self.scheduler,
+            self.timing,
+            listeners=Listeners(on_row=self._take, on_event=lambda event: self.reshapes.hear(event)),
+            reshaper=Reshaper(program.parameters, program.spans),
+        )
+        self.reshapes = Reshapes(
+            self.coordinator,
+            spec.options.reshape,
+            topology.spares,
+            lambda shard, nodes: None,  # they are there already
+        )
+        self.tally.stop, self.tally.began_s = self.coordinator.stop, lambda: self.coordinator.began_s
+        self.scores = self._scores()
+        self.nodes = self._nodes()
+
+    def _take(self, text: bytes) -> None:
+        """A worker's row, with what it has measured."""
+        row = json.loads(text)
+        noise = self.contexts[row["worker"]].noise if row["kind"] == "train" else None
+        self.tally.take_row(row if noise is None else row | noise.row)
+
+    async def act(self, port: Port) -> Attendance | None:
+        """What each rank does. Where one fails, the machines end, so that the world does."""
+        try:
+            if port.rank < self.spec.workers:
+                return await self._work(port)
+            if port.rank in self.nodes:
+                await serve(port, self.nodes[port.rank])
+                return None
+            await serve(port, _Launcher(self.coordinator, self.world, self.topology, self.reshapes))
+            for node in self.nodes.values():  # also those that were never needed, or are not any more
+                node.finished = True
+        except Exception:
+            self.coordinator.finished = True
+            for node in self.nodes.values():
+                node.finished = True
+            raise
+        return None
+
+    def _work(self, port: Port) -> Program[Attendance]:
+        client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
+        group, stages = self._group(port), self._stages(port)
+        program = work(group, self.contexts[port.rank], client, stages=stages)
+        if stages is not None:
+            program = through_stages(StageMessages(port, stages.members, client.incarnation, self.timing), program)
+        return through(client, port, program)
+
+    def _group(self, port: Port) -> Port:
+        """The workers with the same stage of all replicas: they follow each other. They share what a group lists."""
+        stage = self.topology.stage_of(port.rank)
+        if stage not in self._groups:
+            self._groups[stage] = port.among(self.topology.beside(port.rank))
+        shared = self._groups[stage]
+        return replace(shared, rank=port.rank - shared.members[0])
+
+    def _stages(self, port: Port) -> Port | None:
+        """The group of the replica's stages of a worker; None where it holds the whole model."""
+        return None if self.program.stages is None else port.among(self.topology.replica_of(port.rank))
+
+    def _scores(self) -> OffTheClock | None:
+        if not self.program.scores:
+            return None
+        program = self.program
+        return OffTheClock(
+            *(program.points, program.scorer(), program.dtype, self.tally.take_row, lambda: self.world.now_s),
+            running_of=program.running_of,
+        )
+
+    def _nodes(self) -> dict[int, Node]:
+        """The copies of the shards, each with the first view: so no first request comes too early."""
+        topology, nodes = self.topology, dict[int, Node]()
+        view = View(1, topology.chains, ())
+        for number, chain in enumerate((*topology.chains, *topology.spares)):
+            for node in chain:
+                shard = self.program.shard(number, native=self.native)
+                watcher = None if self.scores is None else self.scores.watcher(shard, partial(nodes.__getitem__, node))
+                first = self.program.first_worker(number)
+                nodes[node] = Node(node, shard, topology.coordinator, self.timing, on_entry=watcher, first_worker=first)
+                nodes[node].receive(0.0, topology.coordinator, view)
+        return nodes
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, outcome: Outcome[Attendance | None]) -> Result:
+        """The result of the run, and what it leaves in its folder."""
+        attendances = [a for worker in self.topology.firsts if (a := outcome.results[worker]) is not None]
+        if not attendances:
+            raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
+        if self.scores is not None and not self.scheduler.stopped:
+            self.scores.end(self.nodes[chain[0]].shard for chain in self.coordinator.chains if chain)
+        result = self._result(outcome, attendances)
+        out = self.options.out
+        if out is None:
+            return result
+        trace, title = outcome.trace, f"{result.job}, {result.strategy}, simulated"
+        write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
+        result.write(out)
+        return reported(result, out)
+
+    def _result(self, outcome: Outcome[Attendance | None], attendances: list[Attendance]) -> Result:
+        workers, trace = self.spec.workers, outcome.trace
+        computing_s = sum(s for (rank, op), s in trace.seconds.items() if op == "compute" and rank < workers)
+        sent = [trace.bytes_sent.get(rank, 0) for rank in range(self.topology.coordinator)]
+        totals = ServedTotals(
+            world="virtual",
+            attendances=attendances,
+            statistics=[shard for _, shard in sorted(self.coordinator.statistics.items())],
+            idle_share=lambda seconds: 1 - computing_s / (workers * seconds),
+            worker_bytes=sum(sent[:workers]),
+            server_bytes=sum(sent[workers:]),
+            threads=torch.get_num_threads(),
+            parameters_sha256=None if self.meta else self.contexts[attendances[0].worker].sha256(),
+            trace_hash=trace.hash,
+            stages=[stage.report() for w in self.topology.replica_of(0) if (stage := self.contexts[w].stage)],
+        )
+        return self.tally.result(totals)
+
+
+class _Launcher:
+    """The coordinator with the eyes of the launcher that it lives in: whose process has ended is lost at once."""
+
+    def __init__(self, coordinator: Coordinator, world: VirtualWorld, topology: Topology, reshapes: Reshapes) -> None:
+        self._coordinator, self._world, self._reshapes = coordinator, world, reshapes
+        self._topology, self._workers = topology, topology.workers
+        self._noticed: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """As the coordinator says."""
+        return self._coordinator.finished
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        """End it."""
+        self._coordinator.finished = value
+
+    def receive(self, now_s: float, source: int, message: Message) -> Outbox:
+        """The coordinator's answer."""
+        out = self._losses(now_s) + self._coordinator.receive(now_s, source, message)
+        return out + self._reshapes.look(now_s)
+
+    def tick(self, now_s: float) -> Outbox:
+        """What the coordinator does as time passes."""
+        return self._losses(now_s) + self._coordinator.tick(now_s) + self._reshapes.look(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """As long as the coordinator waits, or until a death is known."""
+        if not self._world.lost:
+            return self._coordinator.wait_s(now_s)
+        due = (s + self._world.cluster.detection_s for rank, s in self._dead())
+        return max(0.0, min([self._coordinator.wait_s(now_s), *(at_s - now_s for at_s in due)]))
+
+    def flops(self, message: Message) -> float:
+        """The coordinator's work is free."""
+        return 0.0
+
+    def _dead(self) -> list[tuple[int, float]]:
+        return [(rank, s) for rank, s in self._world.lost.items() if rank not in self._noticed]
+
+    def _losses(self, now_s: float) -> Outbox:
+        out: Outbox = []
+        if not self._world.lost:
+            return out
+        for rank, dead_s in self._dead():
+            if now_s >= dead_s + self._world.cluster.detection_s:
+                if self._topology.stages > 1 and rank in self._workers:
+                    raise PolytempoError(self._lost_stage(rank, dead_s))
+                self._noticed.add(rank)
+                out += self._coordinator.lose(now_s, rank)
+        if self._noticed.issuperset(self._workers):
+            raise PolytempoError("every worker is lost, so the run cannot go on; let fewer of them crash")
+        return out
+
+    def _lost_stage(self, worker: int, dead_s: float) -> str:
+        stage, replica = self._topology.stage_of(worker), self._topology.replica_of(worker)
+        return (
+            f"worker {worker}, which held stage {stage} of the model that workers {', '.join(map(str, replica))} held "
+            f"together, is lost since {dead_s:g} s, and a simulation starts no worker again; let workers of a model "
+            "without stages crash, or try it with pt.run"
+        )
+
+
+def _timing(step_s: float) -> Timing:
+    return Timing(
+        retry_s=_RETRY_STEPS * step_s,
+        longest_retry_s=_RETRY_STEPS * step_s,
+        beat_s=_BEAT_STEPS * step_s,
+        lost_s=_LOST_STEPS * step_s,
+        worker_lost_s=_LOST_STEPS * step_s,
+        deadline_s=_DEADLINE_STEPS * step_s,
+        starting_s=_LOST_STEPS * step_s,
+    )
+
+
+def _step_s(model: nn.Module, cost: StepCost, spec: RunSpec, cluster: Cluster) -> float:
+    """About how long a step takes: its computation, and all workers' messages to one server and back.
+
+    Where servers have a speed of their own, also what one takes for all workers' pushes.
+    """
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    network, workers, samples = cluster.network, spec.workers, spec.batch_size
+    computing_s = cluster.computing_s(samples * cost.flops_per_sample, cost.gradients(samples))
+    if cluster.server_flops_per_s is not None or cluster.speeds is not None:
+        serving = (KernelUse("serve", 1, num_bytes, 4.0 * numel),)
+        computing_s += workers * cluster.computing_s(4.0 * numel, serving, server=True)
+    return computing_s + 4 * network.latency_s + 2 * workers * num_bytes / network.bytes_per_s

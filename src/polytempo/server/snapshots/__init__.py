@@ -1,0 +1,1 @@
+"""Snapshots of shards, and how a shard's state moves."""

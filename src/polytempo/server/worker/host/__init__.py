@@ -1,0 +1,1 @@
+"""Pushes of one host's workers, summed before they travel."""

@@ -1,0 +1,177 @@
+"""Which names a call may use, and for which argument.
+
+Where the functions come from is the caller's matter: `spec.catalogue` imports them, and with them torch;
+`spec.declaration` reads their signatures from the source, which is enough to refuse a wrong name at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.resolution import Factory, Function, resolve
+
+BUSY = "busy"
+"""The stragglers that were measured while other programs computed: no name of a distribution."""
+COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
+"""The strategies of a `compare` that names none."""
+NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
+"""What `compression` has besides codecs."""
+
+_ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
+_WIRE_ROUTES = ("all_gather", "reduce_scatter")
+SCHEDULED = {
+    "lasso": ("correlated", "table"),
+    "logistic": ("correlated_classes", "classes"),
+    "factorization": ("drawn_ratings", "word_counts"),
+    "lda": ("drawn_documents", "scenes"),
+}
+"""Scheduled programs, and what each can learn from; the first is what it learns from where nothing is named."""
+
+_CLUSTERS = ("ethernet", "infiniband", "internet", "one_host")
+_STRAGGLERS = (
+    *("constant", "uniform", "exponential", "lognormal", "occasional", "slow_host"),
+    *("correlated", "slow_spells"),
+)
+
+Load = Callable[[str], Mapping[str, Function]]
+"""The public functions of a folder, by name: `load("compression")["top_k"]`."""
+
+
+class Names(NamedTuple):
+    """Functions by the names that a call may use."""
+
+    strategies: Mapping[str, Function]
+    codecs: Mapping[str, Function]
+    wire_routes: Mapping[str, Function]
+    """On which wires meet that cannot be summed."""
+    clusters: Mapping[str, Function]
+    stragglers: Mapping[str, Function]
+    low_rank: Function
+    invariant: Function
+    """The route that `sync_sgd` alone can take: it says how gradients are computed, too."""
+    scheduled: Mapping[str, Function]
+    """Programs of scheduled model parallelism."""
+    scheduled_data: Mapping[str, Function]
+    """What they learn from."""
+    arguments: Mapping[str, Mapping[str, object]]
+    """For each argument that takes names, such as `codec`, what they mean."""
+
+    def strategy(self, text: str) -> object:
+        """What the strategy's function answers to the call `text`. `ValueError` for wrong names and arguments."""
+        call = parse_call(text)
+        if call.name not in self.strategies and call.name in {"low_rank", *self.codecs}:
+            raise ValueError(self._no_strategy(call.name))
+        arguments = self.arguments
+        if call.name in self.strategies:
+            arguments = {**arguments, "route": self.routes_of(self.strategies[call.name])}
+            if "inner" in inspect.signature(self.strategies[call.name]).parameters:
+                inner = {name: Factory(function) for name, function in self.strategies.items()}
+                arguments |= {"inner": inner, "route": {**self.arguments["route"], **self.wire_routes}}
+        return resolve(call, self.strategies, arguments, what="strategy")
+
+    def codec(self, text: str) -> object:
+        """What a codec's function, or that of `low_rank`, answers to the call `text`."""
+        inner = {name: Factory(function) for name, function in self.codecs.items() if name != "feedback"}
+        return resolve(parse_call(text), {**self.codecs, "low_rank": self.low_rank}, {"codec": inner}, what="codec")
+
+    def cluster(self, text: str) -> object:
+        """What the cluster's function answers to the call `text`."""
+        return resolve(parse_call(text), self.clusters, self.arguments, what="cluster")
+
+    def distribution(self, text: str) -> object:
+        """What the straggler distribution's function answers to the call `text`."""
+        return resolve(parse_call(text), self.stragglers, self.arguments, what="straggler distribution")
+
+    def program(self, text: str) -> object:
+        """What a scheduled program's function answers to the call `text`."""
+        return resolve(parse_call(text), self.scheduled, {}, what="program")
+
+    def data_of_program(self, program: str, text: str | None) -> object:
+        """What the function answers that `text` calls: the data of the scheduled program that `program` calls."""
+        ours = SCHEDULED[parse_call(program).name]
+        functions = {name: self.scheduled_data[name] for name in ours}
+        return resolve(parse_call(text or ours[0]), functions, {}, what=f"data of {parse_call(program).name}")
+
+    def routes_of(self, function: Function) -> Mapping[str, object]:
+        """What a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
+
+        Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
+        """
+        if function is self.strategies.get("sync_sgd"):
+            return {**self.arguments["route"], "invariant": Factory(self.invariant)}
+        parameter = inspect.signature(function).parameters.get("route")
+        takes_wires = parameter is not None and "WireRoute" in re.findall(r"\w+", str(parameter.annotation))
+        return {**self.arguments["route"], **self.wire_routes} if takes_wires else self.arguments["route"]
+
+    def _no_strategy(self, name: str) -> str:
+        """What to write in place of a codec, or of low_rank, where a strategy is needed."""
+        if name == "low_rank":
+            return "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"
+        recipe = f"{name}_sgd, or " if f"{name}_sgd" in self.strategies else ""
+        written = "feedback(top_k)" if name == "feedback" else name
+        return f"{name} is a codec, not a strategy; write {recipe}local_sgd(codec={written})"
+
+
+def names(load: Load) -> Names:
+    """All names, with the functions that `load` has for them."""
+    compression, clusters = load("compression"), load("cluster")
+    codecs = {name: compression[name] for name in sorted(compression) if name not in NO_CODECS}
+    stragglers = {name: clusters[name] for name in _STRAGGLERS}
+    strategies = load("strategies")
+    aggregation, schedules = load("aggregation"), load("partition.schedules")
+    scheduled = load("partition.scheduled")
+    return Names(
+        strategies={name: strategies[name] for name in sorted(strategies)},
+        codecs=codecs,
+        wire_routes={name: compression[name] for name in _WIRE_ROUTES},
+        clusters={name: clusters[name] for name in _CLUSTERS},
+        stragglers=stragglers,
+        low_rank=aggregation["low_rank"],
+        invariant=load("collectives")["invariant"],
+        scheduled={name: scheduled[name] for name in SCHEDULED},
+        scheduled_data=load("data.scheduled"),
+        arguments={
+            **_arguments(load("collectives"), aggregation, codecs, stragglers),
+            "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},
+        },
+    )
+
+
+def _arguments(
+    collectives: Mapping[str, Function],
+    aggregation: Mapping[str, Function],
+    codecs: Mapping[str, Function],
+    stragglers: Mapping[str, Function],
+) -> Mapping[str, Mapping[str, object]]:
+    made_codecs = {name: Factory(function) for name, function in codecs.items()}
+    distributions = {name: Factory(function) for name, function in stragglers.items()}
+    routes: Mapping[str, object] = {
+        **{name: collectives[name] for name in _ROUTES},
+        "hierarchical": Factory(collectives["hierarchical"]),
+    }
+    graphs: Mapping[str, object] = {
+        "ring": aggregation["ring_graph"],
+        "exponential": aggregation["exponential_graph"],
+        **{name: aggregation[name] for name in ("ring_graph", "exponential_graph", "complete")},
+        **{name: Factory(aggregation[name]) for name in ("random_pairs", "random_targets")},
+    }
+    merges: Mapping[str, object] = {
+        **{name: aggregation[name] for name in ("median", "vote")},
+        **{name: Factory(aggregation[name]) for name in ("trimmed_mean", "krum", "multi_krum", "bulyan")},
+    }
+    return {
+        "codec": made_codecs,
+        "pull_codec": made_codecs,
+        "activations": made_codecs,
+        "gradients": made_codecs,
+        "route": routes,
+        "between": routes,
+        "graph": graphs,
+        "merge": merges,
+        "stragglers": distributions,
+        "others": distributions,
+    }

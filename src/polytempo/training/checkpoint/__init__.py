@@ -1,0 +1,1 @@
+"""Checkpoints on disk and in object stores: their files, manifests and hashes."""

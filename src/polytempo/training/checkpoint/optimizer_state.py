@@ -1,0 +1,185 @@
+"""An optimizer's state as tensors and plain numbers, to send and to save without pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from polytempo.core import Port
+from polytempo.core.state import Saved
+from polytempo.spec.text.plain_values import plain, typed
+
+
+def optimizer_saved(optimizer: Optimizer, path: str = "optimizer") -> Saved:
+    """The state's tensors as `path/<parameter>/<key>`, and everything else as one JSON text at `path`.
+
+    Raises ValueError that names a hyper-parameter or state which JSON cannot hold.
+    """
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        if not isinstance(index, int):
+            raise ValueError(f"{_named(optimizer)} keeps state under {index!r}; only state of parameters can be saved")
+        numbers[str(index)] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{path}/{index}/{key}"] = value
+            else:
+                numbers[str(index)][key] = plain(value, f"{_named(optimizer)}: state {key!r} of parameter {index}")
+    groups = [
+        {key: plain(value, f"{_named(optimizer)}: {key!r} of parameter group {i}") for key, value in group.items()}
+        for i, group in enumerate(state["param_groups"])
+    ]
+    return Saved(tensors, {path: json.dumps({"groups": groups, "numbers": numbers})})
+
+
+def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimizer") -> None:
+    """Load what `optimizer_saved` returned. Hyper-parameters that are tuples or tensors now stay tuples or tensors."""
+    text = source.scalars.get(path)
+    if not isinstance(text, str):
+        raise ValueError(f"no optimizer state under {path!r}")
+    described = json.loads(text)
+    now = optimizer.state_dict()
+    if [len(g["params"]) for g in described["groups"]] != [len(g["params"]) for g in now["param_groups"]]:
+        raise ValueError(
+            "the saved optimizer has other parameter groups than this one; give this one the same parameters, in the "
+            "same groups"
+        )
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in described["numbers"].items()}
+    for name, tensor in source.tensors.items():
+        if name.startswith(f"{path}/"):
+            _, index, key = name.rsplit("/", 2)
+            state.setdefault(int(index), {})[key] = tensor
+    groups = [
+        {key: typed(value, old.get(key)) for key, value in group.items()}
+        for group, old in zip(described["groups"], now["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+async def broadcast_optimizer(
+    port: Port, optimizer: Optimizer, *, source: int = 0, into: frozenset[int] | None = None
+) -> None:
+    """Give the optimizer state of `source` to the ranks in `into` (None: to all); they may not have any yet.
+
+    Hyper-parameters too.
+    """
+    mine = optimizer_saved(optimizer)
+    layout = {
+        name: [list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type] for name, t in mine.tensors.items()
+    }
+    about = json.dumps({"text": mine.scalars["optimizer"], "layout": layout}).encode()
+    length = int(await port.broadcast(torch.tensor([len(about)]), source))
+    text = torch.zeros(length, dtype=torch.uint8)
+    if port.rank == source:
+        text = torch.frombuffer(bytearray(about), dtype=torch.uint8)
+    described = json.loads(bytes((await port.broadcast(text, source)).tolist()))
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype, device_type) in described["layout"].items():
+        if port.rank == source:
+            # Transports send raw memory: strides other than a fresh tensor's would arrive as a permutation.
+            given = mine.tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        else:
+            device = state_device(optimizer, name, device_type)
+            given = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        tensors[name] = await port.broadcast(given, source)
+    if port.rank != source and (into is None or port.rank in into):
+        optimizer_restore(optimizer, Saved(tensors, {"optimizer": described["text"]}))
+
+
+def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.device:
+    """Where state `name` (`path/<parameter>/<key>`) belongs on this rank if it is on a `device_type` elsewhere.
+
+    State on the CPU, as some optimizers' step counters, stays there; other state goes where the parameter is.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    place: torch.device = parameters[int(name.rsplit("/", 2)[1])].device
+    return place
+
+
+def steps_each_by_itself(optimizer: Optimizer) -> bool:
+    """Whether a step treats each parameter by itself, calls nothing, and skips those without a gradient."""
+    return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "polytempo.")) and not isinstance(
+        optimizer, LBFGS
+    )
+
+
+def plain_step(optimizer: Optimizer) -> None:
+    """The optimizer's own step, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+@torch.no_grad()
+def begin_states(
+    optimizer: Optimizer,
+    unused: Mapping[nn.Parameter, torch.layout],
+    in_float32: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Give parameters that no step has used the state that they have before their first one.
+
+    `unused`: these, each with the layout of its gradients. A step by zeros makes the state, with no weight decay and
+    uncounted; parameters stay as they are.
+    """
+    groups = optimizer.param_groups
+    held = [(p, p.grad) for group in groups for p in group["params"]]
+    decays = [group.get("weight_decay") for group in groups]
+    for parameter, _ in held:
+        parameter.grad = None
+    for group in groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    try:
+        with in_float32():
+            values = [parameter.clone() for parameter in unused]
+            for parameter, layout in unused.items():
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
+            plain_step(optimizer)
+            torch._foreach_copy_(list(unused), values)
+            for parameter in unused:
+                parameter.grad = None
+    finally:
+        for group, decay in zip(groups, decays, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
+        for parameter, gradient in held:
+            parameter.grad = gradient
+    for parameter in unused:
+        state = optimizer.state.get(parameter, {})
+        if "step" in state:
+            state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
+
+
+def _named(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state tensors, as `name|key`, whatever their dtype and shape.
+
+    Counts of steps and other single numbers, the same on all ranks, are none of them. Raises ValueError for state that
+    has no mean: codes, and lists of tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and (key == "step" or (value.ndim == 0 and parameter.ndim)):
+                continue
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f"{name}|{key}"] = value
+            elif isinstance(value, Tensor | list):
+                what = str(value.dtype) if isinstance(value, Tensor) else "a list"
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} as {what}, of which there is no mean; use "
+                    "parameter_averaging(optimizer_state=False), or an optimizer whose state is floating-point tensors"
+                )
+    return found

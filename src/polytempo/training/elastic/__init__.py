@@ -1,0 +1,1 @@
+"""Training that goes on when ranks come and go."""

@@ -1,0 +1,399 @@
+"""`ElasticTraining`: one process of an elastic run, over all the groups of ranks in which it takes part.
+
+a view ──▶ enter: finish or undo the step in hand ──▶ the group is formed ──▶ begin: state for newcomers
+  ▲                                                                              │
+  └── report ◀── a member is lost, or all stop at a border of steps ◀── train ◀──┘
+
+Model, optimizer and data are made once, and stay. What belongs to a group of ranks (hooks, buckets, the part of the
+data) is made anew with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from polytempo.core import PolytempoError, Port
+from polytempo.core.state import Saved
+from polytempo.data.sample_account import SampleAccount
+from polytempo.data.shard import DataShard
+from polytempo.membership.member import ElasticMember
+from polytempo.membership.message import GroupView
+from polytempo.spec.job_calls import data_of, replica_of, schedule_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.checkpoint.schedule_state import schedule_restore, schedule_saved
+from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
+from polytempo.training.elastic.elastic_state import broadcast_buffers, broadcast_json, broadcast_saved, hand_over_model
+from polytempo.training.elastic.elastic_strategies import check_elastic, mixed
+from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, keep_mean, met, models_differ
+from polytempo.training.elastic.residual_handover import handed_over, residuals_by_path
+from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
+from polytempo.training.hooks.handle import Handle
+from polytempo.training.job.evaluate import evaluation_of
+from polytempo.training.job.gradients import gradients_of
+from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.model.agree import gather_json
+from polytempo.training.observe.collective_observer import CollectiveObserver
+from polytempo.training.observe.resumption import load
+from polytempo.training.step.guard import unfinite_names
+from polytempo.training.step.replica import Replica
+from polytempo.worlds import ProcessWorld
+
+
+class Stopped(PolytempoError):
+    """All ranks stop before the same step, for the group of ranks is to change."""
+
+
+class ElasticTraining:
+    """One process's model, optimizer and data. `wishes` says what it has heard; `record` takes rows of metrics."""
+
+    def __init__(
+        self, spec: RunSpec, life: int, wishes: Callable[[], Wishes], record: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.spec, self.member = spec, ElasticMember(life)
+        self.model, self.optimizer = replica_of(spec)
+        self.data = data_of(spec.job, spec.options.data)
+        self._wishes, self._record = wishes, record
+        self._evaluation = evaluation_of(spec, self.model, self.data)
+        self._unchecked = unfinite_names(self.model)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._scheduler: LRScheduler | None = None
+        self._seconds = 0.0
+        self._place: dict[str, Any] = {}
+        """Where the data go on after the last step, or round of steps, that was applied."""
+        self._next_place: dict[str, Any] = {}
+        """And after the one whose answer is held."""
+        self._round = LocalRound()
+        """Since the last commit point, where ranks exchange parameters after their steps."""
+        self._uncounted = False
+        """Whether the step in hand is not in the round yet."""
+        self._meets: Met | None = None
+        """What ranks make of their rounds as a group begins, while they do."""
+        self._saved: Saved | None = None
+        """The strategy's state of this process, between two groups."""
+        self._buffers: dict[str, Tensor] = {}
+        """The model's buffers as they were before the step in hand."""
+        self._inherited: Saved | None = None
+        """Residuals of members that have left politely, which this one has taken over."""
+        self._stop = self._some_leave = self._leaves = self._save = False
+        self.on_step: Callable[[], None] | None = None
+        """Called once, after the next step that is applied in a group."""
+        self._handle: Handle | None = None
+        self._begun = False
+        """Whether the state of the training is in the present group's replica."""
+        self.context: TrainingContext | None = None
+        self.account: SampleAccount | None = None
+        self._open_account: list[list[int]] | None = None
+        """The account before the last round, which ends with the training and not with an exchange."""
+        self.other_bytes = 0.0
+        """What this process has sent in earlier groups, for training."""
+
+    # ------------------------------------------------------------------ between two groups
+
+    def enter(self, view: GroupView) -> None:
+        """Finish or undo the step in hand, as `view` says, and let go of the last group's hooks."""
+        verdict = self.member.enter(view)
+        handle, self._handle = self._handle, None
+        if self._open_account is not None and self.account is not None:
+            self.account.load_plain(self._open_account)
+            self._open_account = None
+        if handle is None:
+            return
+        handle.detach()
+        if not self._begun:
+            return
+        replica = handle.replica
+        if verdict == "finish":
+            self._finish_step(replica)
+        elif self._buffers:
+            self._restore_buffers()
+        self._catch_up(replica)
+        self._saved = replica.state()
+        assert self.context is not None
+        world = handle.world
+        self._seconds = self.context.seconds + world.now_s() - self.context.observer.off_s
+        self.other_bytes += world.trace.bytes_sent[world.rank] - getattr(self.context.observer, "off_bytes", 0)
+
+    def _finish_step(self, replica: Replica) -> None:
+        """Apply the answer that is held: of gradients, or of parameters."""
+        if replica.parameters is not None and replica.parameters.holds:
+            replica.parameters.take()
+            replica.step = self.member.applied + self.member.holds
+        else:
+            self.optimizer.step()
+            for bucket in replica.buckets:
+                bucket.commit()
+            replica.step += 1
+        self._applied(None)
+
+    def _catch_up(self, replica: Replica) -> None:
+        """Let the schedule be where the steps are."""
+        while self._scheduler is not None and self._scheduler.last_epoch < replica.step:
+            self._scheduler.step()
+
+    def _applied(self, committed: Committed | None) -> None:
+        """A step or a round is in the model; `committed` where this member came back from its commit point."""
+        self.member.stepped()
+        self._buffers = {}
+        self._place, self._round = self._next_place, LocalRound()
+        if committed is not None:
+            assert self.account is not None
+            self._stop, self._some_leave, self._save = committed.stop, committed.leaving > 0, committed.save
+            self.account.add(committed.counted)
+            self._goes_on()
+
+    def _goes_on(self) -> None:
+        if self.on_step is not None:
+            self.on_step()
+            self.on_step = None
+
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+        self._buffers = {}
+
+    # ------------------------------------------------------------------ a group
+
+    def begin(self, world: ProcessWorld, view: GroupView) -> None:
+        """Make all that belongs to this group, and give newcomers what they lack."""
+        port, spec = world.port, self.spec
+        self._begun, self._meets = False, None
+        if self._scheduler is None:
+            self._scheduler = schedule_of(spec.job, self.optimizer, len(self._shard(0, spec.workers)))
+        self._stop = self._some_leave = self._save = False
+        handle = self._attached(world, view)
+        check_elastic(handle.replica.strategy)
+        self._handle = handle
+        self.context = TrainingContext(
+            spec=spec,
+            replica=handle.replica,
+            shard=self._shard(port.rank, port.size),
+            data=self.data,
+            take_step=self._take_step(handle),
+            observer=CollectiveObserver(world, self._evaluation),
+            scheduler=self._scheduler,
+            unchecked=self._unchecked,
+            leaves=lambda step: self._save,
+            record=self._record,
+        )
+        if handle.replica.parameters is not None:
+            handle.replica.parameters.commit = self._commit_round
+        if view.stateful:
+            world.drive(self._share(port, view, self.context))
+        else:
+            self._start(world, self.context)
+            self._begun = True
+        if spec.options.scaling == "local":
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * port.size / spec.workers
+        world.step = handle.replica.step
+
+    def _shard(self, rank: int, size: int) -> DataShard:
+        spec = self.spec
+        keeps_all = spec.options.scaling == "global"
+        return DataShard(
+            self.data.training(),
+            rank=rank,
+            size=size,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+            global_batch_size=spec.global_batch_size if keeps_all else None,
+            slices=spec.strategy.slices,
+        )
+
+    def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
+        whole = replace(self.spec.strategy, slices=None)  # slices are computed here, not by hooks
+        asked, given = self.spec.options, (self.model, self.optimizer, whole)
+        options = AttachOptions(
+            on_drift=asked.on_drift, allow_nan=asked.allow_nan, grows=True, precision=asked.precision
+        )
+        if not view.stateful:
+            return attach_replica(*given, world=world, options=options._replace(seed=asked.seed))
+        newcomers = frozenset(range(view.stateful, world.size))
+        if newcomers:
+            world.drive(hand_over_model(world.port, self.model, self.optimizer, newcomers))
+        else:
+            world.drive(broadcast_buffers(world.port, self.model))
+        return attach_alike(*given, world=world, options=options)
+
+    def _start(self, world: ProcessWorld, context: TrainingContext) -> None:
+        """The beginning of the run, or where a checkpoint goes on."""
+        options, shard = self.spec.options, context.shard
+        if options.resume:
+            assert options.out is not None
+            world.drive(load(world.port, context, options.out / "checkpoint"))
+        self.account = SampleAccount(check_length(shard))
+        self.account.begin_at(shard.epoch, shard.consumed, shard.left)
+        self._place, self._seconds = shard.state_dict(), context.seconds
+        self.member.taken_over(context.replica.step)
+
+    async def _share(self, port: Port, view: GroupView, context: TrainingContext) -> None:
+        """Rank 0 says where the training stands; newcomers take it over."""
+        newcomer, replica = port.rank >= view.stateful, context.replica
+        if self.account is None:
+            self.account = SampleAccount(check_length(context.shard))
+        schedule = None if self._scheduler is None or newcomer else schedule_saved(self._scheduler)
+        mine = self._saved or replica.state()
+        told = await broadcast_json(
+            port,
+            {
+                "place": self._place,
+                "seconds": self._seconds,
+                "schedule": schedule,
+                "account": self.account.to_plain(),
+                "scalars": mine.scalars,
+            },
+        )
+        if not newcomer and self._place != told["place"]:
+            raise AssertionError(f"rank {port.rank} goes on at {self._place}, and rank 0 at {told['place']}")
+        mine = Saved(mine.tensors, told["scalars"] | {"step": view.step + self._round.steps})
+        if view.stateful < port.size:
+            others = await broadcast_saved(port, mine)
+            mine = Saved(others.tensors, mine.scalars) if newcomer else mine
+        inherited, self._inherited = self._inherited, None
+        replica.restore(mine, [] if newcomer else [mine] if inherited is None else [mine, inherited])
+        context.shard.load_state_dict(told["place"])
+        context.seconds = self._seconds = told["seconds"]
+        self._place = told["place"]
+        self.account.load_plain(told["account"])
+        if newcomer and self._scheduler is not None:
+            schedule_restore(self._scheduler, told["schedule"])
+        self._begun = not newcomer
+        if replica.parameters is not None:
+            with replica.in_float32():
+                await self._meet_at_once(port, view, context)
+        elif newcomer:
+            self.member.taken_over(view.step)
+        self._begun = True
+
+    async def _meet_at_once(self, port: Port, view: GroupView, context: TrainingContext) -> None:
+        """Newcomers get the mean of the others' models, and the round that these are in ends here."""
+        parameters = context.replica.parameters
+        assert parameters is not None
+        found = met(self._place, await gather_json(port, self._round.to_plain()))
+        if view.stateful < port.size and await models_differ(port, parameters.groups(), view.stateful):
+            await give_mean(port, parameters.groups(), view.stateful)
+        newcomer = port.rank >= view.stateful
+        if found.steps:
+            self._meets = found
+            self.member.applied = view.step
+            await parameters.meet_at_once(port, view.step + found.steps)
+            context.replica.step = view.step + found.steps
+            context.shard.load_state_dict(self._place)
+            self._catch_up(context.replica)
+        if newcomer:  # not before: its model has steps that count for no one if all the others are lost
+            self.member.taken_over(context.replica.step)
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, world: ProcessWorld) -> TrainingSummary:
+        """Train to the end. Raises `PeerLost` or `TimedOut` where a member is lost, `Stopped` at a border."""
+        assert self.context is not None
+        world.begin()
+        summary = world.drive(train(world.port, self.context))
+        world.drive(self._close_account(world.port))
+        return summary
+
+    async def _close_account(self, port: Port) -> None:
+        """The final model is the mean of all, so that the steps since ranks met last count in it.
+
+        They are not applied: where a rank is lost with what it has of the result, the others have to meet after all.
+        """
+        assert self.account is not None
+        assert self.context is not None
+        if self.context.replica.parameters is not None:
+            self._open_account, shard = self.account.to_plain(), self.context.shard
+            own = self._round.counted(self._place, shard.state_dict(), check_length(shard))
+            self.account.add((await commit_point(port, Wishes(), own)).counted)
+
+    def _take_step(self, handle: Handle) -> TakeStep:
+        """One step: the plain loop with the hooks of `attach`, and the commit point before the optimizer, or between
+        the exchange of parameters and their change."""
+        model, optimizer, world, replica = self.model, self.optimizer, handle.world, handle.replica
+        compute = gradients_of(handle, self.spec)
+
+        async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+            if self._stop:
+                if self._some_leave:
+                    await self._hand_over(port, replica)
+                raise Stopped(f"rank {port.rank} stops before step {replica.step}: the group of ranks is to change")
+            if replica.parameters is not None and self._wishes().broken:
+                raise Stopped(f"rank {port.rank} stops before step {replica.step}: another rank is lost")
+            world.share = replica.share
+            self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            loss = compute(batch, port.world_rank)
+            handle.complete()
+            before, committed = replica.step, None
+            if self._agrees_before(replica, port):
+                committed = await self._commit_step(port)
+            elif self.context is not None and not self.context.shard.spans:
+                optimizer.zero_grad(set_to_none=False)  # a stand-in for samples that the others have
+            self._uncounted = committed is None
+            try:
+                optimizer.step()
+            finally:  # a member may be lost when buffers meet after the step, which stands nevertheless
+                if replica.step > before:
+                    self._applied(committed) if committed is not None else self._count()
+            return loss
+
+        return take_step
+
+    def _agrees_before(self, replica: Replica, port: Port) -> bool:
+        """Whether ranks agree on this step before the optimizer makes it, or a rank that is alone does with itself."""
+        if replica.parameters is None or any(bucket.answered for bucket in replica.buckets):
+            return True
+        return port.size == 1 and replica.strategy.parameters.idle_alone
+
+    async def _commit_step(self, port: Port) -> Committed:
+        """The commit point between the exchange of gradients and the optimizer's step."""
+        assert self.context is not None
+        if self._round.steps:
+            raise mixed(self.context.replica.strategy)
+        shard, step = self.context.shard, LocalRound()
+        step.stepped(shard.spans, shard.state_dict())
+        return await self._commit(port, step, 1, shard.state_dict())
+
+    async def _commit_round(self, port: Port) -> None:
+        """The commit point between the exchange of parameters and their change."""
+        assert self.context is not None
+        found, self._meets = self._meets, None
+        if found is None:
+            if not self._uncounted and port.size == 1:
+                return  # it has agreed with itself before the step
+            if not self._uncounted:
+                raise mixed(self.context.replica.strategy)
+            self._count()
+            found = Met(self._round.steps, self.context.shard.state_dict())
+        self._applied(await self._commit(port, self._round, *found))
+
+    async def _commit(self, port: Port, own: LocalRound, steps: int, place: dict[str, Any]) -> Committed:
+        assert self.context is not None
+        self._next_place = place
+        self.member.exchanged(steps)
+        wishes = self._wishes()
+        self._leaves = wishes.leave
+        return await commit_point(port, wishes, own.counted(self._place, place, check_length(self.context.shard)))
+
+    def _count(self) -> None:
+        """The step in hand is in this rank's model."""
+        assert self.context is not None
+        if self._uncounted:
+            self._uncounted, self._buffers = False, {}
+            self._round.stepped(self.context.shard.spans, self.context.shard.state_dict())
+            self._goes_on()
+
+    async def _hand_over(self, port: Port, replica: Replica) -> None:
+        """At a border of steps, when all are still there: residuals of those that leave go to one that stays."""
+        await replica.settle()
+        if replica.parameters is not None:
+            with replica.in_float32():
+                await keep_mean(port, replica.parameters.groups(), leaves=self._leaves)
+        residuals = residuals_by_path(replica.states())
+        if residuals:
+            self._inherited = await handed_over(port, residuals, leaves=self._leaves)

@@ -1,0 +1,131 @@
+"""`LocalRound`: the steps of one rank since ranks met last, in a strategy that exchanges parameters once in a while.
+
+commit point ── step ── step ── step ── exchange ── commit point          a calm round
+commit point ── step ── step ─╳ a rank is lost
+                          ╰── the others stop after the step in hand, form a group, and meet at once: what they have
+                              moved counts; the places of those that are lost are dealt again
+
+The step after such a meeting is that of the rank that has made most steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.collectives import tree
+from polytempo.core import Bundle, Port, averaging
+from polytempo.data.sample_account import Counted, counted_by_epoch
+from polytempo.data.spans import PlaceSpan, between, joined, without
+from polytempo.training.checkpoint.fingerprint import fingerprint
+from polytempo.training.model.agree import gather_json
+from polytempo.training.step.replica import Replica
+
+Place = Mapping[str, Any]
+"""A position in the data, as `DataShard.state_dict` has it."""
+
+
+@dataclass
+class LocalRound:
+    """What one rank has done since the last commit point. `place`: its position in the data after that."""
+
+    steps: int = 0
+    spans: list[PlaceSpan] = field(default_factory=list)
+    place: Place | None = None
+
+    def stepped(self, spans: Iterable[PlaceSpan], place: Place) -> None:
+        """One more step, on the samples at `spans`."""
+        self.steps, self.place = self.steps + 1, place
+        self.spans += spans
+
+    def counted(self, before: Place, after: Place, num_samples: int) -> dict[int, Counted]:
+        """Its samples by epoch; all epochs between the two positions are there, so that ranks' answers are alike."""
+        epochs = {epoch for epoch, *_ in before.get("left", [])} | set(range(before["epoch"], after["epoch"] + 1))
+        return counted_by_epoch(self.spans, num_samples, epochs)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {"steps": self.steps, "spans": [list(span) for span in joined(self.spans)], "place": self.place}
+
+
+class Met(NamedTuple):
+    """Where ranks go on after they have met within a round."""
+
+    steps: int
+    """How many steps the round had."""
+    place: dict[str, Any]
+    """The position in the data: the places of lost ranks are left."""
+
+
+def met(before: Place, rounds: Sequence[Mapping[str, Any]]) -> Met:
+    """What the ranks that are there, whose rounds since `before` these are, make of them (`LocalRound.to_plain`).
+
+    >>> begin = {"epoch": 0, "consumed": 0, "num_samples": 9}
+    >>> end = begin | {"consumed": 4}
+    >>> met(begin, [{"steps": 2, "spans": [[0, 0, 1], [0, 2, 3]], "place": end}])
+    Met(steps=2, place={'epoch': 0, 'consumed': 4, 'num_samples': 9, 'left': [[0, 1, 2], [0, 3, 4]]})
+    """
+    furthest = max(rounds, key=lambda each: each["steps"])
+    if not furthest["steps"]:
+        return Met(0, dict(before))
+    place = {key: value for key, value in furthest["place"].items() if key != "left"}
+    begin, end = ((each["epoch"], each["consumed"]) for each in (before, place))
+    dealt = [*_spans(before.get("left", [])), *between(begin, end, place["num_samples"])]
+    left = without(dealt, (span for each in rounds for span in _spans(each["spans"])))
+    return Met(furthest["steps"], place | ({"left": [list(span) for span in left]} if left else {}))
+
+
+def _spans(plain: Iterable[Sequence[int]]) -> list[PlaceSpan]:
+    return [PlaceSpan(*numbers) for numbers in plain]
+
+
+# ---------------------------------------------------------------------- models that differ
+
+
+async def models_differ(port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: int) -> bool:
+    """Whether the first `ranks` of the group have models with other bits. Cost: reads them, and a short text each."""
+    told = await gather_json(port, [fingerprint(group.values()) for group in groups])
+    return any(each != told[0] for each in told[:ranks])
+
+
+async def check_alike(port: Port, replica: Replica) -> None:
+    """ValueError where ranks' models differ, for a copy of this one is no state that others could go on from."""
+    if await models_differ(port, [replica.trainable], port.size):
+        raise ValueError(
+            f"commit() after step {replica.step}, where workers' models differ: {replica.strategy} brings them "
+            "together on some steps, or never; commit on those steps alone, or use pt.run"
+        )
+
+
+@torch.no_grad()
+async def give_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: int) -> None:
+    """Let all but the first `ranks` of the group have the mean of what these have. Cost: an all-reduce of it."""
+    for group in groups:
+        mean = await _mean(port, group, 1 / ranks if port.rank < ranks else 0.0)
+        if port.rank >= ranks:
+            torch._foreach_copy_(list(group.values()), list(mean.views.values()))
+
+
+@torch.no_grad()
+async def keep_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], *, leaves: bool) -> None:
+    """Some ranks leave: the others move, all alike, so that their mean becomes that of all. All ranks call it.
+
+    Cost: two all-reduces where models differ.
+    """
+    staying = [not each for each in await gather_json(port, leaves)]
+    if all(staying) or not any(staying) or not await models_differ(port, groups, port.size):
+        return
+    for group in groups:
+        of_all = await _mean(port, group, 1 / port.size)
+        of_staying = await _mean(port, group, 0.0 if leaves else 1 / sum(staying))
+        moves = of_all.map(lambda flat, others=of_staying: flat - others.flat)  # type: ignore[misc]
+        if not leaves:
+            torch._foreach_add_(list(group.values()), list(moves.views.values()))
+
+
+async def _mean(port: Port, group: Mapping[str, Tensor], weight: float) -> Bundle:
+    return await averaging(tree)(port, Bundle(group, weight).copy(), None)

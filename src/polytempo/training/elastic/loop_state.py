@@ -1,0 +1,75 @@
+"""`ElasticState`: what a loop of one's own keeps when workers are lost, and what newcomers get."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from polytempo.core import Port
+from polytempo.training.elastic.elastic_state import broadcast_json, hand_over_model
+
+
+class ElasticState:
+    """A model, its optimizer, and values by name, for `pt.elastic`.
+
+        state = pt.ElasticState(model, optimizer, epoch=0, position=None)
+        state.epoch += 1
+
+    `commit` keeps a copy of it all in memory; after a change of workers all go on from their last common commit.
+    Values are what JSON can hold. Memory: a copy of the model and of the optimizer's state. Cost of a commit: that
+    copy, and an all-reduce of 32 bytes.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, **values: Any) -> None:
+        taken = {"model", "optimizer", "commit", "restore", "keep", "hand_over", "arrive"} & set(values)
+        if taken:
+            raise ValueError(f"{', '.join(sorted(taken))}: the state has something of that name; use another name")
+        self.model, self.optimizer = model, optimizer
+        self._names = tuple(values)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.arrive: Callable[[], None] | None = None
+        """Comes to the commit point, where there is a group of workers."""
+        self.keep()
+
+    def commit(self) -> None:
+        """Keep the present state, together with all workers. They call it at the same places of their loops.
+
+        Where the group of workers is to change it raises what ends the loop, which `pt.elastic` begins again: let it
+        pass.
+        """
+        if self.arrive is None:
+            self.keep()
+        else:
+            self.arrive()
+
+    def keep(self) -> None:
+        """Keep the present state, on this worker alone."""
+        with torch.no_grad():
+            model = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        self._kept = (model, copy.deepcopy(self.optimizer.state_dict()), copy.deepcopy(self._values()))
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        model, optimizer, values = self._kept
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        for name, value in copy.deepcopy(values).items():
+            setattr(self, name, value)
+
+    async def hand_over(self, port: Port, newcomers: frozenset[int]) -> None:
+        """Give rank 0's state to `newcomers`. All ranks call it."""
+        await hand_over_model(port, self.model, self.optimizer, newcomers)
+        values = await broadcast_json(port, self._values())
+        if port.rank in newcomers:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.keep()
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}

@@ -1,0 +1,1 @@
+"""How a user's own training loop meets its strategy."""

@@ -1,0 +1,221 @@
+"""`attach_replica`: hooks by which an ordinary training loop exchanges what its strategy says.
+
+loss.backward()      each bucket's transform starts as soon as its last gradient is there;
+                     when backward returns, every `.grad` is the strategy's answer
+optimizer.step()     afterwards the parameters' transform runs, then buffers meet
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from polytempo.core import Port, Strategy, identity, is_idle
+from polytempo.large_batch.probe import NoiseProbe
+from polytempo.native.arena import shared_empty
+from polytempo.native.group import Group
+from polytempo.one_host.hogwild import in_turns
+from polytempo.one_host.one_copy import host_group, one_copy_of
+from polytempo.spec.precision import Precision, check_precision
+from polytempo.spec.text.catalogue import strategy_from
+from polytempo.training.checkpoint.optimizer_state import broadcast_optimizer
+from polytempo.training.hooks.attached_models import handle_of, set_handle
+from polytempo.training.hooks.drift_watch import OnDrift, watch
+from polytempo.training.hooks.handle import Handle
+from polytempo.training.model.agree import agree_to_train, next_series
+from polytempo.training.model.divided_parameters import check_divided, check_restorable, own_parameters
+from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.ownership import check_bare, check_hooks
+from polytempo.training.model.ports import ports_of
+from polytempo.training.model.requirements import fitted
+from polytempo.training.model.trainable_parameters import sparse_tables, trainable
+from polytempo.training.precision.masters import check as check_masters
+from polytempo.training.precision.masters import masters_of
+from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES
+from polytempo.training.step.buffers import BufferRule
+from polytempo.training.step.loss_scale import facts as scaler_facts
+from polytempo.training.step.noise_post import watch_noise
+from polytempo.training.step.replica import Replica
+from polytempo.worlds import ProcessWorld, current
+
+
+class AttachOptions(NamedTuple):
+    """What `attach` is given besides."""
+
+    buffers: BufferRule = "average"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    seed: int | None = None
+    scaler: GradScaler | None = None
+    on_drift: OnDrift = "stop"
+    allow_nan: bool = True
+    noise_scale: NoiseProbe | None = None
+    precision: Precision | None = None
+    grows: bool = False
+    """Whether a rank that is alone may have others later, so that it counts the steps of what it exchanges."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As ranks compare them."""
+        every = None if self.noise_scale is None else self.noise_scale.every
+        bits = None if self.precision is None else str(self.precision)
+        return self._asdict() | {"scaler": scaler_facts(self.scaler), "noise_scale": every, "precision": bits}
+
+
+def attach_replica(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    *,
+    world: ProcessWorld | None = None,
+    options: AttachOptions = AttachOptions(),  # noqa: B008 - it is immutable
+) -> Handle:
+    """`attach` for strategies whose ranks exchange among themselves: each holds a replica of the model."""
+    check_attachable(model, optimizer, strategy)
+    check_restorable(model, options.on_drift)
+    if options.precision is not None:
+        _check_precision(options.precision, model, optimizer, strategy, options)
+    world = world or current()
+    _check_meeting(world, strategy)
+    handle = _handle(world, model, optimizer, strategy, options)
+    set_handle(model, handle)
+    return handle
+
+
+def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
+    """Raise TypeError or ValueError where `attach` was given something else, or was called before."""
+    strategy_from(strategy)
+    if strategy.slices is not None:
+        raise ValueError(
+            f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
+            "make a job of it and use pt.run or pt.Trainer, or give another route"
+        )
+    if strategy.distillation is not None:
+        raise ValueError(
+            f"{strategy} adds to the loss what models of other groups predict, and a loop of your own computes its "
+            "loss itself; make a job of it and use pt.run or pt.Trainer"
+        )
+    if strategy.schedule is not None:
+        raise ValueError(
+            f"{strategy} cuts the model into stages, and a loop of your own calls the whole model; write "
+            "pipe = pt.pipeline(model, optimizer, loss, strategy, sample=x) and pipe.step(x, y)"
+        )
+    if strategy.parted is not None:
+        raise ValueError(
+            f"{strategy} splits the layers of a job's model, and a loop of your own splits its model itself; write "
+            "model = pt.split(model, rules), or pt.hybrid(model, layers), and give attach the inner strategy"
+        )
+    if handle_of(model) is not None:
+        raise ValueError("this model is attached already; call detach() on its handle first")
+    check_bare(model)
+    check_hooks(optimizer)
+    check_divided(model, optimizer, strategy)
+
+
+def check_kinds(model: object, optimizer: object) -> None:
+    """Raise TypeError where the two are no model and no optimizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a model, an nn.Module, and its optimizer, got {_kind(model)} as the model")
+    if not isinstance(optimizer, Optimizer):
+        several = isinstance(optimizer, list | tuple) and all(isinstance(each, Optimizer) for each in optimizer)
+        remedy = (
+            "give one optimizer of all parameters, with groups for settings that differ"
+            if several
+            else ("write pt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))")
+        )
+        raise TypeError(f"attach takes one optimizer, a torch.optim.Optimizer, got {_kind(optimizer)}; {remedy}")
+
+
+def _kind(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+
+
+def _check_precision(
+    precision: Precision, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: AttachOptions
+) -> None:
+    check_precision(precision, strategy)
+    check_masters(model, optimizer, precision)
+    if options.scaler is not None:
+        raise ValueError(
+            f"precision={precision} scales losses itself, where it is needed, and a GradScaler would do it once more; "
+            "leave out scaler, and write handle.scaled(loss).backward() under fp16"
+        )
+
+
+def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
+    """Raise ValueError where this rank meets no others, or has set processes aside that would do nothing."""
+    if world.life > 1:
+        raise ValueError(
+            f"rank {world.rank} has been started again while the others train on, and the ranks of {strategy} meet in "
+            "a process group, which no process can join again; start all of them anew"
+        )
+    if world.servers is not None:
+        raise ValueError(
+            f"{strategy} has no parameter server, and {len(world.servers.ranks)} of the launcher's processes serve; "
+            "leave out pt.init(servers=…), or use a strategy with a server, such as async_sgd()"
+        )
+
+
+def attach_alike(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, *, world: ProcessWorld, options: AttachOptions
+) -> Handle:
+    """`attach` where all ranks hold the same state already, each its own copy: it compares and sends nothing."""
+    check_attachable(model, optimizer, strategy)
+    handle = _hooked(world, model, optimizer, strategy, options)
+    set_handle(model, handle)
+    return handle
+
+
+def _handle(
+    world: ProcessWorld, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: AttachOptions
+) -> Handle:
+    ports = ports_of(world.port)
+    world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
+    group = host_group(world, ports.data, strategy)
+    if ports.data.size > 1:
+        world.drive(begin_alike(ports.data, model, optimizer, shares=group is not None))
+    return _hooked(world, model, optimizer, strategy, options, group, series=next_series(world))
+
+
+def _hooked(
+    world: ProcessWorld,
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    options: AttachOptions,
+    group: Group | None = None,
+    series: int = 0,
+) -> Handle:
+    """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters. `series`: the
+    number of the model among those of a world."""
+    ports = ports_of(replace(world.port, series=series))
+    own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
+    grows = options.grows and not is_idle(fitted(own, optimizer).parameters, 2)
+    replica = Replica(
+        model,
+        optimizer,
+        own,
+        max(2, ports.data.size) if grows else ports.data.size,
+        bucket_bytes=options.bucket_bytes,
+        buffer_rule=options.buffers,
+        empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged
+        allow_nan=options.allow_nan or (options.scaler is not None and options.scaler.is_enabled()),
+        masters=masters_of(model, optimizer, options.precision),
+    )
+    copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
+    turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)
+    replica.drift = watch(world, ports.data, replica, options.on_drift)
+    if (noise := watch_noise(world, ports.data, replica, options.noise_scale)) is not None:
+        replica.measure(noise)
+    return Handle(world, ports, replica, copy=copy, turns=turns, scaler=options.scaler)
+
+
+async def begin_alike(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool = False) -> None:
+    """Let all ranks have rank 0's model and optimizer state; where they share one copy, parameters are left out."""
+    own = own_parameters(model)
+    await broadcast_model(port, model, own | (frozenset(trainable(model, optimizer)) if shares else frozenset()))
+    if not own:
+        await broadcast_optimizer(port, optimizer)

@@ -1,0 +1,299 @@
+"""`Handle`: what `attach` hangs on a loop's optimizer, and the ways to pause, join, score, save and end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.utils.hooks import RemovableHandle
+
+from polytempo.core.port import barrier
+from polytempo.core.state import Saved
+from polytempo.core.system.notice import Notice, preempting_signals
+from polytempo.large_batch.noise_scale import NoiseScale
+from polytempo.one_host.hogwild import TurnHooks
+from polytempo.one_host.one_copy import OneCopy, own_parameters
+from polytempo.partition.branches import ThreadedModel
+from polytempo.training.hooks.backward import Backward
+from polytempo.training.hooks.join import JoinMembership
+from polytempo.training.hooks.preemption import PreemptionWatch
+from polytempo.training.hooks.step_checks import StepChecks
+from polytempo.training.hooks.step_hooks import StepHooks
+from polytempo.training.hooks.weak_hook import WeakHook
+from polytempo.training.model.divided_parameters import shared_elsewhere
+from polytempo.training.model.ownership import Ownership, called_modules
+from polytempo.training.model.ports import Ports
+from polytempo.training.model.replicated_parameters import counted_elsewhere
+from polytempo.training.step.loss_scale import LossScale
+from polytempo.training.step.replica import Replica
+from polytempo.worlds import ProcessWorld
+
+
+class Handle:
+    """What `attach` returns: the replica, the hooks, and the ways to pause, join, score, save and end."""
+
+    def __init__(
+        self,
+        world: ProcessWorld,
+        ports: Ports,
+        replica: Replica,
+        *,
+        copy: OneCopy | None = None,
+        turns: TurnHooks | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.world, self.ports, self.replica = world, ports, replica
+        self.attached = True
+        """Whether the hooks are on."""
+        self.threaded: ThreadedModel | None = None
+        """The model's branches on several threads, where `attach` was given `threads`."""
+        self.one_copy, self._turns = copy, turns
+        self._members = JoinMembership(world, ports.data, replica)
+        feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1 or bool(replica.own)
+        scale = LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
+        self._has_scaler = scale is not None
+        if replica.exchanges_gradients and not replica.strategy.gradients.linear:
+            replica.loss_scale = scale
+        agreed_scale = scale if feels_scales else None
+        self._backward = Backward(world, ports, replica, self._members, scale=agreed_scale)
+        self._watch: PreemptionWatch | None = None
+        self._asked = 0
+        self._checks = StepChecks(replica, feels_scales=feels_scales, has_scaler=self._has_scaler)
+        self._step = StepHooks(world, ports, replica, self._checks, self._members, self._backward, copy)
+        self._hooks: list[RemovableHandle] = self._step.before()
+        if replica.masters is not None:
+            self._hooks += replica.masters.watch()
+        self._ownership = Ownership(replica.model, replica.optimizer) if _meets(replica, copy, turns) else None
+        if turns is not None:
+            turns.watch()
+        self._hooks += [replica.optimizer.register_step_post_hook(self._after_step), *self._backward.watch()]
+        if ports.data.size > 1:
+            hook = WeakHook(self._members.given_to)
+            for module in called_modules(replica.model):
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the start (of the first run, where one was resumed)."""
+        return self.replica.step
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """What has been measured of it so far, the same on all ranks; None where `attach` was not asked to."""
+        return None if self.replica.noise is None else self.replica.noise.noise
+
+    def _after_step(self, *_: Any) -> None:
+        """The hook by which an optimizer keeps its handle alive."""
+        if self._step.ends():
+            self._step.after_step()
+
+    # ------------------------------------------------------------------ contexts
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum.
+
+        The sum has the weight of the last batch: its share where `pt.shard` deals batches unevenly.
+        """
+        before, self._backward.silent = self._backward.silent, True
+        try:
+            yield
+        finally:
+            self._backward.silent = before
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model is the one that the ranks have agreed on, to be scored or saved: their mean.
+
+            with handle.consensus():
+                evaluate(model)
+
+        Where models differ between their meetings (`local_sgd`, `gossip`, …) its parameters, and the buffers that
+        meet, are the means over the ranks, in memory of their own; afterwards the rank's own are there again. All
+        ranks must call it. Training does not notice. `optimizer.step()` inside raises RuntimeError.
+
+        Cost: one mean over the parameters, and memory for it; nothing where all ranks hold the same model anyway.
+        """
+        replica, port = self.replica, self.ports.data
+        if replica.strategy.synchronized or port.size == 1:
+            yield
+            return
+        if self._turns is not None:
+            self.world.drive(barrier(port))  # so that no rank writes while others read
+        agreed = self.world.drive(replica.consensus(port)) | self.world.drive(replica.consensus_buffers(port))
+        named = [*replica.model.named_parameters(), *replica.model.named_buffers()]
+        with replica.in_float32():
+            own = [(tensor, tensor.data) for name, tensor in named if name in agreed]
+            for name, tensor in named:
+                if name in agreed:
+                    tensor.data = agreed[name]
+            self._checks.lends = True
+            try:
+                yield
+            finally:
+                self._checks.lends = False
+                for tensor, data in own:
+                    tensor.data = data
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Ranks may leave the loop inside after different numbers of steps; no rank hangs.
+
+        A rank that leaves goes on taking part with weight zero until all have left; those that are still
+        active count the same, whatever `pt.shard` says. All end with the same parameters and running
+        statistics: where a strategy lets models differ, with the mean of those that trained to the last step.
+        Each step costs one more all-reduce of one number for each rank, which tells who is active.
+
+        Raises ValueError where the strategy would hear those that have left (gossip, adasum, robust merges), and with
+        `scaler=`; RuntimeError for a backward pass whose gradients no step uses: those that have left take it for one.
+        """
+        masters = self.replica.masters
+        if self._has_scaler or (masters is not None and masters.scaling.dynamic):
+            who = "a GradScaler" if self._has_scaler else f"precision={masters.precision}" if masters else ""
+            raise ValueError(
+                f"{who} skips steps, which ranks that have left join() do not see; give all ranks equally many "
+                "batches, as pt.shard does"
+            )
+        if self.replica.noise is not None:
+            raise ValueError(
+                "the noise scale is measured between ranks that all train; leave out join(), or noise_scale"
+            )
+        if self.replica.own:
+            raise ValueError(
+                "layers of the model are divided over the ranks by pt.hybrid, so a rank that has left join() would be "
+                "missing in the others' passes; give all ranks equally many batches, as pt.shard does"
+            )
+        with self._members.join(self._step.shadow_step):
+            yield
+
+    def complete(self) -> None:
+        """Exchange now what the next step is made of, as `optimizer.step()` would do, unless that has been done."""
+        if self.replica.exchanges_gradients:
+            self._backward.complete()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale of `precision`: what `backward()` is called of under fp16.
+
+            handle.scaled(loss).backward()
+
+        Without a loss scale it is the loss.
+        """
+        return self.replica.scaled(loss)
+
+    # ------------------------------------------------------------------ saving and ending
+
+    def preempted(self) -> bool:
+        """Whether to save and leave now, because SIGTERM has come to this process or to another rank.
+
+            if handle.preempted():
+                save()
+                raise pt.Preempted(handle.step)     # exit code 75
+
+        All ranks call it at the same places of their loop, once a step, and get the same answer. From the first call on
+        SIGTERM does not end this process; a second one, a second later, does. Cost: 16 bytes a rank each quarter of a
+        second, which no rank waits for.
+        """
+        if self._watch is None:
+            notice = Notice(float(os.environ.get("POLYTEMPO_GRACE_S", "30")))
+            notice.watch(preempting_signals())
+            self._watch = PreemptionWatch(self.world, notice)
+        self._asked += 1
+        return self._watch.agreed(self._asked)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The strategy's state of this rank after the last step, by parameter: save it beside the model's and the
+        optimizer's.
+
+        All ranks must call it, because exchanges that are under way are finished first.
+        """
+        self.world.drive(self.replica.settle())
+        if self.replica.drift is not None:
+            self.replica.drift.check(buffers=False)
+        tensors, scalars = self.replica.state()
+        if self.replica.masters is not None:
+            scalars |= self.replica.masters.saved()
+        return {
+            "strategy": str(self.replica.strategy),
+            "tensors": {k: t.clone() for k, t in tensors.items()},
+            "scalars": scalars,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank."""
+        if state["strategy"] != str(self.replica.strategy):
+            raise ValueError(
+                f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the one "
+                "that saved it, or begin without its state"
+            )
+        self.replica.restore(Saved(state["tensors"], state["scalars"]))
+        if self.replica.masters is not None:
+            self.replica.masters.restore(state["scalars"])
+        self.world.step = self.replica.step
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Let the coming step have a gradient of norm at most `max_norm`; returns the norm that it has now.
+
+        The norm is that of the ranks' mean gradient. `.grad` holds it where the strategy exchanges gradients in
+        `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Where a model lies in parts on several
+        ranks, it is the norm of all parts, and all of these ranks call this. Under `shared_memory()` `.grad` is this
+        rank's own: all ranks call this, and the step does the scaling. So does a step of float32 masters: `.grad` stays
+        as it is, and the norm is that of what the optimizer will see, without the loss scale.
+        """
+        if self.one_copy is None:
+            parameters = self.replica.trainable.values()
+            holders, again = self.ports.model, counted_elsewhere(self.replica.splits)
+            if own := self.replica.own:
+                holders = self.ports.data
+                again = shared_elsewhere(self.replica.trainable, own, holders.rank)
+            return self.world.drive(self.replica.clip_grad_norm_(holders, parameters, max_norm, again))
+        if self._members.joining:
+            raise ValueError(
+                "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"
+            )
+        self._members.agree_on_share()
+        return self.one_copy.clip_grad_norm_(max_norm, self.replica.share)
+
+    def detach(self) -> None:
+        """Take the hooks off; the loop is an ordinary one again.
+
+        What is under way is let go of (`delayed_sgd`): call `state_dict` first, which finishes it, where the ranks are
+        to exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each
+        gets parameters of its own.
+        """
+        for hook in [*self._hooks, *self.replica.hooks]:
+            hook.remove()
+        if self.replica.masters is not None:
+            self.replica.masters.end()
+        if self.threaded is not None:
+            self.threaded.remove()
+        if self._watch is not None:
+            self._watch.close()
+        if self.replica.drift is not None:
+            self.replica.drift.end()
+        if self.replica.noise is not None:
+            self.replica.noise.finish()
+        self._hooks = []
+        if self._ownership is not None:
+            self._ownership.end()
+        if self._turns is not None:
+            self._turns.remove()
+            own_parameters(self.world, self.replica.trainable, self._turns.common)
+        if self.one_copy is not None:
+            self.one_copy.detach()
+        self.attached = False
+
+
+def _meets(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:
+    return copy is not None or turns is not None or replica.exchanges_gradients or replica.exchanges_parameters
+
+
+def _feels_scales(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:
+    """Whether scaled losses, or a step that one rank skips, would change more than `.grad`."""
+    strategy = replica.strategy
+    means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
+    free = turns is not None and strategy.one_copy != "in_turn"
+    return _meets(replica, copy, turns) and not means and not free

@@ -1,0 +1,96 @@
+"""`JoinMembership`: who still takes part, where ranks may leave the training loop at different steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.collectives import tree
+from polytempo.core import Port
+from polytempo.training.step.buffers import MemberWeight
+from polytempo.training.step.replica import Replica
+from polytempo.worlds import ProcessWorld
+from polytempo.worlds.process.shares import Batch
+
+
+class JoinMembership:
+    """This rank's part in exchanges over `data`: its batch's share, or, while ranks may leave, equal ones."""
+
+    def __init__(self, world: ProcessWorld, data: Port, replica: Replica) -> None:
+        self._world, self._data, self._replica = world, data, replica
+        self._batch: Batch | None = None
+        """What the model was given since the last step, if it comes from `pt.shard`."""
+        self.joining = False
+        """Whether ranks may leave now."""
+        self._left = False
+
+    @contextmanager
+    def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
+        """Ranks may leave inside; one that has left takes `shadow_step` until all have, with weight zero."""
+        strategy = self._replica.strategy
+        if not (strategy.gradients.weighs and strategy.parameters.weighs):
+            raise ValueError(
+                f"{strategy} counts every rank alike, also those that have left, so join() cannot be used; give "
+                "all ranks equally many batches, as pt.shard does, or take a strategy that weighs them, e.g. sync_sgd"
+            )
+        if strategy.one_copy == "in_turn":
+            raise ValueError(
+                f"{strategy} waits for every rank's turn, also of those that have left, so join() cannot be used; give "
+                "all ranks equally many batches, as pt.shard does, or take hogwild()"
+            )
+        self.joining = self._data.size > 1
+        try:
+            yield
+            self._left = True
+            while self.joining and self._share_among_active(0.0):
+                shadow_step()
+            if self.joining and not strategy.synchronized:
+                self._take_consensus()
+        finally:
+            self.joining = self._left = False
+            self._replica.member = MemberWeight()
+
+    @property
+    def share(self) -> float | None:
+        """The share of the batch that the coming step is made of."""
+        return self._world.share if self._batch is None else self._batch.share
+
+    def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """The model is given this: it may be a batch whose share is known."""
+        if torch.is_grad_enabled():
+            self._batch = self._world.shares.of(inputs, named) or self._batch
+            if not self.joining:
+                self._replica.share = self.share
+
+    def end_step(self) -> None:
+        """The coming step is made of another batch."""
+        self._batch = None
+
+    def agree_on_share(self) -> None:
+        """This rank's part of the coming exchange: its batch's; inside `join` the same for all who are active."""
+        if not self.joining:
+            self._replica.share = self.share
+        elif not self._left:
+            self._share_among_active(1.0)
+
+    def _share_among_active(self, active: float) -> bool:
+        mine = torch.zeros(self._data.size)
+        mine[self._data.rank] = active
+        who = self._world.drive(tree(self._data, mine)).nonzero().flatten().tolist()
+        if who:
+            self._replica.share = active / len(who)
+            self._replica.member = MemberWeight(active / len(who), who[0])
+        return bool(who)
+
+    @torch.no_grad()
+    def _take_consensus(self) -> None:
+        data, replica = self._data, self._replica
+        agreed = self._world.drive(replica.consensus(data)) | self._world.drive(replica.consensus_buffers(data))
+        with replica.in_float32():
+            for name, tensor in [*replica.model.named_parameters(), *replica.model.named_buffers()]:
+                if name in agreed:
+                    tensor.copy_(agreed[name])

@@ -1,0 +1,82 @@
+"""`PreemptionWatch`: ranks of which one or several have been asked to leave agree on the step after which all do.
+
+rank 0   step 40 ── 41 ── … ── 60 ── save, leave       a look each quarter of a second: a gather of 16 bytes begins,
+rank 1   step 40 ── 41 ──SIGTERM─ … ── 60 ── save, leave     which is read at the next look: no rank waits for it
+"""
+
+from __future__ import annotations
+
+import time
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port
+from polytempo.core.system.notice import Notice
+from polytempo.worlds import ProcessWorld, beside
+
+_EVERY_S = 0.25
+_MOST_STEPS = 100_000
+
+
+class PreemptionWatch:
+    """One rank's part. All ranks make one, and call `agreed` after the same steps.
+
+    A look costs one gather of 16 bytes a rank, which stands in no trace. Looks are a quarter of a second apart, by the
+    slowest rank's steps, so a signal is answered within half a second. Where a step takes longer than that, each is
+    followed by a look that is answered at once.
+    """
+
+    def __init__(self, world: ProcessWorld, notice: Notice, least_every: int = 1) -> None:
+        """`least_every`: steps between looks, at least; where ranks do not go in step, a look may hold one up."""
+        self._notice, self._port, self._least = notice, world.port, least_every
+        self._world = beside(world) if world.size > 1 else None
+        self._pending: Any = None
+        self._due, self._every, self._step_s = 0, least_every, 0.0
+        self._looked = (0, 0.0)
+
+    def agreed(self, step: int) -> bool:
+        """Whether all ranks leave now, after `step` steps; the same answer on all of them."""
+        if self._world is None:
+            return self._notice.given
+        if step < self._due:
+            return False
+        if self._pending is not None and self._hear():
+            return True
+        self._pending = self._world.launch(_gathered(self._port, self._said(step)))
+        if self._step_s >= _EVERY_S and self._least == 1 and self._hear():
+            return True
+        self._due = step + self._every
+        return False
+
+    def end(self) -> None:
+        """Finish what is under way, on all ranks."""
+        if self._pending is not None:
+            self._hear()
+
+    def close(self) -> None:
+        """Let signals do what they did before."""
+        self.end()
+        self._notice.close()
+
+    def _said(self, step: int) -> Tensor:
+        """Whether this rank was asked to leave, and how long its steps take."""
+        now_s, (before, before_s) = time.monotonic(), self._looked
+        self._looked = step, now_s
+        step_s = (now_s - before_s) / (step - before) if before_s and step > before else 0.0
+        return torch.tensor([float(self._notice.given), step_s], dtype=torch.float64)
+
+    def _hear(self) -> bool:
+        pending, self._pending = self._pending, None
+        said: list[Tensor] = pending.wait()
+        self._step_s = max(float(each[1]) for each in said)
+        steps = ceil(_EVERY_S / self._step_s) if self._step_s > 0 else 1
+        self._every = min(_MOST_STEPS, max(self._least, steps))
+        return any(float(each[0]) > 0 for each in said)
+
+
+async def _gathered(port: Port, said: Tensor) -> list[Tensor]:
+    answers: list[Tensor] = await port.all_gather(said)
+    return answers

@@ -1,0 +1,1 @@
+"""The steps of a job: its program, its evaluation, its goals."""

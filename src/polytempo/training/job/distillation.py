@@ -1,0 +1,127 @@
+"""What groups that learn from each other's predictions have of their own: a place, a part of the data, and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from polytempo.aggregation.peer_models import GROUP, peer_models_in
+from polytempo.core import Port
+from polytempo.core.strategy import Distillation
+from polytempo.partition.tensor import SplitModel
+from polytempo.spec.job import Data, Job, OfBatch
+from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.model.ports import DATA
+from polytempo.training.parts.split_objective import loss_of_split
+from polytempo.training.step.replica import Replica
+
+Objective = Callable[[Any], Tensor]
+"""The loss to descend on a batch."""
+
+_APART = 7919
+"""Between the seeds of two groups."""
+_FORWARD = 1 / 3
+"""Of a training step's computation, what a forward pass is."""
+
+
+def grouped(port: Port, groups: int) -> Port:
+    """The ranks as so many groups; rank r is in group r mod groups. ValueError where they cannot be."""
+    if groups == 1:
+        return port
+    if port.mesh is not None:
+        raise ValueError(f"groups are laid out by themselves, and this world is a {port.mesh}; leave out its mesh")
+    if port.size % groups:
+        raise ValueError(f"{port.size} ranks cannot be {groups} groups of one size; start a multiple of {groups}")
+    return port.meshed(**{DATA: port.size // groups, GROUP: groups})
+
+
+def of_group(spec: RunSpec, port: Port) -> RunSpec:
+    """The run as the group of `port` begins it: from parameters of its own."""
+    group = port.coordinates.get(GROUP, 0)
+    return replace(spec, options=replace(spec.options, seed=spec.seed + _APART * group)) if group else spec
+
+
+def data_of_group(data: Data, port: Port) -> Data:
+    """The samples g, g + G, … of the training set for group g of G, as many for each: a rest is left out."""
+    if port.mesh is None or GROUP not in port.mesh.lengths:
+        return data
+    groups, group, train = port.mesh.lengths[GROUP], port.coordinates[GROUP], data.train
+    if isinstance(train, DataLoader | IterableDataset):
+        raise ValueError(
+            f"groups train on parts of a data set with numbered samples, and the training data are a "
+            f"{type(train).__name__}; give pt.Data a map-style data set"
+        )
+    end = len(train) // groups * groups  # type: ignore[arg-type]
+    if isinstance(train, TensorDataset):
+        return data._replace(train=TensorDataset(*(tensor[group:end:groups] for tensor in train.tensors)))
+    return data._replace(train=Subset(train, range(group, end, groups)))
+
+
+def objective_of(job: Job, replica: Replica, distillation: Distillation | None) -> Objective:
+    """The loss of the job; with `distillation` also of what other groups predict."""
+    if distillation is not None:
+        return Distiller(job, replica, distillation.weight)
+    if isinstance(replica.model, SplitModel):
+        return partial(loss_of_split, job, replica.model)
+    return partial(loss_of, job, replica.model)
+
+
+class Distiller:
+    """φ + w ψ on a batch, ψ the cross-entropy with the mean of what the other groups' models predict."""
+
+    def __init__(self, job: Job, replica: Replica, weight: float) -> None:
+        if isinstance(job.loss, OfBatch):
+            raise ValueError(
+                f"job {job.name}: groups compare what their models put out, which loss=pt.of_batch(…) hides; "
+                "let the job have loss(output, target)"
+            )
+        for name, module in replica.model.named_modules():
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                raise ValueError(
+                    f"job {job.name}: groups exchange parameters, and {type(module).__name__} {name!r} has running "
+                    "statistics beside these; use GroupNorm, or track_running_stats=False"
+                )
+        self._job, self._replica, self._weight = job, replica, weight
+        self._teacher = deepcopy(replica.model).eval().requires_grad_(False)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss, with a gradient."""
+        inputs, target = pair_of(self._job, batch)
+        output = output_of(self._job, self._replica.model, inputs)
+        loss = loss_of_pair(self._job, output, target)
+        models = self.models
+        if not models:
+            return loss
+        with torch.no_grad():
+            predictions = [functional_call(self._teacher, model, (inputs,)).softmax(-1) for model in models]
+            mean = torch.stack(predictions).mean(0)
+        distance: Tensor = -(mean * output.log_softmax(-1)).sum(-1).mean()
+        return loss + self._weight * distance
+
+    @property
+    def models(self) -> list[dict[str, Tensor]]:
+        """The other groups' parameters by name; none before the first exchange, and none where they count nothing."""
+        parameters = self._replica.parameters
+        assert parameters is not None, "groups exchange parameters"
+        states = [found for state in parameters.states for found in peer_models_in(state)]
+        if not self._weight or not all(state.exchanges for state in states):
+            return []
+        return [
+            {name: view for bundle in bundles for name, view in bundle.views.items()}
+            for bundles in zip(*(state.models for state in states), strict=True)
+        ]
+
+    @property
+    def work(self) -> float:
+        """The computation of a step, of what it is without the other groups' forward passes."""
+        return 1 + _FORWARD * len(self.models)

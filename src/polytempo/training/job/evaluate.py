@@ -1,0 +1,144 @@
+"""Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it.
+
+A model is scored in a copy that only scoring uses: its modes, its buffers and what its modules remember are its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.collectives import tree
+from polytempo.core import Port
+from polytempo.spec.job import Data, Job
+from polytempo.spec.objective import judged, part_weight
+from polytempo.spec.precision import Precision
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.sample_batches import SampleBatches
+from polytempo.training.precision.reduced_forward import dtype_of, install
+
+_FEWEST = 8
+"""Samples that are worth a rank's while: many ranks leave a small test set to the first few."""
+
+
+class Score(NamedTuple):
+    """Means over the test set."""
+
+    loss: float
+    accuracy: float | None
+
+
+class Evaluation:
+    """A job's test set, and a model to score with. Raises ValueError for a test set without a length.
+
+    Memory: the model's modules once more; parameters are lent for the time of a score, buffers copied. So a module
+    must allow `copy.deepcopy`; attributes that are neither parameters nor buffers stay as they are when this is made.
+    With a `precision` a score is computed in its 16 bits.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, data: Data, precision: Precision | None = None) -> None:
+        assert data.test is not None
+        self._job = job
+        self._test = SampleBatches(data.test, data.collate, "a test set")
+        self.length = self._test.length
+        self._model = copied_modules(model).eval()
+        if precision is not None:
+            install(self._model, dtype_of(precision))
+
+    def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
+        """[what the loss divides by, its sum, right ones, predictions] of `rank`'s part of the test set, float64.
+
+        `tensors`: the parameters and buffers to score, by name. They are not written to.
+        """
+        with self._lent(tensors):
+            return self._sums(rank, size)
+
+    def score(self, tensors: Mapping[str, Tensor], parts: int = 1) -> Score:
+        """Score `tensors` on the whole test set, in as many parts as ranks would: so it is the same to the bit."""
+        sums = torch.zeros(parts, 4, dtype=torch.float64)
+        with self._lent(tensors):
+            for part in range(self._scorers(parts)):
+                sums[part] = self._sums(part, parts)
+        return means(sums.sum(0))
+
+    def _scorers(self, size: int) -> int:
+        """How many of so many ranks have a part of the test set."""
+        return min(size, -(-self.length // _FEWEST))
+
+    def _sums(self, rank: int, size: int) -> Tensor:
+        scorers = self._scorers(size)
+        sums = torch.zeros(4, dtype=torch.float64)
+        if rank >= scorers:
+            return sums
+        start, stop = (self.length * r // scorers for r in (rank, rank + 1))
+        with torch.no_grad():
+            for batch, samples in self._test.between(start, stop):
+                loss, right = judged(self._job, self._model, batch, samples)
+                counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
+                weight = part_weight(self._job, batch, samples)
+                total = float(loss) * weight if weight else 0.0
+                sums += torch.tensor([weight, total, *counts], dtype=torch.float64)
+        return sums
+
+    @contextmanager
+    def _lent(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the model has these parameters, and copies of the buffers, which it may write to."""
+        own = [*self._model.named_parameters(), *self._model.named_buffers()]
+        for name, tensor in own:
+            lent = tensors[name].detach()
+            tensor.data = lent if isinstance(tensor, nn.Parameter) else lent.clone()
+        try:
+            yield
+        finally:
+            for _, tensor in own:
+                tensor.data = tensor.new_empty(0)
+
+
+async def evaluate(port: Port, evaluation: Evaluation, tensors: Mapping[str, Tensor]) -> Score:
+    """Score `tensors` with all ranks, each on its part of the test set, and add up. A virtual world charges nothing."""
+    return means(await tree(port, await port.compute(lambda: evaluation.sums(tensors, port.rank, port.size), 0.0)))
+
+
+async def of_first_part(model: Port, score: Score) -> Score:
+    """The score that the rank of the model's first part has, on all ranks of `model`."""
+    if model.size == 1:
+        return score
+    accuracy = torch.nan if score.accuracy is None else score.accuracy
+    loss, accuracy = (await model.broadcast(torch.tensor([score.loss, accuracy], dtype=torch.float64))).tolist()
+    return Score(loss, None if math.isnan(accuracy) else accuracy)
+
+
+def means(sums: Tensor) -> Score:
+    """What `Evaluation.sums`, added up over all parts, says."""
+    divisor, total_loss, num_correct, num_predictions = sums.tolist()
+    accuracy = num_correct / num_predictions if num_predictions else None
+    return Score(total_loss / (divisor or 1), accuracy)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as they lie in the model."""
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def copied_modules(model: nn.Module) -> nn.Module:
+    """The model's modules once more, around the same memory of parameters and buffers."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"a model is scored in a copy of its own, and {type(model).__name__} cannot be copied: {error}; give the "
+            "module that holds this a __deepcopy__, or make it when forward needs it"
+        ) from error
+
+
+def evaluation_of(spec: RunSpec, model: nn.Module, data: Data) -> Evaluation | None:
+    """Scores of a run's model, in the run's precision; None where there is no test set."""
+    return None if data.test is None else Evaluation(spec.job, model, data, spec.options.precision)

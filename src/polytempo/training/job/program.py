@@ -1,0 +1,390 @@
+"""The training program: one coroutine that runs a job in either world.
+
+for every batch of every epoch:  take_step ── row of metrics now and then ── checkpoint
+at the end of an epoch:          the observer scores and saves   (not after fewer than four steps)
+
+An `Observer` scores and saves. The program says when; the engine chooses an observer that changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from polytempo.core import Port, Program
+from polytempo.core.system.notice import Preempted
+from polytempo.data.shard import DataShard
+from polytempo.data.spans import num_places
+from polytempo.large_batch.weight_average import WeightAverage
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import next_batch
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.evaluate import Score
+from polytempo.training.job.goals import check_goals
+from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
+from polytempo.training.job.meter import Meter
+from polytempo.training.job.norm_growth import NormGrowth
+from polytempo.training.job.sliced_step import next_slices
+from polytempo.training.model.ports import Ports, ports_of
+from polytempo.training.model.randomness import seed_step
+from polytempo.training.parts.model_parts import ModelParts
+from polytempo.training.pipeline.pipeline_stage import PipelineStage
+from polytempo.training.step.guard import check_final, check_score
+from polytempo.training.step.replica import Replica
+
+TakeStep = Callable[[Port, Any, int], Program[Tensor | None]]
+"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss, or in a
+pipeline that of the batch which has come back (None: none has, or not to this rank)."""
+
+ROWS_PER_EPOCH = 10
+"""How many rows of metrics an epoch leaves."""
+STEPS_BETWEEN_SCORES = 4
+"""An epoch that ends earlier after a score is not scored."""
+
+
+class Moment(NamedTuple):
+    """A moment of a run: steps, epochs and samples over all ranks and earlier runs, and the training time."""
+
+    step: int
+    epoch: float
+    samples: int
+    seconds: float
+
+    def row(self, kind: str) -> dict[str, Any]:
+        """The beginning of a row of metrics."""
+        return {"kind": kind, **self._asdict()}
+
+
+class Observer(Protocol):
+    """Scores and saves a run without changing what it computes.
+
+    `score` and `save` are called on every rank at the same steps, when the replica has finished that step.
+    """
+
+    @property
+    def off_s(self) -> float:
+        """Seconds for which training has stood still while it scored and saved."""
+
+    @property
+    def off_bytes(self) -> int:
+        """Bytes that this rank has sent meanwhile."""
+
+    def begins(self, rank: int, step: int) -> None:
+        """`rank` begins `step` now."""
+
+    def over(self, step: int) -> bool:
+        """Whether the run ends before `step`, because a score has reached what `until` asks for."""
+
+    async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Score the model as it is now; perhaps later. Called only where there is a test set."""
+
+    async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Write a checkpoint of the training state as it is now; perhaps later."""
+
+    async def leave(self, port: Port) -> None:
+        """The run ends before its end: finish writing what is to be resumed."""
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Training is over: finish what is under way. Returns the score of the `final` model, and whether `until`
+        was reached (None: nothing was asked for)."""
+
+
+@dataclass
+class TrainingContext:
+    """Everything that one rank needs for a run."""
+
+    spec: RunSpec
+    replica: Replica
+    shard: DataShard
+    data: Data
+    take_step: TakeStep
+    observer: Observer
+    scheduler: LRScheduler | None = None
+    seconds: float = 0.0
+    resumed_at: int | None = None
+    """The step from which a resumed run goes on."""
+    """Training time so far, over all runs; a checkpoint carries it."""
+    average: WeightAverage | None = None
+    """Of this rank's weights over its steps, where that is scored in their place."""
+    stage: PipelineStage | None = None
+    """This rank's stage, where the model is cut; `replica` is then that of the stage."""
+    parts: ModelParts | None = None
+    """This rank's parts, where layers lie in parts; `replica` is then that of the model with them."""
+    unchecked: frozenset[str] = frozenset()
+    """Tensors of the model that were not finite at the beginning, so may stay so."""
+    leaves: Callable[[int], bool] = field(default=lambda step: False)
+    """Whether all ranks save and leave after so many steps, because one was asked to; asked after each step."""
+    first_steps: int = 0
+    """Steps of an epoch before its batches have grown."""
+    growth: NormGrowth | None = None
+    """Lets batches grow while an epoch goes on, where the options have a test for it."""
+    saved_step: int = -1
+    """The last step of which a checkpoint was written, or is being written."""
+    record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
+    """Takes rows of metrics; only rank 0 calls it."""
+
+    def scored(self) -> dict[str, Tensor]:
+        """This rank's model as it is scored: parameters, or their average, and buffers, by name."""
+        return self.replica.tensors() | ({} if self.average is None else self.average.tensors)
+
+    @property
+    def job(self) -> Job:
+        """The run's."""
+        return self.spec.job
+
+    @property
+    def cut(self) -> PipelineStage | ModelParts | None:
+        """What knows the whole model, where this rank has only a stage or parts of it."""
+        return self.stage or self.parts
+
+    @property
+    def options(self) -> RunOptions:
+        """The run's, as they were given."""
+        return self.spec.options
+
+
+class TrainingSummary(NamedTuple):
+    """How a run ended on this rank."""
+
+    steps: int
+    epochs: float
+    samples: int
+    """Samples behind us, over all ranks and, after a resume, earlier runs."""
+    seconds: float
+    """Training time until all ranks were done, with that of earlier runs."""
+    score: Score | None
+    """Of the final model; in a virtual world rank 0 has it."""
+    train_loss: float | None
+    reached: bool | None
+    parameters: dict[str, Tensor]
+    """The final model: the ranks' mean where they differ."""
+    buffers: dict[str, Tensor]
+    """The ranks' mean of running statistics, where they differ."""
+
+
+async def train(port: Port, context: TrainingContext) -> TrainingSummary:
+    """Train until the options' end: steps, epochs, or what `until` asks for.
+
+    `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
+    the same batches and draw the same random numbers.
+    """
+    _check(context)
+    ports = ports_of(port)
+    clock = _Clock(await port.now(), context.seconds, context.observer)
+    meter = Meter(_position(context)[1], context.seconds)
+    scored_step, scored = context.replica.step, None
+    while not _over(context):
+        if not await _rest_of_epoch(ports, context, meter, clock):
+            continue  # resumed at the end of an epoch: nothing was left of it
+        over, step = _over(context), context.replica.step
+        if step - scored_step < STEPS_BETWEEN_SCORES and not over:
+            continue  # many workers make short epochs
+        scored_step = step
+        if context.data.test is not None and not over:
+            scored = step
+            await context.observer.score(port, context, await _moment(port, context, clock))
+        if not _saves_at(context, step):
+            await _save(port, context, clock)
+    if context.average is not None and context.data.test is not None and scored != context.replica.step:
+        await context.observer.score(port, context, await _moment(port, context, clock))
+    if context.stage is not None:
+        for loss in await context.stage.finish():
+            if port.rank == 0:
+                meter.add(loss)
+    await port.barrier()  # waiting for the slowest is training time
+    if context.replica.noise is not None:
+        context.replica.noise.finish()
+    moment = await _moment(port, context, clock)
+    context.seconds = moment.seconds
+    parameters, buffers = await _final(context, ports)
+    guard = context.replica.guard
+    if guard is not None:
+        guard.catch_up(port.world_rank)
+        check_final(parameters, context.unchecked, moment.step)
+    score, reached = await context.observer.finish(port, context, moment, parameters | buffers)
+    if guard is not None and score is not None:
+        check_score(score.loss, moment.step)
+    return TrainingSummary(
+        steps=moment.step,
+        epochs=moment.epoch,
+        samples=moment.samples,
+        seconds=moment.seconds,
+        score=score,
+        train_loss=meter.loss,
+        reached=reached,
+        parameters=parameters,
+        buffers=buffers,
+    )
+
+
+async def _final(context: TrainingContext, ports: Ports) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters of the model that is handed out, and those of its buffers on which ranks had to agree."""
+    cut = context.cut
+    if cut is not None:
+        return await cut.whole()
+    await context.replica.settle()
+    return await context.replica.consensus(ports.data), await context.replica.consensus_buffers(ports.data)
+
+
+async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
+    """Train to the end of the epoch or of the run. Returns whether there was a step to take."""
+    port, data = ports.whole, ports.data
+    grow(context.spec, context.shard)
+    a_row_every = max(1, len(context.shard) // ROWS_PER_EPOCH)
+    batches = iter(context.shard)
+    first_step = context.replica.step
+    while not context.observer.over(context.replica.step):
+        step = context.replica.step
+        if context.leaves(step):
+            await _leave(port, context, clock)
+        batch = _next(context, batches, data.rank, step)
+        if batch is None:
+            break
+        context.observer.begins(port.rank, step)
+        await port.mark(step)
+        seed_step(context.spec.seed, data.rank, step, "model")
+        loss = await context.take_step(data, batch, _weigh(context, batch))
+        if port.rank == 0:  # whose rows and summary tell of it
+            meter.add(loss)
+        if context.average is not None:
+            with context.replica.in_float32():
+                context.average.update()
+        if context.scheduler is not None:
+            _next_rate(context, context.scheduler)
+        if context.growth is not None and await context.growth.grows(data, context.shard):
+            del batches  # one at a time
+            batches = iter(context.shard)
+        if (step + 1) % a_row_every == 0:
+            await _train_row(port, context, meter, clock)
+        if _saves_at(context, step + 1):
+            await _save(port, context, clock)
+        if _finished(context):
+            break
+    return context.replica.step > first_step
+
+
+def _weigh(context: TrainingContext, batch: Any) -> int:
+    """Say how much this rank's batch counts in the coming step; how many samples it has."""
+    replica, shard = context.replica, context.shard
+    pieces = batch if isinstance(batch, Pieces) else None
+    share = shard.share if shard.slices is None else 1.0
+    replica.share = share if pieces is None else pieces.share
+    if replica.noise is not None:
+        replica.noise.samples = shard.local_samples if pieces is None else pieces.samples
+    return shard.batch_samples if pieces is None else max(1, pieces.samples)
+
+
+def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:
+    """A step of a pipeline may have had no update yet, of which torch would warn."""
+    if context.options.batch_growth:
+        follow(scheduler, _position(context)[0], context.first_steps)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before", UserWarning)
+        scheduler.step()
+
+
+def _next(context: TrainingContext, batches: Iterator[Any], rank: int, step: int) -> Any:
+    """The batch of a step, or its slices; None at the end of the epoch."""
+    if context.shard.slices is not None:
+        return next_slices(context.job, context.shard, batches, context.spec.seed, step)
+    if len(context.shard.own) > 1:
+        return next_pieces(context.job, context.shard, batches, context.spec.seed, step)
+    if not context.shard.in_memory:
+        seed_step(context.spec.seed, rank, step, "data")
+    return next_batch(context.job, batches)
+
+
+def _saves_at(context: TrainingContext, step: int) -> bool:
+    every = context.options.checkpoint_every
+    return every is not None and step % every == 0
+
+
+async def _save(port: Port, context: TrainingContext, clock: _Clock) -> None:
+    if context.options.out is not None:
+        if context.replica.guard is not None:
+            context.replica.guard.catch_up(port.world_rank)
+        moment = await _moment(port, context, clock)
+        context.seconds, context.saved_step = moment.seconds, moment.step
+        await context.observer.save(port, context, moment)
+
+
+async def _leave(port: Port, context: TrainingContext, clock: _Clock) -> NoReturn:
+    """Save, unless that has been done, and end the run here."""
+    if context.saved_step != context.replica.step:
+        await _save(port, context, clock)
+    await context.observer.leave(port)
+    error = Preempted(context.replica.step, str(context.options.out))
+    if port.rank == 0:
+        print(f"polytempo: {error}", file=sys.stderr)
+    raise error
+
+
+async def _moment(port: Port, context: TrainingContext, clock: _Clock) -> Moment:
+    epoch, samples = _position(context)
+    return Moment(context.replica.step, epoch, samples, clock.training_s(await port.now()))
+
+
+async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> None:
+    delays = {} if context.stage is None else {"delays": await context.stage.delays()}
+    if port.rank:
+        return
+    moment = await _moment(port, context, clock)
+    loss, rate = meter.since_last(moment.samples, moment.seconds)
+    noise = {} if context.replica.noise is None else context.replica.noise.row
+    grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
+    more = delays | noise | grown | context.replica.row
+    context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | more)
+
+
+def _position(context: TrainingContext) -> tuple[float, int]:
+    """Epochs and samples behind us, over all ranks and earlier runs."""
+    shard, length = context.shard, check_length(context.shard)
+    consumed = shard.consumed - num_places(shard.left)
+    return shard.epoch + consumed / length, context.spec.strategy.groups * (shard.epoch * length + consumed)
+
+
+def _over(context: TrainingContext) -> bool:
+    return _finished(context) or context.observer.over(context.replica.step)
+
+
+def _finished(context: TrainingContext) -> bool:
+    steps, epochs = context.options.steps, context.spec.epochs
+    if steps is not None and context.replica.step >= steps:
+        return True
+    if epochs is None or context.shard.epoch + 1 < epochs:  # the present epoch is not the last one
+        return False
+    return _position(context)[0] >= epochs - 1e-9
+
+
+def _check(context: TrainingContext) -> None:
+    """Refuse before the first step what could only fail later."""
+    check_length(context.shard)
+    check_goals(context.job, context.options, has_test=context.data.test is not None)
+
+
+def check_length(shard: DataShard) -> int:
+    """Samples of an epoch. Raises ValueError for a stream, which has no end to train to."""
+    if shard.num_samples is None:
+        raise ValueError("a job needs data with a length; for a stream write the loop yourself with pt.shard")
+    return shard.num_samples
+
+
+class _Clock:
+    """Training time: the world's time without that of standing still, on top of earlier runs' time."""
+
+    def __init__(self, begin_s: float, earlier_s: float, observer: Observer) -> None:
+        self._zero_s, self._observer = begin_s - earlier_s, observer
+
+    def training_s(self, now_s: float) -> float:
+        """Seconds of training until `now_s`."""
+        return now_s - self._zero_s - self._observer.off_s

@@ -1,0 +1,117 @@
+"""A rank's part of a step that is computed in slices, so that its bits do not depend on the number of ranks.
+
+    slices of this rank   2            3
+    seeds                 (seed, step, slice): noise in samples and dropout belong to a slice, not to a rank
+    gradients             n₂/n · g₂    n₃/n · g₃          each of a batch of its own
+                              ╰──── + ────╯               along `core.slice_tree`, then over ranks by the route
+
+What else could differ with the number of ranks is refused: running statistics of norms, and other buffers that a
+forward pass changes, see the slices of one rank after each other; gradients that come as rows would be another sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.core.arithmetic.slice_tree import along_tree
+from polytempo.data.shard import DataShard
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import next_batch
+from polytempo.spec.objective import loss_of
+from polytempo.training.model.randomness import seed_step
+from polytempo.training.model.requirements import check_sliced
+from polytempo.training.step.replica import Replica
+
+
+class BatchSlice(NamedTuple):
+    """A slice of the global batch, ready to be computed."""
+
+    number: int
+    batch: Any
+    samples: int
+    share: float
+    """Its samples over those of the global batch; 0 for a stand-in."""
+
+
+def next_slices(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, step: int) -> list[BatchSlice] | None:
+    """This rank's slices of the next global batch; None at the end of an epoch."""
+    found = []
+    for number in shard.own:
+        seed_step(seed, number, step, "slice's data")
+        batch = next_batch(job, batches)
+        if batch is None:
+            return None
+        found.append(BatchSlice(number, batch, shard.batch_samples, shard.share or 0.0))
+    return found
+
+
+class SlicedGradients:
+    """Computes the slices of one replica, one after the other, and leaves their weighted sum in `.grad`."""
+
+    def __init__(self, replica: Replica, job: Job, seed: int) -> None:
+        check_sliced(replica.model, str(replica.strategy))
+        self._replica, self._job, self._seed = replica, job, seed
+        self._parameters = list(replica.trainable.values())
+
+    def compute(self, slices: list[BatchSlice], rank: int) -> Tensor:
+        """The mean loss of this rank's samples; parameters that a slice has used have a gradient afterwards.
+
+        Cost: a forward and a backward pass for each slice. Memory: ⌈log₂S⌉ + 1 gradients for S slices.
+        """
+        losses: list[Tensor] = []
+        used: set[int] = set()
+
+        def gradient(place: int) -> list[Tensor]:
+            loss, gradients = self._computed(slices[place], rank, used)
+            losses.append(loss)
+            return gradients
+
+        total = along_tree(len(slices), gradient, _added_)
+        for i, (parameter, each) in enumerate(zip(self._parameters, total, strict=True)):
+            parameter.grad = each if i in used else None
+        own = sum(piece.share for piece in slices)
+        return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), torch.zeros(()))
+
+    def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
+        """A slice's mean loss, and its gradients times its share of the global batch. Adds to `used` what has one."""
+        replica = self._replica
+        versions = _versions(replica.model)
+        seed_step(self._seed, piece.number, replica.step, "slice's model")
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = loss_of(self._job, replica.model, piece.batch)
+        if replica.guard is not None:
+            replica.guard.loss(loss, replica.step, rank)
+        replica.scaled(loss).backward()
+        if (changed := _versions(replica.model)) != versions:
+            self._refuse_buffers(versions, changed)
+        used.update(i for i, p in enumerate(self._parameters) if p.grad is not None)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not piece.share:  # NaN times 0 would be NaN
+            return loss.detach(), [torch.zeros_like(each) for each in gradients]
+        torch._foreach_mul_(gradients, piece.share)
+        return loss.detach(), gradients
+
+    def _refuse_buffers(self, before: dict[str, int], after: dict[str, int]) -> None:
+        name = next(name for name, version in after.items() if before.get(name) != version)
+        raise ValueError(
+            f"{self._replica.strategy} computes a batch in slices, and buffer {name!r} changes in each of them, so it "
+            "would depend on the number of workers; use layers that keep nothing from batch to batch, such as "
+            "GroupNorm, or another route"
+        )
+
+
+def _added_(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """How often each buffer has been written to."""
+    return {name: buffer._version for name, buffer in model.named_buffers()}

@@ -1,0 +1,114 @@
+"""What a strategy asks of the optimizer and the model that it meets. What does not fit is refused when it is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import LBFGS, Optimizer
+
+from polytempo.core import Strategy
+from polytempo.flexrr.reassignment import Reassignment
+from polytempo.spec.loss_divisor import check_by_samples
+from polytempo.training.model.trainable_parameters import sparse_tables
+
+
+def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
+    """What `strategy` is with `optimizer`. Raises ValueError where it would not do with it what it says."""
+    if strategy.by_optimizer is not None:
+        strategy = strategy.by_optimizer(optimizer)
+    check_momentum(optimizer, strategy.momentum, str(strategy))
+    if strategy.carries_optimizer and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            f"{strategy} averages the optimizer's state, and {type(optimizer).__name__} keeps a history of its own "
+            "directions, of which there is no mean; use parameter_averaging(optimizer_state=False)"
+        )
+    return strategy
+
+
+def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
+    """Raise ValueError where `who` gives gradients this momentum already and the optimizer has momentum, too.
+
+    Both together make steps 1/((1 - m)(1 - m')) times as long: 100 times at 0.9, and the run diverges. Adam's first
+    moment is momentum: an average over 1/(1 - β₁) gradients that have been averaged already.
+    """
+    name, own = max((_momentum_of(group) for group in optimizer.param_groups), key=lambda found: found[1])
+    if momentum > 0 and own > 0:
+        raise ValueError(
+            f"{who} applies momentum {momentum:g} itself, and {type(optimizer).__name__} would apply its {name} "
+            f"{own:g} once more; use dgc(momentum=0), or an optimizer without momentum"
+        )
+
+
+def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buffers: str) -> None:
+    """Raise ValueError where a loop of one's own cannot train `model` by a parameter server."""
+    service = strategy.server
+    assert service is not None
+    if service.reassigns is not None:
+        raise ValueError(
+            f"{strategy} computes a batch in slices, some of which other workers do, and a loop of one's own computes "
+            "whole batches; make a job of it and use pt.run(job, strategy, workers=4), or ssp(), which does not help"
+        )
+    if service.hierarchical:
+        raise ValueError(
+            f"{strategy} sums gradients within a host while its workers wait for each other, and between the calls of "
+            "a loop of one's own nothing happens; leave out hierarchical, or make a job of it and use pt.run"
+        )
+    if buffers != "average":
+        raise ValueError(f'with a parameter server running statistics meet there; leave out buffers="{buffers}"')
+    devices = {str(p.device) for p in model.parameters()} - {"cpu"}
+    if devices:
+        raise ValueError(f"a parameter server stays on the CPU, and this model is on {sorted(devices)}; use sync_sgd()")
+    if service.optimizer is None and service.decays == "shards" and any(optimizer.state.values()):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has a state already, and with {strategy} the shards make the steps, "
+            "with a state of their own; make a new optimizer"
+        )
+
+
+def check_model(model: nn.Module, strategy: Strategy) -> None:
+    """Raise ValueError where workers compute a batch slice by slice, and a batch norm would see a slice for a batch.
+
+    It would normalise by the slice's statistics, which is another model; and a slice of one sample it refuses itself.
+    One that is frozen (in eval mode) normalises every sample alike, and is let through.
+    """
+    if strategy.slices is not None:
+        check_sliced(model, str(strategy))
+    parts = None if strategy.server is None else strategy.server.reassigns
+    if not isinstance(parts, Reassignment) or parts.slices == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"{strategy} computes a batch in up to {parts.slices} slices (grain={parts.grain}), and "
+                f"{type(module).__name__} {name!r} would normalise each slice by itself; use flexrr(grain=1.0, "
+                "first_offer=1.0, later_offers=1.0), which hands over whole batches, a norm that looks at one sample, "
+                "such as GroupNorm, or backup_workers(backups=0), which helps no one"
+            )
+
+
+def check_loss(loss: object, strategy: Strategy) -> None:
+    """Raise ValueError where a strategy computes a batch in slices and the loss is known to be no mean over samples."""
+    if strategy.slices is not None or (strategy.server is not None and strategy.server.reassigns is not None):
+        check_by_samples(loss, str(strategy))
+
+
+def check_sliced(model: nn.Module, who: str) -> None:
+    """Raise ValueError for what would depend on which slices a rank has: running statistics, and gradients in rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            raise ValueError(
+                f"{who} computes a batch in slices, and the running statistics of "
+                f"{type(module).__name__} {name!r} would depend on which worker has which; use a norm that looks at "
+                "one sample, such as GroupNorm, track_running_stats=False, or another route"
+            )
+    if tables := sorted(sparse_tables(model)):
+        raise ValueError(f"{who} adds dense gradients, and those of {tables[0]!r} come as rows; use sparse=False")
+
+
+def _momentum_of(group: dict[str, Any]) -> tuple[str, float]:
+    """The momentum of a parameter group and what its optimizer calls it; 0 where it has none."""
+    betas = group.get("betas") or (0.0,)
+    found = [("momentum", group.get("momentum")), ("beta1", betas[0]), ("beta1", group.get("beta1"))]
+    return max(((name, float(value or 0.0)) for name, value in found), key=lambda each: each[1])

@@ -1,0 +1,1 @@
+"""Scores, checkpoints and resumption of a training run."""

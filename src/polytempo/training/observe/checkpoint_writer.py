@@ -1,0 +1,170 @@
+"""What a training run saves at a step: each rank its part, at once or when its exchanges have landed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from polytempo.core import Mesh, NotFinite, Port, Work
+from polytempo.core.state import Late, Saved, Scalar, copied, settled
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place
+from polytempo.training.checkpoint.checkpoint_files import (
+    CheckpointPart,
+    commit,
+    write_part,
+)
+from polytempo.training.checkpoint.checkpoint_folders import partial_folder
+from polytempo.training.checkpoint.named_optimizer import NAMES, optimizer_names
+from polytempo.training.checkpoint.optimizer_state import optimizer_saved
+from polytempo.training.checkpoint.schedule_state import schedule_saved
+from polytempo.training.job.program import TrainingContext
+from polytempo.training.job.scored_average import AVERAGE, AVERAGED_STEPS
+from polytempo.training.model.agree import gather_json
+from polytempo.training.model.divided_tensors import PARTS
+from polytempo.training.model.ports import mesh_of, ports_of
+from polytempo.training.observe.staged_resumption import pipeline_part
+from polytempo.training.step.guard import MODEL, check_saved
+from polytempo.training.step.replica import saved_states
+
+
+async def save(port: Port, context: TrainingContext, root: Place) -> None:
+    """Every rank writes its part of a checkpoint in `root`; rank 0 of the world, `port`, then makes it the newest.
+
+    Where ranks along "data" hold equal parameters and optimizer state, the first of them writes these for all: so
+    each part of a model is written once.
+    """
+    await context.replica.settle()
+    part = _part(context, context.replica.state(), whole=_writes_all(port, context))
+    step = context.replica.step
+    hashes = await gather_json(port, written_part(context, root, step, port.rank, part))
+    if port.rank == 0:
+        complete(root, step, hashes, about(port, context), mesh_of(port))
+    await port.barrier()
+
+
+def written_part(context: TrainingContext, root: Place, step: int, rank: int, part: CheckpointPart) -> str:
+    """`write_part` of what `context` saves, if that is finite: else it would take the place of a good checkpoint.
+
+    Raises NotFinite before anything is written; where the run goes on (`allow_nan`), the answer is "" instead.
+    """
+    try:
+        check_saved(part.tensors, context.unchecked, step, rank)
+    except NotFinite as error:
+        if not context.options.allow_nan:
+            raise
+        found = f"element {error.index} of {error.where} is {error.value}"
+        print(
+            f"rank {rank}: the checkpoint of step {step} is left out, for {found}; earlier ones stay", file=sys.stderr
+        )
+        return ""
+    return write_part(root, step, rank, part)
+
+
+def complete(root: Place, step: int, hashes: Sequence[str], notes: Mapping[str, Scalar], mesh: Mesh) -> None:
+    """`commit`, or where a rank has left out its part, removal of the others' parts."""
+    if all(hashes):
+        commit(root, step, hashes, notes, mesh)
+    else:
+        with suppress(OSError):
+            files.remove(partial_folder(root, step))
+
+
+def part_of(port: Port, context: TrainingContext) -> CheckpointPart:
+    """A copy of what this rank saves at the present step. Nothing may be under way (see `Replica.settle`)."""
+    part = _part(context, context.replica.state(), whole=_writes_all(port, context))
+    return CheckpointPart({name: tensor.clone() for name, tensor in part.tensors.items()}, part.scalars)
+
+
+async def write_when_landed(
+    port: Port, context: TrainingContext, root: Place, written: Callable[[str], None]
+) -> Work[None]:
+    """Write this rank's part of a checkpoint of the present step without finishing what is under way.
+
+    Exchanges that have not landed yet are copied when they land, before training uses them, and the part is written
+    when the last one has; all else is as it is now. Then `written(sha256)` is called.
+    """
+    replica, under_way = context.replica, list[Late]()
+
+    def noted(leaf: Late) -> Late:
+        under_way.append(leaf)
+        return leaf
+
+    states = [(path, copied(state, noted)) for path, state in replica.states()]
+    part = _part(context, Saved({}, {}), whole=_writes_all(port, context))
+    if under_way:
+        part = CheckpointPart({name: tensor.clone() for name, tensor in part.tensors.items()}, part.scalars)
+    landing = {id(leaf): Late(await port.start(_landed(leaf)), 0) for leaf in under_way}
+    step = replica.step
+
+    async def write() -> None:
+        settling = [(path, copied(state, lambda leaf: landing[id(leaf)])) for path, state in states]
+        strategy = saved_states([(path, await settled(state)) for path, state in settling], step)
+        tensors, scalars = _strategy_part(strategy)
+        written(
+            written_part(context, root, step, port.rank, CheckpointPart(part.tensors | tensors, part.scalars | scalars))
+        )
+
+    return await port.start(write())
+
+
+async def _landed(leaf: Late) -> tuple[Any]:
+    return (copied((await leaf.work)[leaf.part]),)
+
+
+def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
+    """What the manifest of a checkpoint says of the run."""
+    more: dict[str, Scalar] = {} if context.stage is None else {"stages": context.stage.schedule.stages}
+    if context.stage is not None and context.stage.split:
+        more[PARTS] = context.stage.holders.size
+    if context.parts is not None:
+        more[PARTS] = context.parts.ports.model.size
+    if context.average is not None:
+        more["ema"] = context.average.decay
+    return {"ranks": port.size, "strategy": str(context.replica.strategy), "job": context.job.name, **more}
+
+
+def _writes_all(port: Port, context: TrainingContext) -> bool:
+    """Whether this rank writes model and optimizer: one along "data" does for all where they are alike."""
+    alike = context.replica.strategy.synchronized and not context.replica.exchanges_parameters  # else optimizers differ
+    ports = ports_of(port) if context.parts is None else context.parts.ports
+    return ports.data.rank == 0 or not alike
+
+
+def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> CheckpointPart:
+    tensors, scalars = _strategy_part(strategy)
+    scalars["shard"] = json.dumps(context.shard.state_dict())
+    scalars["seconds"] = context.seconds
+    if context.scheduler is not None:
+        scalars["schedule"] = schedule_saved(context.scheduler)
+    if context.growth is not None:
+        scalars["growth"] = context.growth.saved()
+    if context.replica.masters is not None:
+        scalars |= context.replica.masters.saved()
+    if context.stage is not None:
+        pipeline = pipeline_part(context.stage, whole=whole)
+        tensors |= pipeline.tensors
+        scalars |= pipeline.scalars
+    if context.parts is not None:
+        scalars[PARTS] = context.parts.described()
+        scalars[NAMES] = json.dumps(optimizer_names(context.replica.optimizer, context.replica.model))
+    if whole:
+        optimizer = optimizer_saved(context.replica.optimizer)
+        tensors |= {f"{MODEL}{name}": tensor for name, tensor in context.replica.model.state_dict().items()}
+        tensors |= optimizer.tensors
+        scalars |= optimizer.scalars
+        if context.average is not None:
+            average = context.average.state_dict()
+            tensors |= {f"{AVERAGE}{name}": tensor for name, tensor in average["average"].items()}
+            scalars[AVERAGED_STEPS] = average["steps"]
+    return CheckpointPart(tensors, scalars)
+
+
+def _strategy_part(strategy: Saved) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+    tensors = {f"strategy/{name}": tensor for name, tensor in strategy.tensors.items()}
+    return tensors, {f"strategy/{name}": value for name, value in strategy.scalars.items()}

@@ -1,0 +1,187 @@
+"""How a training run goes on from a checkpoint, also with another number of ranks that hold the same parameters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from polytempo.core import Mesh, Port, Strategy
+from polytempo.core.state import Saved
+from polytempo.core.system.url_path import Place
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
+from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
+from polytempo.training.checkpoint.manifest import Manifest
+from polytempo.training.checkpoint.named_optimizer import under
+from polytempo.training.checkpoint.optimizer_state import optimizer_restore
+from polytempo.training.checkpoint.schedule_state import schedule_restore
+from polytempo.training.job.program import TrainingContext
+from polytempo.training.job.scored_average import AVERAGE, AVERAGED_STEPS
+from polytempo.training.model.agree import agree
+from polytempo.training.model.ports import DATA, mesh_of, ports_of
+from polytempo.training.observe.parted_resumption import check_parted, cut_alike, restore_parts
+from polytempo.training.observe.saved_model import mean_of
+from polytempo.training.observe.staged_resumption import check_staged, restore_stage
+from polytempo.training.step.guard import MODEL
+
+V = TypeVar("V")
+
+
+async def load(port: Port, context: TrainingContext, root: Place) -> int:
+    """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
+
+    With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state
+    of saved rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks had held back
+    (residuals of error feedback) goes to exactly one rank each, so that their sum stays what it was. Another mesh
+    beside that is a ValueError.
+
+    A learning rate that is given in the options replaces the saved one, in the proportions in which the job hands
+    it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError, as are
+    another strategy and another job.
+    """
+    folder = await _newest(port, root, context.replica.strategy)
+    manifest = read_manifest(folder)
+    _check(manifest, folder, context)
+    with _fitting(folder):
+        alike = context.cut is None or (context.parts is not None and cut_alike(context.parts, folder, manifest))
+    saved_ranks = _saved_ranks(folder, manifest.mesh, port) if alike else []
+    with _fitting(folder):
+        if alike:
+            fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
+        else:
+            fresh = _rates(context.replica.optimizer)
+            _take_position(context, _cut_anew(context, folder, manifest))
+    if context.options.lr is not None:
+        _set_rates(context, fresh, folder)
+    return context.replica.step
+
+
+@contextmanager
+def _fitting(folder: Place) -> Iterator[None]:
+    """What goes wrong inside with a whole checkpoint says that it is one of something else."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, ValueError) as error:
+        raise ForeignCheckpoint(
+            f"{folder} does not fit this run ({type(error).__name__}: {error}); resume with the model and the "
+            "optimizer that saved it, or begin another run in another folder"
+        ) from error
+
+
+def _cut_anew(context: TrainingContext, folder: Place, manifest: Manifest) -> CheckpointPart:
+    """Let this rank have its stage, or its parts. Returns a part from which the run's position can be read."""
+    if context.stage is not None:
+        return restore_stage(context.stage, folder, manifest)
+    assert context.parts is not None
+    return restore_parts(context.parts, folder, manifest)
+
+
+async def _newest(port: Port, root: Place, strategy: Strategy) -> Place:
+    """The newest checkpoint's folder, which must be the same on all ranks."""
+    folder = latest(root)
+    await agree(port, {"checkpoint": folder.name if folder else None})
+    if folder is not None:
+        return folder
+    if any(re.fullmatch(r"snapshot-.*-run\.json", entry.name) for entry in (root.iterdir() if root.is_dir() else [])):
+        raise ValueError(
+            f"{root} holds snapshots of a parameter server, and {strategy} has none; resume with the --strategy that "
+            "saved them, or check --out"
+        )
+    raise ValueError(f"there is no checkpoint in {root} to resume from; run without --resume, or check --out")
+
+
+def _check(manifest: Manifest, folder: Place, context: TrainingContext) -> None:
+    about, strategy, job = manifest.about, str(context.replica.strategy), context.job.name
+    if context.stage is not None:
+        check_staged(manifest, folder, strategy)
+    elif context.parts is not None:
+        check_parted(manifest, folder, strategy)
+    elif about.get("strategy") != strategy:
+        raise ValueError(f"{folder} was saved by {about.get('strategy')}, this run uses {strategy}; use the same")
+    saved, ours = (None if decay is None else float(decay) for decay in (about.get("ema"), context.options.ema))
+    if saved != ours:
+        said = [
+            "without a moving average of weights" if each is None else f"with ema={each:g}" for each in (saved, ours)
+        ]
+        raise ValueError(f"{folder} was saved {said[0]}, and this run goes on {said[1]}; resume with the same ema")
+    if about.get("job") != job:
+        raise ValueError(f"{folder} was saved by job {about.get('job')!r}, this run trains {job!r}; use another --out")
+
+
+def _saved_ranks(folder: Place, saved: Mesh, port: Port) -> list[int]:
+    """The saved ranks that held what this rank holds, along "data"."""
+    mine = mesh_of(port)
+    old, new = ({axis: n for axis, n in mesh.axes if axis != DATA and n > 1} for mesh in (saved, mine))
+    if old != new:
+        raise ValueError(
+            f"{folder} was saved by ranks in a {saved}, and this run's are in a {mine}; only the number of ranks along "
+            f"{DATA!r} may change: lay out this run like the saved one, or check --out"
+        )
+    own = saved.rank({axis: coordinate for axis, coordinate in mine.coordinates(port.rank).items() if axis != DATA})
+    return saved.group(own, [DATA] if DATA in saved.lengths else [])
+
+
+def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[int]) -> list[Any]:
+    """Take over what ranks `saved` that held the same. Returns the learning rates that were in force before."""
+    own = read_part(folder, saved[data.rank % len(saved)])
+    synchronized = context.replica.strategy.synchronized
+    whole = own if "optimizer" in own.scalars else read_part(folder, saved[0])
+    weights = _beginning(whole.tensors, MODEL, AVERAGE)
+    if not synchronized and len(saved) != data.size:
+        parts = [read_part(folder, rank).tensors for rank in saved]
+        weights = {name: mean_of([part[name] for part in parts]) for name in weights}
+    context.replica.model.load_state_dict(under(weights, MODEL))
+    if context.average is not None:
+        steps, decay = whole.scalars[AVERAGED_STEPS], context.average.decay
+        context.average.load_state_dict({"average": under(weights, AVERAGE), "steps": steps, "decay": decay})
+    fresh = _rates(context.replica.optimizer)
+    optimizer_restore(context.replica.optimizer, Saved(whole.tensors, whole.scalars))
+    sources = [own if s == data.rank else read_part(folder, saved[s]) for s in range(data.rank, len(saved), data.size)]
+    context.replica.restore(_strategy(own), [_strategy(part) for part in sources])
+    _take_position(context, own)
+    return fresh
+
+
+def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
+    """In the data, in time and in the schedule."""
+    context.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
+    context.seconds = float(own.scalars["seconds"] or 0.0)
+    if context.scheduler is not None:
+        schedule_restore(context.scheduler, str(own.scalars["schedule"]))
+    if context.growth is not None and "growth" in own.scalars:  # else the run has had no such rule so far
+        context.growth.restore(str(own.scalars["growth"]), context.replica.step, context.shard)
+    if context.replica.masters is not None:
+        context.replica.masters.restore(own.scalars)
+
+
+def _strategy(part: CheckpointPart) -> Saved:
+    return Saved(under(part.tensors, "strategy/"), under(part.scalars, "strategy/"))
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    """Each parameter group's learning rate; under a schedule, the one that it began with."""
+    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+
+def _set_rates(context: TrainingContext, rates: list[Any], folder: Place) -> None:
+    optimizer = context.replica.optimizer
+    if context.scheduler is None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return
+    saved, given = ([float(rate) for rate in several] for several in (_rates(optimizer), rates))
+    if saved != given:
+        raise ValueError(
+            f"{folder} goes on with its schedule, which began at learning rate {saved}, and lr={context.options.lr} "
+            f"would begin it at {given}; resume without a learning rate"
+        )
+
+
+def _beginning(entries: Mapping[str, V], *prefixes: str) -> dict[str, V]:
+    return {name: value for name, value in entries.items() if name.startswith(prefixes)}

@@ -1,0 +1,194 @@
+"""`ServedHandle`: what `attach` hangs on a loop's optimizer where the strategy has a parameter server.
+
+for batch in pt.shard(…)   a ticket from the server's batch scheduler, and its batch
+loss.backward()            `.grad` is this rank's own gradient
+optimizer.step()           pushes it; steps here, at the server, or both, as the strategy says; pulls
+the epoch's end            every batch of it is in the server's weights, and the model has these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Strategy
+from polytempo.data.batches import Batches
+from polytempo.data.shard import DataShard
+from polytempo.partition.branches import ThreadedModel
+from polytempo.spec.precision import Precision
+from polytempo.training.model.ownership import Ownership
+from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
+from polytempo.training.own_loop.loop_facts import facts_of_loop
+from polytempo.training.own_loop.served_step import ServedStep
+from polytempo.training.own_loop.ticket_loop import TicketLoop
+from polytempo.training.precision.masters import masters_of
+from polytempo.worlds import ProcessWorld
+
+
+class ServedHandle:
+    """What `attach` returns where the strategy has a parameter server. Its processes start with the first epoch."""
+
+    def __init__(
+        self,
+        world: ProcessWorld,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        start: ServerStart,
+        *,
+        allow_nan: bool,
+        precision: Precision | None = None,
+    ) -> None:
+        self.world, self._model, self._optimizer, self._strategy = world, model, optimizer, strategy
+        self._start, self._allow_nan = start, allow_nan
+        self.attached = True
+        """Whether the hooks are on."""
+        self.threaded: ThreadedModel | None = None
+        """The model's branches on several threads, where `attach` was given `threads`."""
+        self._masters = masters_of(model, optimizer, precision)
+        self._step = ServedStep(model, optimizer, strategy, allow_nan=allow_nan, masters=self._masters)
+        self._ownership = Ownership(model, optimizer)
+        assert strategy.server is not None
+        self._epochs = DealtEpochs(
+            world,
+            start,
+            strategy.server.deals,
+            world.size,
+            self._join,
+            trains=lambda: torch.is_grad_enabled() and model.training,
+            moving=self._step.moving,
+            reading=lambda number: nullcontext(),
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of this rank."""
+        return self._step.num_steps
+
+    @property
+    def account(self) -> dict[str, Any] | None:
+        """On rank 0 after `detach`: the ledger of samples, the staleness of gradients, and what became of processes."""
+        return self._epochs.account
+
+    def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
+        """Start the server, and connect this rank."""
+        world = self.world
+        with nullcontext() if self._masters is None else self._masters.in_float32():
+            facts = facts_of_loop(
+                self._model,
+                self._optimizer,
+                self._strategy,
+                hosts=tuple(world.port.hosts),
+                batches_per_epoch=len(batches),
+                timeout_s=self._epochs.timeout_s,
+                allow_nan=self._allow_nan,
+                first_epoch=shard.epoch,
+                servers=0 if world.servers is None else len(world.servers.ranks),
+            )
+        link, given = self._start.link(world, facts), (self._model, self._optimizer, self._strategy)
+        loop = TicketLoop(world.rank, facts, *given, link, life=world.life, masters=self._masters)
+        self._step.begin(loop)
+        return JoinedLoop(loop, link)
+
+    # ------------------------------------------------------------------ contexts
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Changes nothing: gradients are exchanged by `step` alone, so those of several passes add up by themselves."""
+        yield
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Changes nothing: batches are dealt, so ranks may have different numbers of them."""
+        yield
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model is the server's, to be evaluated or saved.
+
+        Where workers step by themselves (`downpour`, `easgd`), the rank's own parameters are there again afterwards.
+        Where they do not, the model keeps the newer weights: it is a copy of the server's in any case. Each rank may
+        call it by itself. `optimizer.step()` inside raises RuntimeError.
+
+        Cost: one pull.
+        """
+        loop = self._epochs.loop
+        if loop is None:
+            yield
+            return
+        if not self._steps_here:
+            with self._step.moving():
+                loop.refresh()
+            yield
+            return
+        if loop.replica.has_tables:
+            raise ValueError(
+                f"{self._strategy} steps here and has parameters with sparse gradients, of which a look brings only "
+                "rows; evaluate the model at an epoch's end, where it is the server's"
+            )
+        self._step.lends = True
+        try:
+            with loop.replica.lent(loop.servers()):
+                yield
+        finally:
+            self._step.lends = False
+
+    @property
+    def _steps_here(self) -> bool:
+        """Whether ranks move their parameters by themselves, too."""
+        assert self._strategy.server is not None
+        loop = self._epochs.loop
+        return self._strategy.server.decays == "workers" or (loop is not None and loop.replica.is_apart)
+
+    # ------------------------------------------------------------------ saving and ending
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the optimizer's state is spread over the shards."""
+        self._refuse_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refused: see `state_dict`."""
+        self._refuse_state()
+
+    def _refuse_state(self) -> NoReturn:
+        raise ValueError(
+            f"the state of {self._strategy} is in its shards, which a loop of one's own does not save; save the "
+            "model's inside handle.consensus() and the position of pt.shard between epochs, load both before attach, "
+            "and the shards' optimizer begins anew there; or make a job of it: pt.run(job, strategy, out=…) saves all"
+        )
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss: with a parameter server no `precision` scales it."""
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Let this rank's gradient have a norm of at most `max_norm`; returns the norm that it had. With a `precision`
+        the coming step does the scaling, and `.grad` stays as it is."""
+        held = [p for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if self._masters is None:
+            return nn.utils.clip_grad_norm_(held, max_norm)
+        norm = nn.utils.get_total_norm([p.grad.float() for p in held if p.grad is not None])
+        return self._masters.clip(norm, max_norm)
+
+    def detach(self) -> None:
+        """End the server and take the hooks off: the model has the server's final weights, and the loop is an ordinary
+        one again.
+
+        All ranks call it. It waits until all have done so, or are gone.
+        """
+        if not self.attached:
+            return
+        if self.threaded is not None:
+            self.threaded.remove()
+        self._epochs.leave()
+        for hook in self._step.hooks:
+            hook.remove()
+        if self._masters is not None:
+            self._masters.end()
+        self._ownership.end()
+        self.attached = False

@@ -1,0 +1,130 @@
+"""`shard`: this rank's part of a data set, and its position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from polytempo.data.shard import DataShard
+from polytempo.training.model.ports import ports_of
+from polytempo.training.own_loop.epoch_source import source_of
+from polytempo.worlds import ProcessWorld, current
+
+
+class WorldShard:
+    """A `DataShard` that tells its world each batch's share of the global batch, so uneven batches weigh right.
+
+    Batches may be taken before their turn, by a loader that looks ahead: an attached model recognises what it is given
+    by its tensors or, where the loop has moved them (`x.to(device)`), as the oldest batch with tensors of their shapes
+    that it has not been given. What it cannot recognise, and what a compiled model is given, has the share of the batch
+    that was taken last.
+
+    Whatever else a script asks of it (`dataset`, `sampler`, `num_workers`, `collate_fn`, …) is the loader's that was
+    given. Three things are its own: `batch_size` (per rank, as `shard` was told), `len` (steps of a whole epoch, the
+    same on all ranks) and `set_epoch`. `dataset` and `sampler` are those of the whole data, not of this rank's part.
+    """
+
+    def __init__(self, world: ProcessWorld, inner: DataShard, ranks: tuple[int, ...]) -> None:
+        """`ranks`: those that are dealt batches of their own."""
+        self._world, self._ranks = world, ranks
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches for the rest of the epoch."""
+        source = source_of(self._world)
+        if source is not None and source.takes(self.inner):
+            yield from source.epoch(self.inner)
+            return
+        begun = self._world.shares.begin(self._ranks)
+        try:
+            for batch in self.inner:
+                self._world.share = self.inner.share
+                begun.give(batch, self.inner.share)
+                yield batch
+        finally:
+            self._world.share = self._world.shares.end(begun)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, the same on all ranks."""
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the loader has that was given; where a data set was given, a plain loader of it."""
+        if (
+            name.startswith("_") or name == "inner"
+        ):  # a copy asks before it has any; a loader's private parts are its own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(self.inner.given_loader, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither pt.shard(…) nor the {type(self.inner.given_loader).__name__} in it has an attribute {name!r}"
+            ) from None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and step."""
+        return self.inner.batch_size
+
+    def grow(self, batch_size: int) -> None:
+        """Let steps have so many samples per rank from the next iteration on; all ranks call it.
+
+        The rest of an epoch is dealt anew, each sample once; a loop that is resumed says it again. ValueError where a
+        server deals the batches.
+        """
+        source = source_of(self._world)
+        if source is not None and source.takes(self.inner):
+            raise ValueError("a parameter server deals the batches, whose size stays; begin with a larger batch_size")
+        self.inner.grow(batch_size * self.inner.size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays."""
+        self.inner.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are behind us."""
+        return self.inner.epoch
+
+    def state_dict(self) -> dict[str, int | None]:
+        """The position, the same on all ranks; save it after the step on the last batch.
+
+        Where a parameter server deals the batches, between epochs: ValueError within one, where no rank knows which
+        samples the others have had.
+        """
+        source = source_of(self._world)
+        if source is not None and source.is_within(self.inner):
+            raise ValueError("a parameter server deals the batches, in no order; save the position between epochs")
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, int | None]) -> None:
+        """Go on from a saved position, also with another number of ranks."""
+        self.inner.load_state_dict(state)
+
+
+def shard(
+    source: Dataset[Any] | DataLoader[Any],
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    shuffle: bool | None = None,
+    world: ProcessWorld | None = None,
+) -> WorldShard:
+    """This rank's batches of `source`, an epoch for every iteration.
+
+    All ranks follow one permutation that depends on (seed, epoch) alone, so every sample is used once an
+    epoch whatever the number of workers; see `polytempo.data.DataShard` for the remainder and for resuming.
+    `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)`
+    has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
+    `pt.pipeline` takes those of `pt.init(mesh={"data": …, "stage": …})`, and refuses others.
+
+    Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
+    tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends
+    for all when the server has every batch. A batch is then read when it is asked for, in this process.
+    """
+    world = world or current()
+    data = ports_of(world.port).data
+    inner = DataShard(source, rank=data.rank, size=data.size, batch_size=batch_size, seed=seed, shuffle=shuffle)
+    return WorldShard(world, inner, data.members)

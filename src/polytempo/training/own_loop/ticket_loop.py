@@ -1,0 +1,311 @@
+"""`TicketLoop`: one rank's part of a loop whose parameters are at a server. The loop is the caller's own.
+
+    next_ticket ──▶ batch ──▶ gradient ──▶ before_step ──▶ optimizer.step ──▶ after_step ──▶ next_ticket …
+         │ None: the epoch is over                                                    leave: no more
+
+`training.server_worker` is the same with a loop of its own. Between the calls nothing happens: what arrives meanwhile
+waits in the mailbox.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import PolytempoError, Program, Strategy, interpreted
+from polytempo.server.message import Ticket
+from polytempo.server.snapshots.state_copy import states_of
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.server_calls import ServerCalls
+from polytempo.server.worker.stage_messages import StageMessages
+from polytempo.server.worker.stage_work import work_of
+from polytempo.server.worker.vector_format import VectorFormat
+from polytempo.training.model.local_decay import LocalDecay
+from polytempo.training.own_loop.loop_facts import LoopFacts
+from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
+from polytempo.training.precision.masters import Masters
+from polytempo.training.served.served_replica import ServedReplica, ServersModel
+from polytempo.training.served.shard_rule import rates_of
+from polytempo.worlds.process.mail import Mail, MailWorld
+
+T = TypeVar("T")
+
+_MOST_EMPTY_STEPS = 10_000
+"""No strategy holds gradients back for longer."""
+LEAVE = b'{"kind": "leave", "worker": %d}'
+"""The row with which a rank says that it wants no more batches."""
+
+
+RETURN = '{{"kind": "return", "worker": {worker}, "process": {process}, "host": "{host}"}}'
+"""The row with which a rank says that it has come back, as which process of which host."""
+
+
+class ServerLink(Protocol):
+    """A rank's connection to the server's processes."""
+
+    @property
+    def mail(self) -> Mail:
+        """This rank's mailbox. Its `take` raises PolytempoError where the server has ended before its time."""
+
+    def close(self, *, wait_s: float, reason: str = "") -> None:
+        """Let go of the server. On rank 0 it ends: by itself within `wait_s`, or, with a `reason`, at once."""
+
+    @property
+    def greeting(self) -> tuple[bytes, ...]:
+        """Rows that go with the first call for work."""
+
+    @property
+    def epochs_behind(self) -> int:
+        """How many epochs of the run lie before the one at which this rank, which comes back, begins."""
+
+    @property
+    def account(self) -> dict[str, Any] | None:
+        """What the server has said at its end; on rank 0, after `close`."""
+
+
+class Dealt(NamedTuple):
+    """A batch that the loop has been given, and that no step has used yet."""
+
+    ticket: Ticket
+    samples: int
+
+
+class TicketLoop:
+    """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had.
+
+    Where the model is cut, `model` and `optimizer` are those of this rank's stage: see `train`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        facts: LoopFacts,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        link: ServerLink,
+        *,
+        life: int = 1,
+        stage: ServedStage | None = None,
+        masters: Masters | None = None,
+    ) -> None:
+        topology, service = facts.topology, facts.service
+        self.rank, self._service, self._size, self._optimizer = rank, service, len(topology.firsts), optimizer
+        parameters, spans = facts.of_rank(rank)
+        self._client = Client(
+            topology.replica_of(rank)[0],
+            facts.incarnation + life - 1,
+            spans,
+            topology.chains,
+            topology.coordinator,
+            facts.timing,
+            VectorFormat(facts.weights.dtype, parameters, service.codec, service.pull_codec),
+        )
+        self._world = MailWorld(rank, link.mail, facts.node_hosts, max_events=0)
+        port = self._world.port
+        self._port = port.among(topology.beside(rank))
+        self._calls = ServerCalls(self._client, port)
+        self._stage = stage
+        self._messages: StageMessages | None = None
+        if stage is not None:
+            self._messages = StageMessages(port, topology.replica_of(rank), self._client.incarnation, facts.timing)
+            stage.serve(self._exchange_stage, lambda: tuple(self._client.versions))
+        stages = None if stage is None else port.among(topology.replica_of(rank))
+        self._work = work_of(self._client, stages, 0 if stage is None else stage.late)
+        self._decay = LocalDecay(optimizer) if stage is not None and service.decays == "workers" else None
+        self._greeting = link.greeting
+        self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client, masters)
+        self.dealt: list[Dealt] = []
+        """What the loop has been given since its last step."""
+        self.losses: list[Tensor] = []
+        """Of batches that have come back otherwise than by a step, since the loop has asked."""
+        self._tickets: deque[Ticket] = deque()
+        self._clock = 0
+        self._begun = self._met = False
+        self._alone = False
+
+    # ------------------------------------------------------------------ batches
+
+    def next_ticket(self) -> Ticket | None:
+        """The right to train on one more batch; None where the epoch is done, by all ranks."""
+        return self._drive(self._next_ticket())
+
+    def give(self, ticket: Ticket, samples: int) -> None:
+        """The loop has its batch now."""
+        self.dealt.append(Dealt(ticket, samples))
+
+    async def _next_ticket(self) -> Ticket | None:
+        while not self._tickets:
+            if not self._work.is_open:
+                greeting, self._greeting = self._greeting, ()
+                await self._work.ask(self._port, greeting)
+            deal = await self._work.deal(self._port)
+            match None if deal is None else deal.order:
+                case "train":
+                    assert deal is not None
+                    self._tickets.extend(deal.tickets)
+                    await self._fetch_if_new()
+                    await self._work.ask(self._port)  # the answer travels while the loop computes
+                case "wait":
+                    await self._push_all()
+                case "pause":
+                    await self._fetch_if_new()
+                    await self.replica.settle()
+                    if not self.replica.is_apart:
+                        await self.replica.refresh(self._clock)
+                    return None
+                case _:
+                    raise PolytempoError(
+                        f"rank {self.rank}: the server deals no more batches to this rank, for it was taken to be lost"
+                    )
+        ticket = self._tickets.popleft()
+        if ticket.again:
+            await self._push_all()
+        return ticket
+
+    async def _fetch_if_new(self) -> None:
+        if not self._begun:
+            self._begun = True
+            await self.replica.fetch(self._clock)
+            self.replica.begin()
+        elif self.replica.is_outdated:
+            await self.replica.renew(self._clock)
+
+    # ------------------------------------------------------------------ steps
+
+    def before_step(self) -> bool:
+        """Exchange gradients; whether the optimizer is to make its step."""
+        self._alone = any(ticket.again for ticket, _ in self.dealt)
+        if not self.dealt:
+            self._client.begin((), self._rates(), 1)
+        self._count_dealt()
+        self._clock += 1
+        return self._drive(self.replica.exchange_gradients(empty=False))
+
+    def train(self, batch: Any) -> Tensor | None:
+        """The batch that was dealt last, through this rank's stage, with the exchange of the gradient that is then
+        there. The first stage answers the loss that comes back with it."""
+        return self._drive(self._train(batch))
+
+    async def _train(self, batch: Any) -> Tensor | None:
+        assert self._stage is not None
+        [(ticket, samples)] = self.dealt
+        self.dealt.clear()
+        loss = await self._stage.step(batch, ticket, samples)
+        if ticket.again:
+            await self._push_all()
+        return loss
+
+    async def _exchange_stage(self, late: LateGradient) -> None:
+        """What this rank's stage does at an update of its parameters."""
+        replica, self._clock = self.replica, self._clock + 1
+        replica.look_up()
+        versions = None if replica.is_apart else late.versions
+        self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
+        if self._decay is not None:
+            self._decay.add_()
+        if await replica.exchange_gradients(empty=False):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        await replica.exchange_parameters()
+
+    def finish(self) -> None:
+        """Push all that is under way or held back."""
+        self._drive(self._push_all())
+
+    def _count_dealt(self) -> None:
+        """The next push is of the batches that the loop has been given."""
+        for ticket, samples in self.dealt:
+            self._client.begin((ticket.number,), self._rates(), samples)
+        self.dealt.clear()
+
+    def _rates(self) -> tuple[float, ...]:
+        """The present learning rate of each parameter group, as the server is to have it."""
+        rates, rate = rates_of(self._optimizer), self._service.rate
+        return rates if rate is None else tuple(rate(self._size) * each for each in rates)
+
+    def after_step(self) -> None:
+        """Exchange parameters."""
+        self._drive(self._after_step())
+
+    async def _after_step(self) -> None:
+        await self.replica.exchange_parameters()
+        if self._alone:
+            await self._push_all()
+
+    async def _push_all(self) -> None:
+        """Let the strategy push the gradients that it holds back, by steps without a gradient."""
+        if self._stage is not None:
+            self.losses += await self._stage.drain()
+        self._count_dealt()  # batches that no step has used: their gradients are in `.grad`, or the loop left them out
+        for _ in range(_MOST_EMPTY_STEPS):
+            if not self._client.held:
+                break
+            self._clock += 1
+            await self.replica.exchange_gradients(empty=True)
+            await self.replica.exchange_parameters()
+        else:
+            raise ValueError(f"gradients are held back for more than {_MOST_EMPTY_STEPS} steps; push more often")
+        if self._begun:
+            await self.replica.settle()
+
+    # ------------------------------------------------------------------ looks, and the end
+
+    def refresh(self) -> None:
+        """Take over the server's weights."""
+        self._drive(self.replica.refresh(self._clock))
+
+    def servers(self) -> ServersModel:
+        """The server's weights, in memory of their own."""
+        return self._drive(self.replica.servers(self._clock))
+
+    def states(self) -> list[Tensor]:
+        """The states of all shards, between two epochs; one rank calls it, while the others wait."""
+        heads = [asked.head for asked in self._client.asked]
+        return self._drive(states_of(self._port, heads, self._client.timing))
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters and buffers of all stages, by the whole model's names; all stages of a replica call it."""
+        assert self._stage is not None
+        return self._drive(self._stage.whole_model())
+
+    def leave(self, *, fetch: bool) -> None:
+        """Push what is held back, want no more batches, and wait until no rank wants any; `fetch`: the final weights.
+
+        Where a rank trains on, this waits for it.
+        """
+        self._drive(self._leave(fetch=fetch))
+
+    def say_goodbye(self) -> None:
+        """Want no more batches, and wait for nothing."""
+        self._drive(self._retire())
+
+    async def _leave(self, *, fetch: bool) -> None:
+        await self._push_all()
+        await self._retire()
+        while (deal := await self._work.deal(self._port)) is not None and deal.order != "finish":
+            await self._retire()
+        if fetch and deal is not None:
+            await self._fetch_if_new()
+            await self.replica.refresh(self._clock)
+        if deal is not None:
+            await self._work.ask(self._port)  # which says goodbye
+
+    async def _retire(self) -> None:
+        self._work.drop()
+        await self._work.ask(self._port, [LEAVE % self.rank])
+
+    def _drive(self, program: Program[T]) -> T:
+        if self._messages is not None:
+            program = self._among_stages(program, self._messages)
+        return self._world.drive(interpreted(program, self._calls.perform))
+
+    async def _among_stages(self, program: Program[T], messages: StageMessages) -> T:
+        """With what passes between the stages of the replica, which meet before the first of it."""
+        if not self._met:
+            self._met = True
+            await messages.meet()
+        return await interpreted(program, messages.perform)

@@ -1,0 +1,87 @@
+"""A job whose strategy cuts its model into stages: one rank's stage, its step, and what the job must be for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from polytempo.core import Port
+from polytempo.data.shard import DataShard
+from polytempo.partition.cut import Cut
+from polytempo.partition.cutting import cut
+from polytempo.spec.job import Data, Job, OfBatch
+from polytempo.spec.job_calls import next_batch, optimizer_of
+from polytempo.spec.objective import pair_loss, pair_of
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.program import TakeStep
+from polytempo.training.model.randomness import kept_random_states, seed_step
+from polytempo.training.pipeline.pipeline_stage import PipelineStage, schedule_of
+
+
+def staged(
+    spec: RunSpec, model: nn.Module, parts: Cut, port: Port, flops_per_sample: float = 0.0, series: int = 0
+) -> PipelineStage:
+    """The stage of the job's `model` that the rank of `port`, which is laid out, has. Sends nothing.
+
+    `series`: its number among the models that a world trains.
+    """
+    return PipelineStage(
+        model,
+        parts,
+        partial(optimizer_of, spec.job, lr=spec.lr),
+        pair_loss(spec.job),
+        spec.strategy,
+        port,
+        seed=spec.seed,
+        allow_nan=spec.options.allow_nan,
+        flops_per_sample=flops_per_sample,
+        precision=spec.options.precision,
+        series=series,
+    )
+
+
+def staged_step(stage: PipelineStage, job: Job) -> TakeStep:
+    """A step of the pipeline on one batch. The first stage answers the loss of the batch that is back."""
+
+    async def take_step(port: Port, batch: Any, samples: int) -> Tensor | None:
+        inputs, target = pair_of(job, batch)
+        return await stage.reported(await stage.step((inputs,), target))
+
+    return take_step
+
+
+def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
+    """The job's model in the strategy's stages, of about as many operations each; the same on all ranks.
+
+    Errors: ValueError for a job whose loss calls the model itself, for a model that cannot be cut, or not in so many
+    stages, for weights that several stages share where the schedule is late, and for on_drift="restore".
+    """
+    schedule = schedule_of(spec.strategy)
+    if spec.options.on_drift == "restore":
+        raise ValueError(
+            f'on_drift="restore": {spec.strategy} cuts the model into stages, and what is under way in a replica of a '
+            'stage that has drifted could not be restored; use on_drift="stop", and go on from the last checkpoint'
+        )
+    return cut(model, schedule.stages * schedule.parts, sample=sample_of(spec.job, data, spec.batch_size, spec.seed))
+
+
+def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any]:
+    """The input of a batch, which is what the job's model is called with."""
+    return (first_batch(job, data, batch_size, seed)[0],)
+
+
+def first_batch(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any, Any]:
+    """Input and target of one."""
+    if isinstance(job.loss, OfBatch):
+        raise ValueError(
+            f"job {job.name}: its loss is called with the model and the whole batch, so it is not known what the model "
+            "itself is called with; a model can be cut where a batch is a pair (input, target): write the loss as "
+            "loss(output, target), without pt.of_batch"
+        )
+    with kept_random_states():
+        seed_step(seed, 0, 0, "the sample that a model is cut with")
+        shard = DataShard(data.training(), rank=0, size=1, batch_size=batch_size, seed=seed)
+        inputs, target = pair_of(job, next_batch(job, iter(shard)))
+        return inputs, target

@@ -1,0 +1,1 @@
+"""Stages whose gradients are late, or estimated."""

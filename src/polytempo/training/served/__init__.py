@@ -1,0 +1,1 @@
+"""How a worker of a parameter server trains."""

@@ -1,0 +1,223 @@
+"""`ServedReplica`: one worker's copy of a model whose parameters are at a server, and what a step exchanges.
+
+    gradients ──▶ strategy.gradients ──▶ .grad ──▶ optimizer.step, if there is an answer
+                                                        │
+    parameters ◀── strategy.parameters ◀────────────────┘        pushes and pulls happen in the two transforms
+
+It performs nothing itself: its methods are coroutines for `server.worker.server_calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Bundle, Port, State, Strategy, is_idle
+from polytempo.core.state import settled
+from polytempo.server.layout import Parameter
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.pull import fetched
+from polytempo.training.model.running_statistics import Running
+from polytempo.training.model.table_rows import ModelTables
+from polytempo.training.model.trainable_parameters import trainable
+from polytempo.training.precision.masters import Masters
+from polytempo.training.served.shard_rule import parameters_of
+
+
+class ServersModel(NamedTuple):
+    """What the server holds: parameters by name, and the running statistics of norms (None: there are none)."""
+
+    values: Mapping[str, Tensor]
+    running: Tensor | None
+
+
+class Trained(NamedTuple):
+    """What a worker trains of a model; workers that share a model without values share this, too."""
+
+    parameters: dict[str, nn.Parameter]
+    """Those that are no tables."""
+    tables: dict[str, nn.Parameter]
+    """Those that travel by rows."""
+    values: dict[str, Tensor]
+    """`parameters` without autograd."""
+    running: Running
+    numel: int
+    """How many elements `parameters` have."""
+
+
+def trained_of(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, parameters: Sequence[Parameter] | None = None
+) -> Trained:
+    """Errors: ValueError for what cannot be pushed. `parameters`: as shards know them, where they are known."""
+    found = parameters_of(model, optimizer, strategy) if parameters is None else parameters
+    by_name = trainable(model, optimizer)
+    dense = {p.name: by_name[p.name] for p in found if not p.row_width}
+    tables = {p.name: by_name[p.name] for p in found if p.row_width}
+    numel = sum(parameter.numel() for parameter in dense.values())
+    return Trained(dense, tables, _detached(dense), Running(model), numel)
+
+
+def _detached(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+class ServedReplica:
+    """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed.
+
+    `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients that are
+    not empty are exchanged inside of their `whole_step`, as float32. `trained`: of the model, where it is known.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        client: Client,
+        masters: Masters | None = None,
+        trained: Trained | None = None,
+    ) -> None:
+        self._port, self._strategy, self._client, self._masters = port, strategy, client, masters
+        with self._in_float32():
+            found = trained or trained_of(model, optimizer, strategy)
+        self.has_tables = bool(found.tables)
+        """Whether some parameters travel by rows."""
+        self._tables = ModelTables(found.tables)
+        self._parameters = found.parameters
+        self.values = found.values
+        """The parameters but for tables, without autograd."""
+        self.has_values = not any(value.is_meta for value in self.values.values())
+        """Whether anything is computed; else gradients are as parameters are, and nothing is written to either."""
+        self.numel = found.numel
+        """How many elements the parameters have, but for tables."""
+        self._running = found.running
+        client.running = self._running.vector
+        self._gradients: State = None
+        self._states: State = None
+        self._layout = client.layout
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether shards have come or gone since the last fetch: gradients count from versions that those know."""
+        return self._layout != self._client.layout
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
+        the shards must leave them as they are. A copy may as well become a newer one."""
+        return is_idle(self._strategy.gradients, self._port.size + 1)
+
+    def look_up(self) -> None:
+        """The parameters may lie in other memory than before."""
+        with self._in_float32():
+            self.values = _detached(self._parameters)
+
+    def _in_float32(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._masters is None else self._masters.in_float32()
+
+    def begin(self) -> None:
+        """Let the strategy remember nothing yet."""
+        layout = Bundle(self.values)
+        self._gradients = self._strategy.gradients.init(layout)
+        self._states = self._strategy.parameters.init(layout)
+
+    async def fetch(self, clock: int) -> None:
+        """Take over the server's weights, after `clock` steps."""
+        self._layout = self._client.layout
+        self._place(Bundle(self.values).with_flat(await self._port.pull(clock)))
+
+    async def renew(self, clock: int) -> None:
+        """Fetch the weights, but leave parameters as they are that are the worker's own."""
+        if not self.is_apart:
+            await self.fetch(clock)
+            return
+        own, running = {name: value.clone() for name, value in self.values.items()}, self._running.vector()
+        await self.fetch(clock)
+        self._place(Bundle(own))
+        self._running.place(running)
+
+    async def refresh(self, clock: int) -> None:
+        """Take over the server's weights between two steps; pulls that are under way count no more."""
+        await self.settle()
+        await self.fetch(clock)
+        self._states = fetched(self._states)
+
+    async def servers(self, clock: int) -> ServersModel:
+        """The server's weights, in memory of their own; the worker's own stay as they are, and so does their age."""
+        await self.settle()
+        versions = list(self._client.versions)
+        flat = await self._port.pull(clock)
+        self._client.versions[:] = versions
+        views = Bundle(self.values).with_flat(flat.clone()).views
+        return ServersModel(views, self._client.pulled_running())
+
+    @contextmanager
+    def lent(self, other: ServersModel) -> Iterator[None]:
+        """Inside, the model has the other's values."""
+        with self._in_float32():
+            own = [(parameter, parameter.data) for parameter in self._parameters.values()]
+            running = self._running.vector()
+            for name, parameter in self._parameters.items():
+                parameter.data = other.values[name]
+            self._running.place(other.running)
+            try:
+                yield
+            finally:
+                for parameter, data in own:
+                    parameter.data = data
+                self._running.place(running)
+
+    async def exchange_gradients(self, *, empty: bool) -> bool:
+        """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""
+        bundle = Bundle(self._computed(empty=empty) if self.has_values else self.values)
+        rows = [] if empty else self._tables.gradients()
+        for one in rows:
+            self._client.accrue(one)
+        answer, self._gradients = await self._strategy.gradients.apply(self._port, bundle, self._gradients)
+        if empty:
+            return False
+        self._point_at(answer, bundle)
+        if answer is None:
+            self._tables.forget()
+            return False
+        self._tables.remember(rows)
+        return True
+
+    def _computed(self, *, empty: bool) -> dict[str, Tensor]:
+        found = self._parameters.items()
+        with self._in_float32():
+            return {name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in found}
+
+    async def exchange_parameters(self) -> None:
+        """After the optimizer's step."""
+        values = Bundle(self.values)
+        changed, self._states = await self._strategy.parameters.apply(self._port, values, self._states)
+        if changed is not None and changed is not values:
+            self._place(changed)
+
+    async def settle(self) -> None:
+        """Wait for pushes and pulls that are under way."""
+        self._gradients = await settled(self._gradients)
+        self._states = await settled(self._states)
+
+    def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
+        """Let the optimizer see the answer, if there is one."""
+        if (answer is given and not given.packed) or not self.has_values:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if answer is None else answer.views[name]
+
+    def _place(self, bundle: Bundle) -> None:
+        if not self.has_values:
+            return
+        with torch.no_grad(), self._in_float32():
+            if self.values:
+                torch._foreach_copy_(list(self.values.values()), list(bundle.views.values()))
+            self._tables.place(self._client.pulled_rows())
+        self._running.place(self._client.pulled_running())

@@ -1,0 +1,382 @@
+"""The program of a worker that has a parameter server. It meets no other worker: any of them may die at any time.
+
+    Ask ──▶ Deal ──▶ batch ──▶ gradient ──▶ strategy.gradients ──▶ local step ──▶ strategy.parameters ──▶ next ticket
+     ▲ posted before the batch before is computed, so the answer is there when it is needed
+
+Pushes and pulls happen inside the strategy's transforms; `server.worker.server_calls` performs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.core import Port, Program
+from polytempo.server.message import Ticket
+from polytempo.server.worker.client import Client
+from polytempo.server.worker.stage_work import WorkSource, work_of
+from polytempo.server.worker.work_client import WorkClient
+from polytempo.spec.job import Job
+from polytempo.spec.job_calls import BATCH, ON_BATCH, called
+from polytempo.spec.objective import loss_of
+from polytempo.training.job.meter import Meter
+from polytempo.training.job.program import ROWS_PER_EPOCH
+from polytempo.training.model.randomness import seed_step
+from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
+from polytempo.training.served.served_context import ComputeGradients, ServedContext
+from polytempo.training.served.served_replica import ServedReplica
+from polytempo.training.served.shard_rule import rates_of
+from polytempo.training.served.slices import Reassigned
+from polytempo.training.step.guard import check_final
+from polytempo.training.step.step_cost import StepCost, update_use
+
+_UPDATE_FLOPS = 4.0
+_MOST_EMPTY_STEPS = 10_000
+"""No strategy holds gradients back for longer."""
+
+
+class Attendance(NamedTuple):
+    """How one worker fared."""
+
+    worker: int
+    steps: int
+    samples: int
+    begin_s: float
+    """When it got its first ticket, on the world's clock."""
+    end_s: float
+    """When its last step was done."""
+    idle_s: float
+    """Of that, the time that it waited for the server or for work."""
+    helped: int = 0
+    """Slices of others' batches that it did."""
+    given: int = 0
+    """Slices of its own batches that others did."""
+
+
+async def work(
+    port: Port,
+    context: ServedContext,
+    client: Client,
+    leaves: Callable[[], bool] = lambda: False,
+    stages: Port | None = None,
+) -> Attendance:
+    """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
+
+    Once `leaves()` is true it ends after the present batch, with all that it has pushed; what it was dealt besides is
+    dealt to others when its process has ended.
+
+    `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed,
+    ticket), so a ticket that is dealt again is computed alike.
+
+    Where the model is cut, `port` is the group of those that hold the same stage, and `stages` that of the replica's
+    stages, who take their tickets together (`server.worker.stage_work`).
+    """
+    work_client = work_of(client, stages, 0 if context.stage is None else context.stage.late)
+    worker = _Worker(port, context, client, work_client)
+    await work_client.ask(port)
+    while True:
+        deal = await worker.waited(work_client.deal(port))
+        if deal is None:
+            return worker.attendance
+        match deal.order:
+            case "train":
+                await worker.begin()
+                for number, ticket in enumerate(deal.tickets, start=1):
+                    if number == len(deal.tickets):
+                        await work_client.ask(port, worker.taken_rows())
+                    await worker.train(ticket)
+                    if leaves():
+                        break
+            case "wait":
+                await worker.push_all()
+                client.rest()
+            case "finish":
+                await worker.push_all()
+                client.rest()
+                await worker.fetch()
+                worker.look_at_final()
+                if context.stage is not None:
+                    await context.stage.collected()
+                await work_client.ask(port, worker.taken_rows())  # which says goodbye
+                return worker.attendance
+        if leaves():
+            await worker.push_all()
+            return worker.attendance
+        if not work_client.is_open:
+            await work_client.ask(port, worker.taken_rows())
+
+
+def gradients_of(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients:
+    """Forward and backward for real; a virtual world charges `cost`."""
+
+    def compute(batch: Any) -> Tensor:
+        loss = loss_of(job, model, batch)
+        loss.backward()
+        return loss.detach()
+
+    async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
+        flops, uses = cost.flops_per_sample * samples, cost.gradients(samples)
+        return await port.compute(lambda: compute(batch), flops, uses=uses)
+
+    return compute_gradients
+
+
+def gradients_without_values(cost: StepCost) -> ComputeGradients:
+    """Nothing is computed, and no `.grad` is set; a virtual world charges `cost`."""
+
+    loss = _loss_without_value()
+
+    async def compute_gradients(port: Port, batch: Any, samples: int) -> Tensor:
+        await port.compute(lambda: None, cost.flops_per_sample * samples, uses=cost.gradients(samples))
+        return loss
+
+    return compute_gradients
+
+
+@lru_cache(maxsize=1)
+def _loss_without_value() -> Tensor:
+    return torch.empty((), device="meta")
+
+
+def step_of(context: ServedContext, ticket: Ticket) -> int:
+    """Which step of the run the ticket's batch belongs to, as if all workers took their steps together."""
+    return ticket.number // context.batches.size
+
+
+def _no_step() -> None:
+    """Of parameters without values."""
+
+
+class _Worker:
+    """What `work` does for one ticket, and what it remembers between tickets."""
+
+    def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkSource) -> None:
+        self._port, self._context, self._client = port, context, client
+        server = context.strategy.server
+        self._reassigned = None
+        if server is not None and server.reassigns is not None:
+            assert isinstance(work_client, WorkClient), "stages do not help each other"
+            self._reassigned = Reassigned(port, context, client, work_client)
+        facts = context.model, context.optimizer, context.strategy, client, context.masters, context.trained
+        self._replica = ServedReplica(port, *facts)
+        self._steps = 0
+        self._samples = 0
+        self._idle_s = self._idle_at_end_s = 0.0
+        self._begin_s: float | None = None
+        self._end_s = 0.0
+        self._meter = Meter(0, 0.0)
+        self._rows: list[bytes] = []
+        self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
+        if context.stage is not None:
+            context.stage.serve(self._exchange_stage, lambda: tuple(client.versions))
+        batches = context.batches
+        self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
+
+    @property
+    def attendance(self) -> Attendance:
+        """How this worker has fared so far."""
+        begin_s = self._end_s if self._begin_s is None else self._begin_s
+        fared = Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
+        helps = self._reassigned
+        return fared if helps is None else fared._replace(helped=helps.helped, given=helps.given)
+
+    async def begin(self) -> None:
+        """With the first work: fetch the weights. Before that others may have trained them.
+
+        And when shards have come or gone: gradients count from versions that those know.
+        """
+        if self._begin_s is not None:
+            if self._replica.is_outdated:
+                await self.waited(self._replica.renew(self._steps))
+            return
+        self._begin_s = self._end_s = await self._port.now()
+        await self.waited(self.fetch())
+        self._replica.begin()
+
+    async def fetch(self) -> None:
+        """Take over the server's weights."""
+        await self._replica.fetch(self._steps)
+
+    def look_at_final(self) -> None:
+        """Refuse final weights that are not finite."""
+        if self._context.guard is not None:
+            self._context.guard.catch_up(self._client.worker)
+            check_final(self._replica.values, (), max(1, int(self._position["step"])))
+
+    async def train(self, ticket: Ticket) -> None:
+        """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
+        if ticket.again:
+            await self.push_all()
+        self._client.alone = ticket.again
+        await self._step(ticket)
+        if ticket.again:
+            await self.push_all()
+
+    async def _step(self, ticket: Ticket) -> None:
+        port = self._port
+        await port.mark(self._steps)
+        if self._context.stage is None:
+            samples = await (
+                self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
+            )
+            await self._exchange(empty=False)
+        else:
+            samples = await self._staged(self._context.stage, ticket)
+        if self._context.guard is not None and self._replica.is_apart:
+            self._context.guard.parameters(step_of(self._context, ticket), self._client.worker)
+        self._steps += 1
+        self._samples += samples
+        self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
+        self._remember(ticket)
+
+    async def _alone(self, ticket: Ticket) -> int:
+        """The gradient of the ticket's batch; how many samples it is of."""
+        context, batch = self._context, self._batch(ticket)
+        samples = context.batches.pick(ticket.batch).num_samples
+        self._client.begin((ticket.number,), self._rates_at(ticket), samples)
+        loss = await context.compute_gradients(self._port, batch, samples)
+        if context.guard is not None:
+            context.guard.loss(loss, step_of(context, ticket), self._client.worker)
+            context.guard.gradients(step_of(context, ticket), self._client.worker)
+        if context.noise is not None:
+            context.noise.look(self._steps, batch, samples)
+        self._meter.add(loss if context.reads else None)
+        return samples
+
+    def _batch(self, ticket: Ticket) -> Any:
+        context = self._context
+        if not context.reads:
+            return None
+        seed_step(context.seed, 0, ticket.number, "data")
+        batch = called(context.job, BATCH, context.batches.at, ticket.epoch, ticket.batch, facts=lambda: ON_BATCH)
+        seed_step(context.seed, 0, ticket.number, "model")
+        return batch
+
+    async def _staged(self, stage: ServedStage, ticket: Ticket) -> int:
+        """The ticket's batch through this stage, with the exchange of the gradient that is then there, which may be of
+        an older batch or none; how many samples the ticket is of."""
+        batch = self._batch(ticket)
+        samples = self._context.batches.pick(ticket.batch).num_samples
+        self._rates_at(ticket)
+        self._note(await stage.step(batch, ticket, samples), ticket)
+        return samples
+
+    async def _exchange_stage(self, late: LateGradient) -> None:
+        """What this stage does at an update of its parameters."""
+        context = self._context
+        self._replica.look_up()
+        versions = None if self._replica.is_apart else late.versions
+        self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
+        if context.guard is not None:
+            context.guard.gradients(step_of(context, late.ticket), self._client.worker)
+        await self._exchange(empty=False)
+
+    def _note(self, loss: Tensor | None, ticket: Ticket) -> None:
+        """The loss of a batch, as far as this stage hears of it."""
+        if self._context.guard is not None and loss is not None:
+            self._context.guard.loss(loss, step_of(self._context, ticket), self._client.worker)
+        self._meter.add(loss if self._context.reads else None)
+
+    async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
+        """The same with the help of others, and with help for them; how many samples this worker did."""
+        before_s = await self._port.now()
+        done = await reassigned.gradients(ticket, self._rates_at, self._steps + 1)
+        self._idle_s += await self._port.now() - before_s - done.busy_s
+        if done.loss is not None:
+            self._meter.add(done.loss if self._context.reads else None)
+        return done.samples
+
+    async def push_all(self) -> None:
+        """Take back what is under way in the stages, and let the strategy push the gradients that it holds back, by
+        steps without a gradient; other workers of the host have none to add now."""
+        self._client.alone = True
+        if self._context.stage is not None:
+            for loss in await self._context.stage.drain():
+                self._meter.add(loss if self._context.reads else None)
+        for _ in range(_MOST_EMPTY_STEPS):
+            if not self._client.held:
+                break
+            await self._exchange(empty=True)
+        else:
+            raise ValueError(
+                f"{self._context.strategy} holds gradients back for more than {_MOST_EMPTY_STEPS} steps; push "
+                "more often"
+            )
+        if self._begin_s is not None:
+            await self.waited(self._replica.settle())
+
+    async def _exchange(self, *, empty: bool) -> None:
+        """The strategy's two transforms with the local step between them, which an empty step leaves out."""
+        optimizer = self._context.optimizer
+        with self._context.step():
+            if self._context.decay is not None and not empty and self._replica.has_values:
+                self._context.decay.add_()
+            steps = await self.waited(self._replica.exchange_gradients(empty=empty))
+            if not empty:
+                if steps:
+                    flops, uses = _UPDATE_FLOPS * self._replica.numel, (update_use(optimizer),)
+                    update = optimizer.step if self._replica.has_values else _no_step
+                    await self._port.compute(update, flops, uses=uses)
+                if self._replica.has_values:
+                    optimizer.zero_grad()
+            await self.waited(self._replica.exchange_parameters())
+
+    def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
+        """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
+        schedule = self._context.schedule
+        if schedule is not None:
+            schedule.go_to(schedule.step_of(ticket.epoch, ticket.batch))
+        return self._rates()
+
+    def _rates(self) -> tuple[float, ...]:
+        """Those of the optimizer, for the server."""
+        service, rates = self._context.strategy.server, rates_of(self._context.optimizer)
+        if service is None or service.rate is None:
+            return rates
+        factor = service.rate(self._port.size)
+        return tuple(factor * rate for rate in rates)
+
+    # ------------------------------------------------------------------ waiting, and what is told of it
+
+    async def waited(self, what: Program[Any]) -> Any:
+        """Await `what`; the time counts as idle once training has begun."""
+        before_s = await self._port.now()
+        answer = await what
+        if self._begin_s is not None:
+            self._idle_s += await self._port.now() - before_s
+        return answer
+
+    def taken_rows(self) -> list[bytes]:
+        """The rows of metrics that have not been taken yet."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Where the run is, as far as this worker knows, and now and then a row about it."""
+        batches = self._context.batches
+        stop = batches.pick(ticket.batch).stop
+        self._position = {
+            "step": step_of(self._context, ticket) + 1,
+            "epoch": ticket.epoch + stop / batches.num_samples,
+            "samples": ticket.epoch * batches.num_samples + stop,
+        }
+        if self._steps % self._a_row_every:
+            return
+        lived_s = self._end_s - (self._begin_s or 0.0)
+        loss, rate = self._meter.since_last(self._samples, lived_s)
+        # The clock of the world, not of this life: rows of a worker that was started again go on where it was.
+        facts = {"kind": "train", **self._position, "seconds": self._end_s, "loss": loss, "samples_per_s": rate}
+        told = self._client.staleness
+        staleness = sum(told) / len(told) if told else None
+        told.clear()
+        measured = self._context.noise
+        noise = measured.row if measured is not None and measured.sends else {}
+        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9), "staleness": staleness} | noise)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())

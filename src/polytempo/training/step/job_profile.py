@@ -1,0 +1,182 @@
+"""What each operator of a job's forward and backward asks of a processor: launches, bytes, operations, and seconds.
+
+One batch runs under a dispatch mode, which sees each operator that torch performs, those of the backward pass, too.
+Counted are the bytes of tensors that an operator reads and writes, and the operations of products, convolutions and
+attention (`torch.utils.flop_counter`). A view costs a launch and no bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
+from polytempo.data.shard import DataShard
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import next_batch
+from polytempo.spec.objective import loss_of
+
+Pass = Literal["forward", "backward"]
+
+
+class OperatorCost(NamedTuple):
+    """All calls of one operator in one pass."""
+
+    operator: str
+    """As torch calls it: `aten.mm`."""
+    use: KernelUse
+    seconds: float
+    """Measured, on this machine, with one batch; the median where several were taken."""
+
+
+class JobProfile(NamedTuple):
+    """Of a batch of so many samples."""
+
+    samples: int
+    forward: tuple[OperatorCost, ...]
+    backward: tuple[OperatorCost, ...]
+    saved_bytes: int
+    """What the forward pass keeps for the backward pass, without parameters: the activations."""
+    seconds: float
+    """Of forward and backward together, without what the profiler adds; the median where several were taken."""
+
+    def uses(self, which: Pass, samples: float) -> Uses:
+        """What a pass over so many samples takes: bytes and operations go with the samples, launches do not."""
+        share = samples / self.samples
+        found = together(each.use for each in (self.forward if which == "forward" else self.backward))
+        return tuple(use._replace(num_bytes=use.num_bytes * share, flops=use.flops * share) for use in found)
+
+
+def profiled(job: Job, model: nn.Module, data: Data, seed: int, batch_size: int, repeats: int = 1) -> JobProfile:
+    """Profile one batch, so many times. Leaves gradients, buffers and the state of the random numbers as they are."""
+    shard = DataShard(data.training(), rank=0, size=1, batch_size=batch_size, seed=seed)
+    batch = next_batch(job, iter(shard))
+    runs: list[tuple[Operators, Operators]] = []
+    plain_s, saved = [], 0
+    with untouched(model):
+        for _ in range(repeats):
+            forward, backward, kept = Operators(), Operators(), _Saved(model)
+            with kept.watch(), forward:
+                loss = loss_of(job, model, batch)
+            with backward:
+                loss.backward()
+            runs.append((forward, backward))
+            saved = kept.num_bytes
+            begin_s = time.perf_counter()
+            model.zero_grad()
+            loss_of(job, model, batch).backward()
+            plain_s.append(time.perf_counter() - begin_s)
+    return JobProfile(
+        shard.batch_samples,
+        _costs([forward for forward, _ in runs]),
+        _costs([backward for _, backward in runs]),
+        saved,
+        median(plain_s),
+    )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Generator[None]:
+    """Gradients, buffers and the state of torch's random numbers are afterwards as they were."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, kept in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(kept)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+class Operators(TorchDispatchMode):
+    """Counts what passes through torch's dispatcher, timed by `clock`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._clock = clock
+        self.calls: list[tuple[str, KernelUse, float]] = []
+        """Operator, what it asks for, and seconds."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Perform it, and count it."""
+        begin_s = self._clock()
+        out = func(*args, **(kwargs or {}))
+        seconds = self._clock() - begin_s
+        name = f"aten.{func.overloadpacket.__name__}"
+        self.calls.append((name, _use(func, args, kwargs or {}, out), seconds))
+        return out
+
+
+def _use(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> KernelUse:
+    if getattr(func, "is_view", False):
+        return KernelUse("view")
+    num_bytes = float(sum(_bytes(tensor) for tensor in _tensors((args, kwargs, out))))
+    count: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
+    if count is None:
+        return KernelUse("elementwise", 1, num_bytes)
+    return KernelUse(_kind(func.overloadpacket.__name__), 1, num_bytes, float(count(*args, **kwargs, out_val=out)))
+
+
+def _kind(operator: str) -> str:
+    if "conv" in operator:
+        return "convolution"
+    return "attention" if "attention" in operator else "product"
+
+
+class _Saved:
+    """Adds up what autograd keeps between forward and backward, each storage once, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._found: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it."""
+        return sum(self._found.values())
+
+    def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which what is kept is seen."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self._found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def _costs(runs: list[Operators]) -> tuple[OperatorCost, ...]:
+    """The calls of the first run, by operator; of each the median of all runs' times, where they did the same."""
+    found: dict[tuple[str, str], list[tuple[KernelUse, float]]] = defaultdict(list)
+    alike = [run for run in runs if len(run.calls) == len(runs[0].calls)]
+    for i, (name, use, _) in enumerate(runs[0].calls):
+        found[name, use.kernel].append((use, median(run.calls[i][2] for run in alike)))
+    return tuple(
+        OperatorCost(name, together(use for use, _ in calls)[0], sum(seconds for _, seconds in calls))
+        for (name, _), calls in found.items()
+    )
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0

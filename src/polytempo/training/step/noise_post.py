@@ -1,0 +1,118 @@
+"""How ranks bring together what they have seen of their gradients: between processes, and in a virtual world."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from polytempo.core import PolytempoError, Port, Strategy
+from polytempo.large_batch.probe import NoiseProbe
+from polytempo.one_host.hogwild import is_hogwild
+from polytempo.training.step.noise_watch import NoiseWatch
+from polytempo.training.step.replica import Replica
+from polytempo.worlds import ProcessWorld, beside
+
+
+class ProcessNoisePost:
+    """Between processes: an all-gather in a second world, begun after a look and heard before the next one."""
+
+    def __init__(self, world: ProcessWorld, data: Port) -> None:
+        self._world, self._data = beside(world), data
+        self._pending: Any = None
+
+    def post(self, watch: NoiseWatch, row: Tensor) -> None:
+        """See `NoisePost`."""
+        self.finish(watch)
+        self._pending = self._world.launch(_gathered(self._data, row))
+
+    def finish(self, watch: NoiseWatch) -> None:
+        """See `NoisePost`. A rank that is lost is named by the run's own exchanges."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with suppress(PolytempoError):
+                watch.take(pending.wait())
+
+
+class VirtualNoiseBoard:
+    """In a virtual world: a place that all ranks of a group read, without an op and without time."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._watches: dict[int, NoiseWatch] = {}
+        self._rows: list[dict[int, Tensor]] = []
+        self._posted: dict[int, int] = {}
+
+    def of(self, rank: int) -> VirtualNoisePost:
+        """One rank's end."""
+        return VirtualNoisePost(self, rank)
+
+    def put(self, rank: int, watch: NoiseWatch, row: Tensor) -> None:
+        """A rank's next row; the last rank that puts its n-th one lets all watches take these."""
+        self._watches[rank] = watch
+        number = self._posted.get(rank, 0)
+        self._posted[rank] = number + 1
+        while len(self._rows) <= number:
+            self._rows.append({})
+        found = self._rows[number]
+        found[rank] = row
+        if len(found) == self._size:
+            rows = [found[each] for each in sorted(found)]
+            self._rows[number] = {}
+            for each in self._watches.values():
+                each.take(rows)
+
+
+class VirtualNoisePost:
+    """One rank's end of a board."""
+
+    def __init__(self, board: VirtualNoiseBoard, rank: int) -> None:
+        self._board, self._rank = board, rank
+
+    def post(self, watch: NoiseWatch, row: Tensor) -> None:
+        """See `NoisePost`."""
+        self._board.put(self._rank, watch, row)
+
+    def finish(self, watch: NoiseWatch) -> None:
+        """See `NoisePost`: nothing is under way."""
+
+
+async def _gathered(port: Port, row: Tensor) -> list[Tensor]:
+    rows: list[Tensor] = await port.all_gather(row)
+    return rows
+
+
+def check_measured(strategy: Strategy, workers: int, *, option: str = "noise_scale") -> None:
+    """Raise ValueError for a run whose noise scale cannot be measured, and say why. `option`: what asks for it."""
+    why = None
+    if strategy.schedule is not None:
+        why = f"{strategy} cuts the model into stages, none of which has a whole gradient"
+    elif strategy.parted is not None:
+        why = f"{strategy} has layers in parts on several workers, none of which has a whole gradient"
+    elif strategy.slices is not None:
+        why = f"{strategy} computes a batch in slices, which weigh by the global batch"
+    elif is_hogwild(strategy):
+        why = f"{strategy} lets workers change the parameters while others compute their gradients"
+    elif strategy.server is not None and strategy.server.reassigns is not None:
+        why = f"{strategy} lets workers compute slices of each other's batches"
+    elif strategy.server is None and workers // strategy.groups < 2:
+        why = "it is measured between workers that train one model, and there is one; `polytempo tune batch` needs none"
+    if why is not None:
+        raise ValueError(f"the gradient noise scale cannot be measured here: {why}; leave {option} out")
+
+
+def watch_noise(world: ProcessWorld, data: Port, replica: Replica, probe: NoiseProbe | None) -> NoiseWatch | None:
+    """The watch of an attached loop; None where none is asked for. Errors: ValueError where there is none."""
+    if probe is None:
+        return None
+    if probe.batch_size < 1 or probe.every < 1:
+        raise ValueError(f"a NoiseProbe has batch_size and every of at least 1, got {probe}")
+    check_measured(replica.strategy, data.size)
+    if replica.splits or replica.own:
+        raise ValueError(
+            "the gradient noise scale cannot be measured here: layers of the model are divided over the ranks, and no "
+            "rank has a whole gradient; leave noise_scale out"
+        )
+    post = ProcessNoisePost(world, data)
+    return NoiseWatch(post, replica.strategy, replica.trainable, every=probe.every, samples=probe.batch_size)

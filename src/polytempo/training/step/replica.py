@@ -1,0 +1,400 @@
+"""`Replica`: a model, its optimizer and its strategy's state on one rank. What both worlds drive.
+
+    backward ──▶ gradients, in buckets ──▶ strategy.gradients ──▶ .grad ──▶ optimizer.step
+                                                                                │
+    next forward ◀── parameters ◀── strategy.parameters ◀──────────────────────┘
+
+A replica performs nothing itself: its exchanges are coroutines over `data`, the port of the ranks that hold the same
+parameters and see other samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from polytempo.collectives import tree
+from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle, native
+from polytempo.core.state import Saved, restored, saved, settled
+from polytempo.partition.hybrid.hybrid_model import divided_layers
+from polytempo.partition.tensor.split_model import split_models
+from polytempo.training.checkpoint.optimizer_state import begin_states, steps_each_by_itself
+from polytempo.training.model.clipping import clip_grad_norm_, gradient_norm
+from polytempo.training.model.divided_parameters import own_parameters
+from polytempo.training.model.replicated_parameters import check_optimizer
+from polytempo.training.model.requirements import fitted
+from polytempo.training.model.tensor_groups import by_kind
+from polytempo.training.model.trainable_parameters import sparse_tables, trainable
+from polytempo.training.precision.masters import Masters
+from polytempo.training.precision.wide_bucket import ScaleNow, WideBucket
+from polytempo.training.step.bucket import Bucket, Empty
+from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES, buckets
+from polytempo.training.step.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
+from polytempo.training.step.exchange_listener import ExchangeListener
+from polytempo.training.step.guard import Guard
+from polytempo.training.step.loss_scale import LossScale
+from polytempo.training.step.noise_watch import NoiseWatch
+from polytempo.training.step.parameter_exchange import ParameterExchange
+
+_UNUSED_CHANNEL = 1020
+
+
+class Replica:
+    """One rank's training state. `share` is its part of the present global batch (None: equal parts).
+
+    `empty` makes the memory that gradients are exchanged in, where it has to be of a certain kind. Without `allow_nan`
+    what is not finite is refused before another rank gets it. `masters`: of the model, where it computes in 16 bits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        num_ranks: int,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        buffer_rule: BufferRule = "average",
+        empty: Empty | None = None,
+        allow_nan: bool = True,
+        masters: Masters | None = None,
+    ) -> None:
+        _check(strategy)
+        strategy = fitted(strategy, optimizer)
+        self.masters = masters
+        """The float32 parameters, where the model computes in 16 bits."""
+        self.model, self.optimizer, self.strategy = model, optimizer, strategy
+        self.splits = split_models(model)
+        """Models in it whose layers lie on several ranks."""
+        self.own = own_parameters(model)
+        """Names of parameters that no other rank has a copy of."""
+        check_optimizer(optimizer, self.splits, self.own)
+        self.step = 0
+        self._data_groups = {layer.data_group for layer in divided_layers(model).values()}
+        self.share = None
+        self.member = MemberWeight()
+        """How much this rank counts in means over models."""
+        self.loss_scale: LossScale | None = None
+        """What losses were multiplied by, where a transform must not see it."""
+        self.trainable = trainable(model, optimizer)
+        self.numel = sum(parameter.numel() for parameter in self.trainable.values())
+        """Numbers that are trained."""
+        self.guard = None if allow_nan else Guard(model, self.trainable, overflow=self._may_overflow)
+        self.buffers = ModelBuffers(model, buffer_rule)
+        self.exchanges_gradients = bool(self.trainable) and not is_idle(strategy.gradients, num_ranks)
+        self.exchanges_parameters = bool(self.trainable) and not is_idle(strategy.parameters, num_ranks)
+        self.buckets = self._made_buckets(bucket_bytes, empty) if self.exchanges_gradients else []
+        self.parameters: ParameterExchange | None = None
+        if self.exchanges_parameters:
+            self.parameters = ParameterExchange(strategy, optimizer, self.trainable, self.in_float32)
+        self.restored = False
+        """Whether the state was taken over from a saved one since the last step."""
+        self._applied: AppliedTransform | None = None
+        """By what ranks met since the last step, if they did by another way than `exchange`."""
+        self._tentative: AppliedTransform | None = None
+        """By what they met in the last exchange, which counts if the optimizer steps on it."""
+        self.drift: ExchangeListener | None = None
+        self.noise: NoiseWatch | None = None
+        self.hooks: list[RemovableHandle] = []
+        self._stateless: set[int] = set()
+        """Parameters that the optimizer keeps nothing for."""
+        if self.exchanges_parameters and strategy.carries_optimizer:
+            self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
+
+    @property
+    def share(self) -> float | None:
+        """This rank's weight in means over ranks, which layers that are divided over them take, too."""
+        return self._share
+
+    @share.setter
+    def share(self, share: float | None) -> None:
+        """Set it, for the layers too."""
+        self._share = share
+        for group in self._data_groups:
+            group.share = share
+
+    def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
+        transform = self.strategy.gradients
+        wide = self.masters is not None and not transform.linear
+        make = partial(WideBucket, scale=self._scale_now) if wide else partial(Bucket, empty=empty)
+        shared = {name: p for name, p in self.trainable.items() if name not in self.own}
+        sparse = sparse_tables(self.model)
+        tables = {name for name in sparse & shared.keys() if self._travels_by_rows(shared[name])}
+        size = bucket_bytes if transform.separable else None
+        with self.in_float32() if wide else nullcontext():
+            made = buckets(shared, size, make, tables)
+        for bucket in made:
+            with self.in_float32():
+                bucket.begin(transform.init(Bundle(bucket.parameters)))
+            bucket.sparse_tables = sparse
+        return made
+
+    def in_float32(self) -> AbstractContextManager[None]:
+        """Inside, the parameters are float32 also where the model computes in 16 bits."""
+        return nullcontext() if self.masters is None else self.masters.in_float32()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward is to be called of: the loss, times the loss scale where there is one."""
+        return loss if self.masters is None else self.masters.scaled(loss)
+
+    def _scale_now(self) -> ScaleNow:
+        assert self.masters is not None
+        return ScaleNow(self.masters.scaling.scale, self.masters.scaling.dynamic)
+
+    def _travels_by_rows(self, table: nn.Parameter) -> bool:
+        """Whether the answer for some rows depends on nothing but these rows of this step."""
+        transform = self.strategy.gradients
+        alone = transform.linear and transform.separable and self.strategy.slices is None
+        return alone and table.device.type != "meta" and transform.init(Bundle({"table": table})) is None
+
+    # ------------------------------------------------------------------ exchanges
+
+    async def exchange(self, data: Port, bucket: Bucket) -> bool:
+        """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer.
+
+        What the transform remembers is tentative: `finish_step` keeps it, and another exchange before that begins
+        again from the state of the last step. Returns whether the transform did something.
+        """
+        state = await bucket.spendable()
+        port = data.on_channel(bucket.index)
+        await bucket.agree(port)
+        bundle = bucket.gathered(self.share)
+        if self.guard is not None:
+            self.guard.bundle(bundle, self.step, data.world_rank)
+        if self.loss_scale is not None:
+            self.loss_scale.take_off_(bundle)
+        if self.noise is not None:
+            self.noise.look(self.step, bucket.index, bundle)
+        applied = AppliedTransform(self.strategy.gradients, state)
+        try:
+            answer, after = await applied.transform.apply(port, bundle, state)
+        except NotFinite as error:  # of a codec, which knows no steps
+            raise error.at(self.step) from None
+        answered = answer is not bundle
+        if answered:
+            self._tentative = applied
+        bucket.propose(after, answered=answered)
+        bucket.withheld = answer is None
+        if answered:
+            bucket.listen(answer, alike=self._answers_alike)
+        if self.loss_scale is not None:  # a scaler wants to see a gradient, also before a step that has none
+            answer = bundle.map(torch.zeros_like) if answer is None else self.loss_scale.put_on_(answer)
+        if answered or bundle.packed:
+            bucket.place(answer, answered=answered)
+        for name in () if answered else bucket.unused:
+            bucket.leave(name)
+        return answered
+
+    @property
+    def _answers_alike(self) -> bool:
+        """Whether all ranks have the same answer: a transform that talks to some of them has its own `beside`."""
+        return self.strategy.synchronized or self.strategy.gradients.beside is None
+
+    async def leave_unused(self, data: Port) -> None:
+        """After the exchanges of a step: leave parameters alone that no rank had a gradient for, as plain torch does.
+
+        To be exchanged it counted as 0, by which optimizers decay weights and move by their momentum. What answers have
+        for it, late gradients and residuals, still moves it. Cost: nothing where answers have a number that is not 0
+        for each parameter; else one more exchange of a number for each that they have none for.
+        """
+        asked = [(bucket, name) for bucket in self.buckets if bucket.answered for name in bucket.silent]
+        if not asked:
+            return
+        used = torch.tensor([float(name not in bucket.unused) for bucket, name in asked])
+        if data.size > 1:
+            used = await native(data.on_channel(_UNUSED_CHANNEL), used)
+        for (bucket, name), count in zip(asked, used.tolist(), strict=True):
+            if not count:
+                bucket.leave(name)
+
+    async def agree_to_step(self, port: Port) -> None:
+        """Before `optimizer.step`: have gradients of any rank of `port` overflowed, so that all leave the step out?
+
+        Only where a loss scale is dynamic. Cost: a pass over the gradients, and one number to all where ranks do not
+        all see the same gradients.
+        """
+        if self.masters is None or not self._may_overflow:
+            return
+        overflowed = any(bucket.overflowed for bucket in self.buckets if isinstance(bucket, WideBucket))
+        overflowed = overflowed or not self.masters.finite()
+        if port.size > 1 and not (self.exchanges_gradients and self.strategy.gradients.linear):
+            overflowed = bool((await tree(port, torch.tensor([float(overflowed)]))).any())
+        self.masters.overflowed = overflowed
+        self.masters.scaling.check(self.step)
+
+    @property
+    def _may_overflow(self) -> bool:
+        return self.masters is not None and self.masters.scaling.dynamic
+
+    async def clip_grad_norm_(
+        self, holders: Port, parameters: Collection[nn.Parameter], max_norm: float, again: Collection[nn.Parameter] = ()
+    ) -> Tensor:
+        """`clipping.clip_grad_norm_` of what the optimizer will see; with masters the step does the scaling."""
+        if self.masters is None:
+            return await clip_grad_norm_(holders, parameters, max_norm, again)
+        return self.masters.clip(await gradient_norm(holders, parameters, again), max_norm)
+
+    async def finish_step(self, data: Port) -> None:
+        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet.
+
+        Where all ranks left out the step, what gradients' transforms remember is as before it.
+        """
+        self.step += 1
+        self.restored = False
+        left_out = self.masters is not None and self.masters.left_out
+        committed = [] if left_out else [bucket.commit() for bucket in self.buckets]
+        applied = self._applied or (self._tentative if any(committed) else None)
+        self._applied = self._tentative = None
+        if self.parameters is not None:
+            if self.guard is not None:
+                with self.in_float32():
+                    self.guard.parameters(self.step - 1, data.world_rank)
+            applied = await self.parameters.exchange(data, self.member.weight) or applied
+        await self.buffers.meet(data, applied, self.member)
+        if self.noise is not None:
+            self.noise.after_step(self.step, met=applied is not None)
+
+    def measure(self, noise: NoiseWatch) -> None:
+        """Let `noise` see the gradients of each step before they are reduced."""
+        self.noise = noise
+        if not self.exchanges_gradients:
+            self.hooks.append(self.optimizer.register_step_pre_hook(self._look_at_gradients))
+
+    def _look_at_gradients(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is not None or len(args) > 1:
+            raise ValueError(
+                f"{self.strategy} exchanges no gradients, and a step that calls a closure has none before it, so the "
+                "noise scale cannot be measured; leave noise_scale out"
+            )
+        if self.noise is not None:
+            self.noise.look_at_gradients(self.step)
+
+    def has_met(self) -> None:
+        """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
+        self._applied = AppliedTransform(identity(), None)
+
+    def begin_states(self, *_: Any) -> None:
+        """All ranks' states must have one layout, and optimizers keep none for what had no gradient yet: begin these.
+
+        With an optimizer whose step does more than update each parameter by itself, no gradient counts as zero.
+        """
+        sparse, state = sparse_tables(self.model), self.optimizer.state
+        unused = {
+            parameter: torch.sparse_coo if name in sparse else torch.strided
+            for name, parameter in self.trainable.items()
+            if parameter.grad is None and parameter.requires_grad
+        }
+        if not steps_each_by_itself(self.optimizer):
+            for parameter, layout in unused.items():
+                parameter.grad = torch.zeros_like(parameter, layout=layout)
+            return
+        fresh = {p: layout for p, layout in unused.items() if not state.get(p) and id(p) not in self._stateless}
+        if fresh:
+            begin_states(self.optimizer, fresh, self.in_float32)
+            self._stateless |= {id(p) for p in fresh if not state.get(p)}
+
+    async def consensus(self, data: Port, instead: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own.
+
+        `instead`: what takes the place of this rank's parameters, by name.
+        """
+        with self.in_float32():
+            tensors = {name: p.detach() for name, p in self.model.named_parameters()} | dict(instead or {})
+        out: dict[str, Tensor] = {}
+        for group in by_kind(tensors).values():
+            bundle = Bundle(group, self.member.weight).copy()
+            if data.size > 1 and not self.strategy.synchronized:
+                bundle = await averaging(tree)(data.on_channel(BUFFER_CHANNEL), bundle, None)
+            out |= bundle.views
+        return {name: out[name] for name in tensors}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, in float32 where there are masters, and buffers as they lie in the model, by name."""
+        averaged, others = self.averaged_tensors()
+        return averaged | others
+
+    @property
+    def row(self) -> dict[str, float]:
+        """What rows of metrics say of it."""
+        return {} if self.masters is None else self.masters.row
+
+    def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers as they lie in the model, by name: those that are averaged where ranks hold others of
+        them, and the rest."""
+        with self.in_float32():
+            parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        averaged = {} if self.strategy.synchronized else parameters
+        if self.buffers.passed or not self.strategy.synchronized:
+            averaged = averaged | self.buffers.averaged()
+        every = parameters | dict(self.model.named_buffers())
+        return averaged, {name: tensor for name, tensor in every.items() if name not in averaged}
+
+    async def consensus_buffers(self, data: Port) -> dict[str, Tensor]:
+        """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
+
+        Batch-norm's running statistics where models, or these alone, differ between their meetings, else none.
+        """
+        equal = self.strategy.synchronized and not self.buffers.passed
+        if data.size == 1 or equal or self.buffers.rule == "leave":
+            return {}
+        return await self.buffers.agreed(data, None, self.member)
+
+    # ------------------------------------------------------------------ saving
+
+    async def settle(self) -> None:
+        """Wait for exchanges that are under way, so that the state can be saved. All ranks must call it."""
+        for bucket in self.buckets:
+            bucket.state = await settled(bucket.state)
+        if self.parameters is not None:
+            await self.parameters.settle()
+
+    def state(self) -> Saved:
+        """The strategy's state by parameter, whatever the buckets; settle first."""
+        return saved_states(self.states(), self.step)
+
+    def states(self) -> list[tuple[str, State]]:
+        """The strategy's state as it is, part by part, with the path that each is saved under."""
+        gradients: list[tuple[str, State]] = [("gradients", bucket.state) for bucket in self.buckets]
+        return gradients if self.parameters is None else gradients + self.parameters.named_states()
+
+    def restore(self, source: Saved, residual_sources: Sequence[Saved] | None = None) -> None:
+        """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew.
+
+        `residual_sources`: the states whose `Residual` this rank takes over; without them, those of `source`.
+        """
+        with self.in_float32():
+            for bucket in self.buckets:
+                layout = Bundle(bucket.parameters)
+                state = self.strategy.gradients.init(layout)
+                held = source.holds("gradients")
+                bucket.begin(restored(state, source, "gradients", layout, residual_sources) if held else state)
+        if self.parameters is not None:
+            self.parameters.restore(source, residual_sources)
+        step = source.scalars["step"]
+        assert isinstance(step, int)
+        self.step, self.restored = step, True
+
+
+def _check(strategy: Strategy) -> None:
+    if strategy.server is not None:
+        raise ValueError(
+            f"{strategy} has a parameter server, which pt.Trainer does not start; "
+            "use pt.run(job, strategy, workers=4) or `polytempo train`"
+        )
+
+
+def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
+    """What `Replica.states` returned after `step`, settled, as leaves by path."""
+    found = Saved({}, {"step": step})
+    for path, state in states:
+        tensors, scalars = saved(state, path)
+        found.tensors.update(tensors)
+        found.scalars.update(scalars)
+    return found

@@ -1,0 +1,160 @@
+"""`StepCost`: what a virtual world charges for a training step: one number, or what each kernel takes.
+
+step · forward │ backward of bucket 0, its check and scaling │ … of bucket 1 │ update · check
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, get_args
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.cluster import Cluster
+from polytempo.cluster.speeds import EXCHANGE, SERVER_EXCHANGE, SERVER_STEP
+from polytempo.core import Bundle
+from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
+from polytempo.core.state import residual_tensors
+from polytempo.spec.job import Data
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.step.bucket import Bucket
+from polytempo.training.step.flops import flops_per_sample
+from polytempo.training.step.job_profile import JobProfile, Pass, profiled
+from polytempo.training.step.replica import Replica
+
+
+class StepUses(NamedTuple):
+    """What the parts of a step take; nothing, where the cluster's kernels were not measured."""
+
+    forward: Uses = ()
+    backward: tuple[Uses, ...] = ()
+    """Of each bucket; one part, where there are none."""
+    update: Uses = ()
+
+    @property
+    def whole(self) -> Uses:
+        """Forward and backward of all buckets."""
+        return together([*self.forward, *(use for each in self.backward for use in each)])
+
+
+class StepCost(NamedTuple):
+    """Of a job's step. `profile` None: `flops_per_sample` is all that counts."""
+
+    flops_per_sample: float
+    profile: JobProfile | None = None
+    checks: bool = True
+    """Whether gradients are looked at before they are exchanged (a run without `allow_nan`)."""
+    pace: float = 1.0
+    """What a step computes takes so many times what its kernels say, exchanges left out."""
+    parameters: tuple[int, int] = (0, 0)
+    """Tensors that are trained, and their bytes."""
+    served: tuple[float, float] = (1.0, 1.0)
+    """Pushes and pulls for each step, where a parameter server takes the gradients."""
+
+    def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
+        """What a step of `replica` on so many samples takes, `factor` times."""
+        if self.profile is None:
+            return StepUses()
+        back = self._pass(self.profile, "backward", samples)
+        size = sum(p.numel() for p in replica.trainable.values())
+        parts = [
+            together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket)])
+            for bucket in replica.buckets
+        ]
+        if not parts:
+            parts = [together([*back, *self._checked(replica)])]
+        forward = [*self._paced(_batch(samples)), *self._pass(self.profile, "forward", samples)]
+        return StepUses(
+            tuple(use.times(factor) for use in forward),
+            tuple(tuple(use.times(factor) for use in part) for part in parts),
+            self._paced([update_use(replica.optimizer)]),
+        )
+
+    def gradients(self, samples: float) -> Uses:
+        """Forward and backward on so many samples, where a parameter server takes the gradients.
+
+        Besides, a worker looks for NaN in them and packs them. A push copies them; a pull copies the parameters twice,
+        the second time to where they belong.
+        """
+        if self.profile is None:
+            return ()
+        passes = [use for which in get_args(Pass) for use in self._pass(self.profile, which, samples)]
+        tensors, num_bytes = self.parameters
+        check = [KernelUse("check", tensors, num_bytes)] if self.checks else []
+        own = self._paced([*_batch(samples), *check])
+        pushes, pulls = self.served
+        served = [
+            KernelUse(SERVER_STEP),
+            KernelUse("scale", tensors, num_bytes),
+            KernelUse("copy", 1, num_bytes).times(pushes),
+            KernelUse("copy", 1 + tensors, 2 * num_bytes).times(pulls),
+            KernelUse(SERVER_EXCHANGE, 1, num_bytes).times((pushes + pulls) / 2),
+        ]
+        return together([*own, *passes, *served])
+
+    def _pass(self, profile: JobProfile, which: Pass, samples: float) -> Uses:
+        return self._paced(profile.uses(which, samples))
+
+    def _paced(self, uses: Iterable[KernelUse]) -> Uses:
+        return tuple(use.times(self.pace) for use in uses)
+
+    def _exchanged(self, bucket: Bucket) -> Uses:
+        """Of a bucket: to look for NaN, to pack and to scale, to copy residuals, and what an exchange costs besides."""
+        tensors = list(bucket.parameters.values())
+        num_bytes = _num_bytes(tensors)
+        check = self._paced([KernelUse("check", len(tensors), num_bytes)]) if self.checks else ()
+        residuals = list(residual_tensors(bucket.state))
+        kept = [KernelUse("copy", len(residuals), _num_bytes(residuals))] if residuals else []
+        return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse(EXCHANGE, 1, num_bytes))
+
+    def _checked(self, replica: Replica) -> Uses:
+        """Without an exchange of gradients: to look for NaN in them, or in the parameters that are exchanged."""
+        tensors = list(replica.trainable.values())
+        return self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
+
+
+def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:
+    """Counted from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
+    flops = flops_per_sample(spec.job, model, data, spec.seed)
+    if cluster.speeds is None:
+        return StepCost(flops)
+    profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
+    pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()), spec.workers)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    size = len(trained), _num_bytes(trained.values())
+    return StepCost(flops, profile, not spec.options.allow_nan, pace, size, _served(spec, Bundle(trained)))
+
+
+def _served(spec: RunSpec, parameters: Bundle) -> tuple[float, float]:
+    """Pushes and pulls for each step; one of each where a transform does not say."""
+    found = {"push": 0.0, "pull": 0.0}
+    for transform in (spec.strategy.gradients, spec.strategy.parameters):
+        if transform.cost is None:
+            return 1.0, 1.0
+        for exchange in transform.cost(parameters, spec.workers).exchanges:
+            if exchange.server:
+                found[exchange.server] += 1 / exchange.steps.period
+    return found["push"], found["pull"]
+
+
+def update_use(optimizer: Optimizer) -> KernelUse:
+    """An optimizer's step: `update SGD momentum`, with the bytes of its parameters and a call for each."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    return KernelUse(f"update {optimizer_kind(optimizer)}", len(tensors), _num_bytes(tensors))
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Its class, and which of momentum and weight decay it has."""
+    group = optimizer.param_groups[0]
+    extras = [key for key in ("momentum", "weight_decay") if group.get(key)]
+    return " ".join([type(optimizer).__name__, *extras])
+
+
+def _batch(samples: float) -> Uses:
+    """What a step takes besides, and the making of its batch."""
+    return (KernelUse("step"), KernelUse("sample", samples))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

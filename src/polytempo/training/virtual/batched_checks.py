@@ -1,0 +1,96 @@
+"""What `batched` asks of a job: no pass that draws or remembers, and the gradient of a worker alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from polytempo.core import Bundle
+from polytempo.spec.job import Job
+from polytempo.spec.objective import loss_of
+from polytempo.training.model.trainable_parameters import sparse_tables
+from polytempo.training.step.guard import Guard
+
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_ROUGHLY = 5e-2
+"""How far a batched gradient may be from that of the worker alone, as a part of its largest element."""
+
+
+class PooledGuard(Guard):
+    """A guard of a replica of whose losses and gradients many are looked at together."""
+
+    def loss(self, loss: Tensor, step: int, rank: int) -> None:
+        """It has been looked at."""
+
+    def gradients(self, step: int, rank: int) -> None:
+        """They have been looked at."""
+
+    def bundle(self, bundle: Bundle, step: int, rank: int) -> None:
+        """It has been looked at."""
+
+
+def check_batched(job: Job, model: nn.Module) -> None:
+    """ValueError for layers whose passes cannot be shared: they draw random numbers, or remember something."""
+    if tables := sparse_tables(model):
+        raise ValueError(
+            f"job {job.name}: batched: gradients of {', '.join(sorted(tables))} are rows; make the embedding with "
+            "sparse=False, or leave out batched"
+        )
+    for name, module in model.named_modules():
+        why = None
+        if isinstance(module, _NormBase) and module.track_running_stats and module.training:
+            why = "has running statistics; use GroupNorm or track_running_stats=False"
+        elif ((isinstance(module, _DropoutNd) and module.p > 0) or isinstance(module, nn.RReLU)) and module.training:
+            why = "draws random numbers, which would be others than without batched"
+        if why is not None:
+            raise ValueError(f"job {job.name}: batched: {type(module).__name__} {name!r} {why}, or leave out batched")
+
+
+def gradients_alone(
+    job: Job, model: nn.Module, trained: Mapping[str, nn.Parameter], batch: object
+) -> dict[str, Tensor]:
+    """The gradients of one worker, by the names of the parameters that have one."""
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    loss = loss_of(job, model, batch)
+    for name, buffer in model.named_buffers():
+        if buffer._version != versions[name]:
+            raise ValueError(refusal(job, f"buffer {name!r} changes in a forward pass"))
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+
+
+def compare(job: Job, alone: Mapping[str, Tensor], together: Mapping[str, Tensor]) -> None:
+    """ValueError where a worker's gradients are others alone than `together` with others."""
+    scale = max(float(gradient.abs().max()) for gradient in alone.values() if gradient.numel())
+    for name, gradient in alone.items():
+        apart = float((gradient - together[name]).abs().max()) if gradient.numel() else 0.0
+        if apart > _CLOSE.get(gradient.dtype, _ROUGHLY) * scale:
+            why = (
+                f"the gradient of {name!r} is {apart:.2g} away from that of one worker alone, whose largest element is "
+                f"{scale:.2g}"
+            )
+            raise ValueError(refusal(job, why))
+
+
+def refusal(job: Job, why: str) -> str:
+    """What to say where `torch.func.vmap` cannot be used, or tells other numbers."""
+    return (
+        f"job {job.name}: batched computes the gradients of all workers in one pass (torch.func.vmap), which its model "
+        f"or loss does not allow: {why}; leave out batched"
+    )
+
+
+def refused(job: Job, error: Exception) -> ValueError:
+    """The error for what `torch.func.vmap` raised."""
+    return ValueError(refusal(job, _first_line(error)))
+
+
+def _first_line(error: BaseException) -> str:
+    """What the innermost cause says."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0].rstrip(". ")

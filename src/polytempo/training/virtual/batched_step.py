@@ -1,0 +1,81 @@
+"""`BatchedReplicas`: virtual workers whose gradients and updates are computed together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polytempo.core import Port, Strategy
+from polytempo.one_host.hogwild import Updates
+from polytempo.spec.job import Job
+from polytempo.training.job.program import TakeStep
+from polytempo.training.model.trainable_parameters import trainable
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost
+from polytempo.training.virtual.batched_gradients import GradientPool
+from polytempo.training.virtual.batched_updates import UpdatePool
+from polytempo.training.virtual.virtual_step import StepWork, charged, step_of_work
+from polytempo.training.virtual.worker_matrix import WorkerMatrices
+
+
+class BatchedReplicas:
+    """The models and optimizers of all workers of a simulation, and the pools that compute for them.
+
+    A step charges what `priced_step` charges, and exchanges the same messages: its gradients and updates are those of
+    each worker alone up to rounding.
+    """
+
+    def __init__(self, job: Job, strategy: Strategy, workers: int) -> None:
+        check_alone(strategy)
+        self._matrices = WorkerMatrices(workers)
+        self._gradients = GradientPool(job, self._matrices)
+        self._updates = UpdatePool(self._matrices, varies=job.schedule is not None)
+
+    def place(self, worker: int, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take over a worker's model and optimizer, before anything else refers to its parameters."""
+        self._matrices.place(worker, trainable(model, optimizer))
+        self._gradients.place(worker, model)
+        self._updates.place(worker, optimizer)
+
+    def step(self, worker: int, replica: Replica, cost: StepCost, updates: Updates) -> TakeStep:
+        """The steps of `worker`, as `priced_step` makes them."""
+        self._gradients.watch(worker, replica)
+        fills = replica.exchanges_parameters and replica.strategy.carries_optimizer
+        for hook in replica.hooks:  # which fills the gradients
+            hook.remove()
+
+        def update() -> None:
+            if fills:
+                replica.begin_states()
+            self._updates.enrol(worker)
+
+        async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+            work = StepWork(
+                gradients=partial(self._gradients.enrol, worker, batch),
+                update=update,
+                computed=lambda _: self._gradients.loss(worker),
+                updated=partial(self._updates.make, worker),
+            )
+            charge = charged(cost, replica, samples, updates.varied(1.0))
+            loss: Tensor = await step_of_work(port, replica, charge, work, updates)
+            return loss
+
+        return take_step
+
+
+def check_alone(strategy: Strategy) -> None:
+    """ValueError for a strategy whose workers do not compute whole batches with whole models of their own."""
+    reasons = {
+        "has a parameter server, whose workers take their batches one by one": strategy.server,
+        "cuts the model into stages": strategy.schedule,
+        "has layers in parts": strategy.parted,
+        "computes a batch in slices": strategy.slices,
+        "trains on what the models of other groups predict": strategy.distillation,
+        "has one copy of the parameters, which changes while workers compute": strategy.one_copy,
+    }
+    for reason, given in reasons.items():
+        if given is not None:
+            raise ValueError(f"{strategy} {reason}, so gradients cannot be computed together; leave out batched")

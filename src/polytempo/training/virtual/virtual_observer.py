@@ -1,0 +1,179 @@
+"""Scores and checkpoints of a virtual world: they take none of its time and send nothing in it.
+
+rank 0  ── step k ── k + 1 ──▶        a rank that has finished step k adds its tensors to a sum and goes on; the
+rank 1  ───── step k ───── k + 1 ──▶  last one completes the mean, which is scored at once
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port, Work
+from polytempo.one_host.hogwild import is_hogwild
+from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.job.goals import meets
+from polytempo.training.job.program import Moment, TrainingContext
+from polytempo.training.model.divided_tensors import Cuts
+from polytempo.training.model.ports import mesh_of, ports_of
+from polytempo.training.model.randomness import kept_random_states
+from polytempo.training.observe.checkpoint_writer import about, complete, write_when_landed
+from polytempo.training.parts.model_parts import ModelParts
+from polytempo.training.pipeline.pipeline_stage import PipelineStage
+
+
+@dataclass
+class _Mean:
+    """The ranks' mean, as far as they have come, added up in float64. What cannot be averaged is rank 0's."""
+
+    count: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def add(self, rank: int, averaged: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+        """One rank's tensors."""
+        self.count += 1
+        for name, tensor in averaged.items():
+            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+            self.tensors[name] = self.tensors[name].add_(wide) if name in self.tensors else wide
+            self.dtypes[name] = tensor.dtype
+        if rank == 0:
+            self.tensors |= {name: tensor.clone() for name, tensor in others.items()}
+
+    def taken(self) -> dict[str, Tensor]:
+        """The mean, in the tensors' own dtypes."""
+        dtypes = self.dtypes
+        return {n: (t / self.count).to(dtypes[n]) if n in dtypes else t for n, t in self.tensors.items()}
+
+
+class VirtualObserver:
+    """The one observer of all virtual ranks. See `training.Observer`.
+
+    Scored is the mean of what the ranks have when each has finished the step; where they are in step, what the first
+    one has; where they share one copy of the parameters, that copy when rank 0 is there. So a score may come late:
+    then `until` ends the run before the first step that no rank has begun. Where a model lies in parts,
+    the ranks of its first part are scored.
+
+    Memory: the sums of the scores under way, each in float64.
+    """
+
+    off_s, off_bytes = 0.0, 0
+
+    def __init__(
+        self,
+        size: int,
+        evaluation: Evaluation | None,
+        record: Callable[[dict[str, Any]], None] = lambda row: None,
+        parts: int | None = None,
+    ) -> None:
+        self.record = record
+        """Takes the rows of scores."""
+        self._test_parts = parts
+        """In how many parts the test set is scored. None: in those of real ranks, to the same bits."""
+        self.size, self._evaluation = size, evaluation
+        self._means: dict[int, _Mean] = {}
+        self._parts: dict[int, dict[int, _Mean]] = {}
+        """Of models in stages or parts: after each step, what is there of each by its number."""
+        self._cuts: dict[int, Cuts] = {}
+        """How the tensors at each of these numbers are cut."""
+        self._begun: dict[int, int] = {}
+        self._stop: int | None = None
+        self._newest: tuple[int, Score] | None = None
+        self._saves: list[Work[None]] = []
+        self._hashes: dict[int, dict[int, str]] = {}
+
+    def begins(self, rank: int, step: int) -> None:
+        """Remember it: a run does not end before a step that a rank has begun."""
+        self._begun[rank] = step
+
+    def over(self, step: int) -> bool:
+        """As soon as a score has reached what was asked for, and no rank has begun `step`."""
+        return self._stop is not None and step >= self._stop
+
+    async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
+        replica, (_, data, model) = context.replica, ports_of(port)
+        if context.cut is not None:
+            self._add_part(context, moment, context.cut)
+            return
+        if model.rank:
+            return
+        if replica.strategy.synchronized or data.size == 1:
+            if self._newest is None or self._newest[0] < moment.step:
+                self._complete(context, moment, context.scored(), data.size)
+        elif is_hogwild(replica.strategy):
+            if data.rank == 0:
+                self._complete(context, moment, tensors_of(replica.model), data.size)
+        else:
+            mean = self._means.setdefault(moment.step, _Mean())
+            averaged, others = replica.averaged_tensors()
+            if context.average is not None:
+                averaged |= context.average.tensors
+            mean.add(data.rank, averaged, others)
+            if mean.count == data.size:
+                self._complete(context, moment, self._means.pop(moment.step).taken(), data.size)
+
+    async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
+        """Write this rank's part, or let it be written when its exchanges have landed; the last one commits all."""
+        if context.options.checkpoint_every is None:
+            return
+        assert context.options.out is not None
+        root, notes, mesh = context.options.out / "checkpoint", about(port, context), mesh_of(port)
+
+        def written(sha256: str) -> None:
+            hashes = self._hashes.setdefault(moment.step, {})
+            hashes[port.rank] = sha256
+            if len(hashes) == self.size:
+                complete(root, moment.step, _in_order(self._hashes.pop(moment.step)), notes, mesh)
+
+        self._saves.append(await write_when_landed(port, context, root, written))
+
+    async def leave(self, port: Port) -> None:
+        """No rank of a simulation is asked to leave."""
+
+    async def finish(
+        self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
+    ) -> tuple[Score | None, bool | None]:
+        """Score the final model, which all ranks have, on rank 0."""
+        for work in self._saves:
+            await work
+        if port.rank or self._evaluation is None:
+            return None, None
+        if context.cut is not None:
+            self._complete(context, moment, final, self.size)
+        elif self._newest is None or self._newest[0] != moment.step:
+            self._complete(context, moment, tensors_of(context.replica.model) | dict(final), ports_of(port).data.size)
+        assert self._newest is not None
+        reached = self._stop is not None if context.options.until else None
+        return self._newest[1], reached
+
+    def _add_part(self, context: TrainingContext, moment: Moment, own: PipelineStage | ModelParts) -> None:
+        """Score what all had when each has finished the step: the first replica, or the mean where they differ."""
+        data, means = own.ports.data, self._parts.setdefault(moment.step, defaultdict(_Mean))
+        averaged, others = own.replica.averaged_tensors()
+        if data.size == 1:
+            averaged, others = {}, averaged | others
+        means[own.place].add(data.rank, averaged, others)
+        self._cuts[own.place] = own.divisions
+        if sum(mean.count for mean in means.values()) == self.size:
+            found = {place: mean.taken() for place, mean in self._parts.pop(moment.step).items()}
+            parameters, buffers = own.of_all(found, self._cuts)
+            self._complete(context, moment, parameters | buffers, self.size)
+
+    def _complete(self, context: TrainingContext, moment: Moment, tensors: Mapping[str, Tensor], parts: int) -> None:
+        assert self._evaluation is not None
+        with kept_random_states():
+            score = self._evaluation.score(tensors, self._test_parts or parts)
+        self._newest = moment.step, score
+        self.record(moment.row("test") | score._asdict())
+        if meets(score, context.options) and self._stop is None:
+            self._stop = max(self._begun.values(), default=moment.step - 1) + 1
+
+
+def _in_order(hashes: Mapping[int, str]) -> Sequence[str]:
+    return [hashes[rank] for rank in sorted(hashes)]

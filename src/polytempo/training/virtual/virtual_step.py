@@ -1,0 +1,148 @@
+"""One training step as the virtual world sees it: real gradients, virtual time, communication that overlaps backward.
+
+compute   | forward | backward of bucket 0 | backward of bucket 1 | ...        step |
+network                                    | exchange bucket 0    | exchange bucket 1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polytempo.core import Port
+from polytempo.core.arithmetic.kernel_use import Uses
+from polytempo.core.suspension import suspendable
+from polytempo.one_host.hogwild import Updates
+from polytempo.spec.job import Job
+from polytempo.training.job.distillation import Distiller, objective_of
+from polytempo.training.job.growth import Pieces
+from polytempo.training.job.program import TakeStep
+from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
+from polytempo.training.model.replicated_parameters import align
+from polytempo.training.step.replica import Replica
+from polytempo.training.step.step_cost import StepCost, StepUses
+
+_UPDATE_FLOPS = 4.0
+"""Charged for each parameter in an optimizer step: SGD with momentum does two multiplications and two additions."""
+
+
+class StepWork(NamedTuple):
+    """What a step computes: begun when the virtual time of the computation begins, and there when it is over."""
+
+    gradients: Callable[[], Any]
+    update: Callable[[], Any]
+    computed: Callable[[Any], Any] = lambda answer: answer
+    """The step's loss, once the gradients are needed; it is given what `gradients` answered."""
+    updated: Callable[[], None] = lambda: None
+
+
+class Charge(NamedTuple):
+    """What a step costs on the virtual clock."""
+
+    flops: float
+    uses: StepUses
+
+
+def charged(cost: StepCost, replica: Replica, samples: float, factor: float) -> Charge:
+    """What `factor` times a step on so many samples costs."""
+    return Charge(cost.flops_per_sample * samples * factor, cost.uses(replica, samples, factor))
+
+
+def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, seed: int = 0) -> TakeStep:
+    """A step that computes for real and charges `cost`: of its operations a third forward, two thirds backward.
+
+    Where a strategy computes in slices, exchanges begin behind the last slice.
+
+    The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
+    """
+
+    guard, objective = replica.guard, objective_of(job, replica, replica.strategy.distillation)
+
+    def forward_and_backward(batch: Any, rank: int) -> Tensor:
+        def backward(part: Any, weight: float) -> Tensor:
+            loss = objective(part)
+            if guard is not None:
+                guard.loss(loss, replica.step, rank)
+            replica.scaled(loss if weight == 1 else weight * loss).backward()
+            return loss
+
+        replica.optimizer.zero_grad()
+        loss = batch.computed(backward) if isinstance(batch, Pieces) else backward(batch, 1.0)
+        if guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
+            guard.gradients(replica.step, rank)
+        return loss.detach()
+
+    sliced = None if replica.strategy.slices is None else SlicedGradients(replica, job, seed)
+
+    def all_slices(slices: list[BatchSlice], rank: int) -> Tensor:
+        assert sliced is not None
+        loss = sliced.compute(slices, rank)
+        if guard is not None and not replica.exchanges_gradients:
+            guard.gradients(replica.step, rank)
+        return loss
+
+    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        if sliced is not None:
+            samples = sum(piece.samples for piece in batch)
+        work = objective.work if isinstance(objective, Distiller) else 1.0
+        charge = charged(cost, replica, samples, work * updates.varied(1.0))
+        computed = partial(forward_and_backward if sliced is None else all_slices, batch, port.world_rank)
+        loss: Tensor = await step_of_work(port, replica, charge, StepWork(computed, replica.optimizer.step), updates)
+        return loss
+
+    return take_step
+
+
+async def meta_step(port: Port, replica: Replica, cost: StepCost, samples: float, updates: Updates) -> None:
+    """A step of a model on the meta device: nothing is computed, everything is charged."""
+    charge = charged(cost, replica, samples, updates.varied(1.0))
+
+    def gradients() -> None:
+        for parameter in replica.trainable.values():
+            if parameter.grad is None:
+                parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+    await step_of_work(port, replica, charge, StepWork(gradients, lambda: None), updates)
+
+
+async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepWork, updates: Updates) -> Any:
+    """One step of a replica."""
+    size = replica.numel
+    buckets, (flops, uses) = replica.buckets, charge
+    overlaps = bool(buckets) and replica.strategy.slices is None
+    begun = (flops / 3, uses.forward) if overlaps else (flops, uses.whole)
+    answer = work.computed(await _computed(port, replica, work.gradients, *begun))
+    exchanges = []
+    for i, bucket in enumerate(buckets):
+        if overlaps:
+            share = uses.backward[i] if uses.backward else ()
+            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size, uses=share)
+        exchange = replica.exchange(port, bucket)
+        if i + 1 < len(buckets):
+            exchanges.append(await port.start(exchange))
+        else:  # nothing is left to compute meanwhile
+            await exchange
+    for earlier in exchanges:
+        await earlier
+    await replica.leave_unused(port)
+    await replica.agree_to_step(port)
+    await updates.perform(port, work.update, _UPDATE_FLOPS * size, uses.update)
+    work.updated()
+    await replica.finish_step(port)
+    with replica.in_float32():
+        await align(replica.splits)
+    return answer
+
+
+async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], flops: float, uses: Uses) -> Any:
+    """Layers on several ranks exchange while they compute; their operations are charged before."""
+    if not (replica.splits or replica.own):
+        return await port.compute(gradients, flops, uses=uses)
+    seeded = torch.get_rng_state()
+    await port.compute(lambda: None, flops, uses=uses)
+    torch.set_rng_state(seeded)  # meanwhile other ranks have drawn
+    return await suspendable(gradients)

@@ -1,0 +1,1 @@
+"""The process world: operations of one real rank."""

@@ -1,0 +1,252 @@
+"""The process world: performs the operations of one real rank through torch.distributed.
+
+A coroutine advances when it is launched or waited for, in the order of the program. Every rank runs the same program,
+so every rank issues its collectives in the same order, which the transports need. Where messages travel between hosts,
+a thread goes on with the coroutines that were launched while the program computes (`worlds.progress`). The trace does
+not show when: each line stands where it would stand if the program had done everything itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
+
+from polytempo.core import Port, TimedOut, world_port
+from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
+from polytempo.native.group import Group
+from polytempo.native.library import available
+from polytempo.worlds.collective import member_bytes, num_bytes
+from polytempo.worlds.process.host import shared_by_all
+from polytempo.worlds.process.lock import HostLock
+from polytempo.worlds.process.pending import Pair, PendingOp
+from polytempo.worlds.process.progress_thread import ProgressThread
+from polytempo.worlds.process.server_ranks import ServerRanks
+from polytempo.worlds.process.shares import Shares
+from polytempo.worlds.process.strand import Strand
+from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
+from polytempo.worlds.trace import Event, Trace
+
+T = TypeVar("T")
+
+_UNTIL_AWAITED = -1
+"""The step of what the thread has begun: it belongs to the step in which the program waits for it."""
+
+
+class ProcessWorld:
+    """One real rank of `group` (a process group or a backend), or of the initialised default one, or alone."""
+
+    def __init__(self, rank: int, hosts: Sequence[int], *, group: Any = None, max_events: int = 20_000) -> None:
+        self.rank, self.size = rank, len(hosts)
+        self.transport = Transport(rank, self.size, group)
+        self.progress = ProgressThread() if group is None and len(set(hosts)) > 1 else None
+        """What goes on while the program computes. On one host waiting for messages takes the cores that compute."""
+        self.port: Port = world_port(rank, hosts)
+        self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
+        self.step, self.waited_s = 0, 0.0
+        """Seconds spent waiting for other ranks."""
+        self.share: float | None = None
+        """This rank's part of the batch that `pt.shard` yielded last; None: equal parts."""
+        self.shares = Shares()
+        self.store: Store | None = None
+        """The launcher's, where `pt.init()` has joined it."""
+        self.life = 1
+        """How many processes of this rank the run has had; from 2 on it is in no process group."""
+        self.servers: ServerRanks | None = None
+        """The launcher's processes that serve instead of training."""
+        self.num_series = 0
+        """Models that were attached or cut into stages so far; each has messages of its own."""
+        self._zero_s = time.monotonic()
+        self._lock: HostLock | None = None
+        self._host_group: Group | None = None
+        self._asked_for_host_group = False
+
+    def now_s(self) -> float:
+        """Seconds since the world's zero."""
+        return time.monotonic() - self._zero_s
+
+    def begin(self) -> None:
+        """Begin clock and trace together with all ranks. On one host their times are the same clock's."""
+        zero = torch.tensor([time.monotonic()], dtype=torch.float64)
+
+        async def agree() -> float:
+            await self.port.barrier()
+            return float(await self.port.broadcast(zero))
+
+        same_host = len(set(self.port.hosts)) == 1
+        agreed_s = self.drive(agree())
+        self._zero_s = agreed_s if same_host else time.monotonic()
+        self.trace = Trace(timed=False, max_events=self._max_events)
+        self.waited_s = 0.0
+
+    # ------------------------------------------------------------------ coroutines
+
+    def drive(self, coroutine: Program[T]) -> T:
+        """Run a coroutine to its end."""
+        value: T = Strand(self, coroutine).wait()
+        return value
+
+    def launch(self, coroutine: Program[Any]) -> Strand:
+        """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
+        strand = Strand(self, coroutine, self.progress)
+        if self.progress is None:
+            strand.advance(block=False)
+            return strand
+        with self.progress.changed:
+            strand.advance(block=False)
+            if not strand.done:
+                self.progress.add(strand)
+        return strand
+
+    @property
+    def in_program(self) -> bool:
+        """Whether this is called by the program itself, not by the thread that goes on meanwhile."""
+        return self.progress is None or self.progress.here() is None
+
+    @staticmethod
+    def waits_for(answer: Any) -> bool:
+        """Whether what `perform` returned has to be waited for."""
+        return isinstance(answer, PendingOp | Pair | Strand)
+
+    # ------------------------------------------------------------------ operations
+
+    def compute(self, work: Callable[[], T], name: str = "compute") -> T:
+        """Run `work` and write its line in the trace, by this name."""
+        start_s = self.now_s()
+        try:
+            return work()
+        finally:
+            self.record(name, start_s)
+
+    @contextmanager
+    def alone(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Inside, no other rank of this host is in `alone`. Raises TimedOut where its turn does not come in time."""
+        if self.port.hosts.count(self.port.hosts[self.rank]) == 1:
+            yield
+            return
+        limit_s = timeout_s or self.transport.timeout_s
+        if self._lock is None:
+            self._lock = HostLock(distributed_c10d._get_default_store(), self.port.hosts[self.rank])
+        since_s = self.now_s()
+        entered = self._lock.acquire(limit_s)
+        self.waited_s += self.now_s() - since_s
+        if not entered:
+            raise TimedOut(self.rank, self.step, "alone", limit_s)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def record(self, kind: str, start_s: float) -> None:
+        """Write the line of something that this rank did from `start_s` until now."""
+        now_s = self.now_s()
+        self.write(self._event(kind, 0)._replace(start_s=min(start_s, now_s), end_s=now_s))  # `begin` moves the zero
+
+    def write(self, event: Event) -> None:
+        """Put a line into the trace; where the thread has done it, when the program waits for it."""
+        strand = None if self.progress is None else self.progress.here()
+        if strand is not None:
+            strand.note(event)
+        else:
+            self.trace.add(event if event.step != _UNTIL_AWAITED else event._replace(step=self.step))
+
+    def waited(self, since_s: float) -> None:
+        """The program has waited for other ranks from `since_s` until now. The thread's waiting costs nothing."""
+        if self.in_program:
+            self.waited_s += self.now_s() - since_s
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation, or what has to be waited for."""
+        match op:
+            case Alone(work):
+                with self.alone(op.timeout_s):
+                    return self.compute(work)
+            case Compute(work, _, name):
+                return self.compute(work, name)
+            case Now():
+                return self.now_s()
+            case Mark(step):
+                self.step = step
+                return None
+            case Start(what):
+                return Work(self.issue(what) if isinstance(what, Op) else self.launch(what))
+            case Work(handle):
+                return self._started(handle)
+            case _:
+                return self._started(self.issue(op))
+
+    def issue(self, op: Op[Any]) -> PendingOp | Pair:
+        """Begin an operation that other ranks take part in."""
+        match op:
+            case Send(buffer, to):
+                event = self._event("send", num_bytes(buffer), to)
+                return self._begun(op, event, self.transport.send)
+            case Recv(_, source):
+                return self._begun(op, self._event("recv", 0, source), self.transport.recv)
+            case SendReceive():
+                return self._send_receive(op)
+            case Collective():
+                event = self._event(op.kind, member_bytes(op, self.rank))
+                return self._begun(op, event, self.transport.collective)
+        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
+
+    @staticmethod
+    def _started(awaited: Any) -> Any:
+        """What is awaited now: it is held no longer."""
+        if isinstance(awaited, PendingOp | Pair):
+            awaited.start()
+        return awaited
+
+    def _event(self, kind: str, sent_bytes: int, peer: int = -1) -> Event:
+        now_s, step = self.now_s(), self.step if self.in_program else _UNTIL_AWAITED
+        return Event(self.rank, step, kind, sent_bytes, now_s, now_s, peer)
+
+    def _begun(self, op: Any, event: Event, begin: Callable[[Any], Begun]) -> PendingOp:
+        try:
+            return PendingOp(self, op, event, begin(op))
+        except RuntimeError as error:
+            raise self.translated(op, event, error) from error
+
+    def _send_receive(self, op: SendReceive) -> Pair:
+        recv, send = op.halves
+        came, went = self._event("recv", 0, op.source), self._event("send", num_bytes(op.buffer), op.to)
+        return Pair(self._begun(recv, came, self.transport.recv), self._begun(send, went, self.transport.send))
+
+    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
+        """A transport's error in the words that both worlds use."""
+        step = self.step if event.step == _UNTIL_AWAITED else event.step
+        return self.transport.translated(op, step, event.peer, error)
+
+    def forget_groups(self) -> None:
+        """Let go of groups, so that their transport can end. The world is of no use afterwards."""
+        if self.progress is not None:
+            self.progress.close()
+        self.transport.forget()
+        self._host_group, self._asked_for_host_group = None, True
+
+    @property
+    def reads_arenas(self) -> bool:
+        """Whether the transport reads tensors in shared memory in place, so that it is worth having them there."""
+        return self.size > 1 and isinstance(getattr(dist.group.WORLD, "group", None), Group)
+
+    def host_group(self) -> Group | None:
+        """All ranks as a group that shares memory; None where they are on several hosts or lack the native core.
+
+        All ranks must call it, and all get a group or none does.
+        """
+        if not self._asked_for_host_group:
+            self._asked_for_host_group = True
+            has_core = torch.tensor([float(self.size > 1 and available() and len(set(self.port.hosts)) == 1)])
+
+            async def how_many() -> float:
+                return float(await self.port.all_reduce(has_core))
+
+            if self.drive(how_many()) == self.size:
+                self._host_group = shared_by_all(self.rank, self.size, group_timeout_s())
+        return self._host_group

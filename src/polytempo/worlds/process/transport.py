@@ -1,0 +1,232 @@
+"""`Transport`: operations of one real rank, begun on torch.distributed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+from torch.distributed.constants import default_pg_timeout
+
+from polytempo.core import PeerLost, PolytempoError, TimedOut
+from polytempo.core.op import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    LentRecv,
+    LentSend,
+    Op,
+    Recv,
+    ReduceScatter,
+    Send,
+)
+from polytempo.native.group import Group
+from polytempo.native.lending import borrowed, empty_note, lendable, lent
+from polytempo.worlds.process.batches import MessageBatches
+from polytempo.worlds.process.wire_tag import wire_tag
+
+_LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
+_LATE = re.compile(r"timed? ?out", re.I)
+
+
+class Begun(NamedTuple):
+    """An operation under way: torch's work (None: it is over), and its answer once the work is done."""
+
+    work: Any
+    answer: Callable[[], Any]
+
+
+class Transport:
+    """Rank `rank` of `size` in `group`: a process group, a backend, or None for the default one."""
+
+    def __init__(self, rank: int, size: int, group: Any = None) -> None:
+        self.rank, self.size, self.group = rank, size, group
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self.batched = frozenset({"cuda"})
+        """The devices whose messages travel in batches (see `worlds.batches`)."""
+        self._batches: MessageBatches | None = None
+
+    def share_groups(self, other: Transport) -> None:
+        """Use the groups that `other` has made, and leave it those that are made here."""
+        self._groups = other._groups
+
+    def forget(self) -> None:
+        """Let go of all groups, so that they can end."""
+        self._groups, self.group, self._batches = {}, None, None
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of operations that have none of their own."""
+        return group_timeout_s(self.group)
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, op: Send) -> Begun:
+        """Hand a buffer over; done when it may change."""
+        tag = wire_tag(op.channel, op.tag)
+        if isinstance(op, LentSend) and (group := self._sharing(op.buffer)) is not None:
+            return Begun(self._whole.send([lent(group, op.buffer, op.to)], op.to, tag), _none)
+        work = self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag))
+        return Begun(work, _none)
+
+    def recv(self, op: Recv) -> Begun:
+        """Receive into new memory, or where the sender has lent it."""
+        tag = wire_tag(op.channel, op.tag)
+        if isinstance(op, LentRecv) and (group := self._sharing(op.like)) is not None:
+            note = empty_note()
+            answer = cache(partial(borrowed, group, note, op.like, op.source))
+            return Begun(self._whole.recv([note], op.source, tag), answer)
+        into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
+        return Begun(self._message(op, into, lambda: self._whole.recv([into], op.source, tag)), lambda: into)
+
+    def _sharing(self, tensor: Tensor) -> Group | None:
+        """The ranks, where a tensor like this is lent from one to another through memory that they share."""
+        group = getattr(self._whole, "group", None)
+        return group if isinstance(group, Group) and lendable(tensor) else None
+
+    def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
+        if not tensor.numel():
+            return None
+        if tensor.device.type not in self.batched:
+            return begin()
+        if self._batches is None:
+            self._batches = MessageBatches(_batching(self._whole, tensor.device))
+        return self._batches.hold(op.channel, isinstance(op, Send), begin)
+
+    # ------------------------------------------------------------------ collectives
+
+    def collective(self, op: Collective[Any]) -> Begun:
+        """Begin this rank's part. All members begin their collectives in the same order."""
+        if len(op.members) == 1:
+            return Begun(None, lambda: _alone(op))
+        group, ranks = self._group(op.members), sorted(op.members)
+        match op:
+            case AllReduce(buffer):
+                return Begun(group.allreduce([buffer], _options(AllreduceOptions, op)), lambda: buffer)
+            case Broadcast(buffer, source):
+                options = _options(BroadcastOptions, op)
+                options.rootRank = ranks.index(source)
+                return Begun(group.broadcast([buffer], options), lambda: buffer)
+            case Barrier():
+                options = _options(BarrierOptions, op)
+                options.device = torch.device("cpu")
+                return Begun(group.barrier(options), _none)
+            case AllGather():
+                return self._all_gather(group, ranks, op)
+            case ReduceScatter():
+                return self._reduce_scatter(group, ranks, op)
+            case AllToAll():
+                return self._all_to_all(group, ranks, op)
+        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
+
+    def _all_gather(self, group: Any, ranks: list[int], op: AllGather) -> Begun:
+        gathered = [torch.empty_like(op.buffer) for _ in ranks]
+        work = group.allgather([gathered], [op.buffer.contiguous()], _options(AllgatherOptions, op))
+        order = [ranks.index(member) for member in op.members]
+        return Begun(work, lambda: [gathered[i] for i in order])
+
+    def _reduce_scatter(self, group: Any, ranks: list[int], op: ReduceScatter) -> Begun:
+        pieces = op.buffer.chunk(len(ranks))
+        ordered = [pieces[op.members.index(member)] for member in ranks]
+        mine = torch.empty_like(ordered[ranks.index(self.rank)])
+        work = group.reduce_scatter([mine], [ordered], _options(ReduceScatterOptions, op))
+        return Begun(work, lambda: mine)
+
+    def _all_to_all(self, group: Any, ranks: list[int], op: AllToAll) -> Begun:
+        ordered = [op.pieces[op.members.index(member)] for member in ranks]
+        sizes = [op.likes[op.members.index(member)].numel() for member in ranks]
+        arrived = op.pieces[0].new_empty(sum(sizes))
+        given = (arrived, torch.cat(ordered), sizes, [piece.numel() for piece in ordered])
+        work = group.alltoall_base(*given, _options(AllToAllOptions, op))
+        order = [ranks.index(member) for member in op.members]
+        return Begun(work, lambda: [arrived.split(sizes)[i] for i in order])
+
+    # ------------------------------------------------------------------ groups and errors
+
+    @property
+    def _whole(self) -> Any:
+        return self.group or dist.group.WORLD
+
+    def _group(self, members: tuple[int, ...]) -> Any:
+        if len(members) == self.size:
+            return self._whole
+        if self.group is not None:
+            raise ValueError(f"collectives of some ranks {members} need the default process group; use another route")
+        if members not in self._groups:
+            timeout = timedelta(seconds=group_timeout_s())
+            self._groups[members] = dist.new_group(sorted(members), timeout, use_local_synchronization=True)
+        return self._groups[members]
+
+    def translated(self, op: Op[Any], step: int, peer: int, error: RuntimeError) -> Exception:
+        """An error of torch's in the words that both worlds use. `peer`: the other rank of a message, or -1."""
+        match error:
+            case PeerLost(peer=lost, reason=reason):
+                return PeerLost(self.rank, step, str(op), lost, reason)
+            case TimedOut(timeout_s=timeout_s, reason=reason):
+                return TimedOut(self.rank, step, str(op), timeout_s, reason)
+            case PolytempoError():
+                return error
+        text = str(error)
+        if _LATE.search(text):
+            return TimedOut(self.rank, step, str(op), op.timeout_s or self.timeout_s)
+        if _LOST.search(text):
+            return PeerLost(self.rank, step, str(op), peer if peer >= 0 else None, text.splitlines()[0][:200])
+        return error
+
+
+def _none() -> None:
+    return None
+
+
+def _batching(group: Any, device: torch.device) -> Any:
+    """What batches messages between devices: torch's backend of `group`, also behind our own."""
+    backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+    return getattr(backend, "_cuda", backend)
+
+
+def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
+    options = kind()
+    if op.timeout_s is not None:
+        options.timeout = timedelta(seconds=op.timeout_s)
+    return options
+
+
+def _alone(op: Collective[Any]) -> Any:
+    match op:
+        case AllGather(buffer):
+            return [buffer.clone()]
+        case AllToAll(pieces, _):
+            return [pieces[0].clone()]
+        case Barrier():
+            return None
+        case AllReduce(buffer) | ReduceScatter(buffer) | Broadcast(buffer, _):
+            return buffer
+    raise TypeError(f"{op!r} is no collective of a world")
+
+
+def group_timeout_s(group: Any = None) -> float:
+    """The deadline that the process group (None: the default one) was made with."""
+    world = group or dist.group.WORLD
+    assert world is not None
+    if isinstance(own := getattr(world, "timeout", None), timedelta):
+        return own.total_seconds()
+    backend = world._get_backend(world._device_types[0]) if isinstance(world, dist.ProcessGroup) else world
+    options = getattr(backend, "options", None)
+    timeout = getattr(options, "_timeout", default_pg_timeout)
+    return float(timeout.total_seconds())

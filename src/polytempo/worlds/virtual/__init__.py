@@ -1,0 +1,1 @@
+"""The virtual world: a heap of events and a clock that jumps."""

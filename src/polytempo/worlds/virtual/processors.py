@@ -1,0 +1,147 @@
+"""The processors of a virtual world: what each rank computes, one thing after the other, and for how long."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from polytempo.cluster import Cluster
+from polytempo.core.arithmetic.kernel_use import KernelUse
+from polytempo.core.op import Alone, Compute
+from polytempo.worlds.virtual.clockwork import Clockwork
+from polytempo.worlds.virtual.cores import Cores
+from polytempo.worlds.virtual.pace import Pace
+from polytempo.worlds.virtual.virtual_operations import Flight
+
+Begun = Callable[[float], None]
+"""Told when something begins."""
+Over = Callable[[], None]
+
+
+class _Waiting(NamedTuple):
+    """What a rank computes next."""
+
+    full_speed_s: float
+    varies: bool
+    begun: Begun
+    over: Over
+
+
+class Processors:
+    """Computations run when they are asked for, and end `Cluster.computing_s` times the straggler's factor later.
+
+    Where a machine has fewer `Cluster.cores` than ranks they take longer, while more ranks compute than it has cores.
+    """
+
+    def __init__(self, world: Clockwork, cluster: Cluster, hosts: Sequence[int], seed: int) -> None:
+        self._world, self._cluster, self._hosts = world, cluster, hosts
+        self._first_server = len(hosts) - cluster.servers
+        self._pace = Pace(cluster.stragglers, hosts, seed)
+        self._free_s = [0.0] * len(hosts)
+        """When each rank with a processor of its own is done."""
+        cores = cluster.cores
+        self._machines = [host // cluster.hosts_per_machine for host in hosts]
+        crowded = [] if cores is None else [each for each, ranks in Counter(self._machines).items() if ranks > cores]
+        self._cores = {machine: Cores(world, cores or 1) for machine in crowded}
+        self._waiting: dict[int, deque[_Waiting]] = defaultdict(deque)
+        """Of each rank without one; the first is under way."""
+        self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
+        """Those that want to be alone on a host, in the order in which they asked; the first one is."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks of some machine share its cores: then how long one computes depends on the others."""
+        return bool(self._cores)
+
+    def begin_step(self, rank: int, step: int) -> None:
+        """Rank `rank` marks `step`: its factor is drawn anew."""
+        self._pace.begin(rank, step, self._world.now_s)
+
+    def begin_step_alike(self, step: int) -> bool:
+        """All ranks mark `step`. Whether they are equally fast in it."""
+        return self._pace.begin_all(step, self._world.now_s)
+
+    def compute(self, flight: Flight, op: Compute[Any], after: Over | None = None) -> None:
+        """Compute after what the rank computes already, and then do what comes `after`."""
+        world, rank = self._world, flight.rank
+        value, error = None, None
+
+        def begun(start_s: float) -> None:
+            flight.started_s = start_s
+
+        def over() -> None:
+            world.end(flight, op.name, 0, value, error=error)
+            if after is not None:
+                after()
+
+        self._occupy(rank, self._cluster.computing_s(op.flops, op.uses, server=rank >= self._first_server), begun, over)
+        try:
+            value = op.work()
+        except Exception as raised:
+            error = raised
+
+    def handle(self, rank: int, use: KernelUse, over: Over) -> None:
+        """Take a rank's processor for what it does besides computations, on a cluster whose kernels were measured.
+
+        No straggler's factor counts: it is that of a step's computations, in which a delay of some milliseconds is a
+        large factor where steps are short, and would be taken again for each of many messages.
+        """
+        self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over, varies=False)
+
+    def handle_beside(self, rank: int, use: KernelUse, over: Over) -> None:
+        """Take a part of the cores that the rank's machine shares for what other threads of the rank do meanwhile.
+
+        Nothing where ranks have processors of their own, or where the kernel was not measured.
+        """
+        cores, speeds = self._cores.get(self._machines[rank]), self._cluster.speeds
+        if cores is None or speeds is None or not speeds.measured(use.kernel):
+            over()
+        else:
+            cores.run(speeds.seconds((use,)), over)
+
+    def _occupy(self, rank: int, full_speed_s: float, begun: Begun, over: Over, *, varies: bool = True) -> None:
+        cores = self._cores.get(self._machines[rank])
+        if cores is None:
+            start_s = max(self._world.now_s, self._free_s[rank])
+            begun(start_s)
+            self._free_s[rank] = start_s + full_speed_s * (self._pace.factor(rank, start_s) if varies else 1.0)
+            return self._world.at(self._free_s[rank], over)
+        self._waiting[rank].append(_Waiting(full_speed_s, varies, begun, over))
+        if len(self._waiting[rank]) == 1:
+            self._begin_first(rank, cores)
+
+    def _begin_first(self, rank: int, cores: Cores) -> None:
+        """Let the rank's core, or its part of one, compute what stands first."""
+        queue, now_s = self._waiting[rank], self._world.now_s
+        first = queue[0]
+        first.begun(now_s)
+
+        def over() -> None:
+            queue.popleft()
+            if rank in self._world.lost:
+                queue.clear()
+            if queue:
+                self._begin_first(rank, cores)
+            first.over()
+
+        cores.run(first.full_speed_s * (self._pace.factor(rank, now_s) if first.varies else 1.0), over)
+
+    def compute_alone(self, flight: Flight, op: Alone[Any]) -> None:
+        """Compute when no other rank of the host is in one of these."""
+        queue = self._alone[self._hosts[flight.rank]]
+        queue.append((flight, op))
+        if len(queue) == 1:
+            self._let_in(queue)
+
+    def _let_in(self, queue: deque[tuple[Flight, Alone[Any]]]) -> None:
+        """Let the first that still waits compute alone, and the next one when that is over."""
+        while queue and (queue[0][0].done or queue[0][0].rank in self._world.lost):
+            queue.popleft()
+        if queue:
+
+            def leave() -> None:
+                queue.popleft()
+                self._let_in(queue)
+
+            self.compute(*queue[0], after=leave)
