@@ -14,7 +14,7 @@ from polytempo.data.plan import permutation
 from polytempo.data.readers.idx import pixel_statistics, read_idx, scaled
 from polytempo.data.readers.train_test import Split
 
-FOLDER = Path(__file__).with_name("digits_idx")
+FOLDER = Path(__file__).parents[1] / "digits_idx"
 NUM_TEST = 360
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-_OTHERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def passing_outcome(frame: FrameType | None) -> bool | None:

@@ -35,7 +35,7 @@ from polytempo.partition.graph.checks import passing_outcome
 from polytempo.partition.graph.modes import attributes_kept, modes_kept, read_flags
 from polytempo.partition.graph.same_operations import CodeLine, first_difference
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _MADE = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros")
 _DRAWN = ("normal", "rand", "randint", "randn", "randperm")

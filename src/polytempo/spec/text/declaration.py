@@ -14,7 +14,7 @@ from typing import Any
 from polytempo.spec.text.names import Names, names
 from polytempo.spec.text.resolution import Function
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _PLAIN = {"bool": bool, "int": int, "float": float, "str": str, "None": NoneType}
 
 
