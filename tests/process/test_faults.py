@@ -23,7 +23,7 @@ from polytempo.engines.join import init as joining
 from polytempo.engines.launch import launch
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.worker import RankInfo, Result
-from polytempo.training.checkpoint.checkpoint_files import checkpoint_files as checkpoint
+from polytempo.training.checkpoint import checkpoint_files as checkpoint
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.training.observe import checkpoint_writer
 from process.crew import squared

@@ -22,7 +22,7 @@ from polytempo.core import Strategy
 from polytempo.engines.processes.worker import Result
 from polytempo.report.runs import load_run
 from polytempo.report.status.metrics import read_metrics
-from polytempo.training.checkpoint.checkpoint_files import checkpoint_files as checkpoint
+from polytempo.training.checkpoint import checkpoint_files as checkpoint
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.worlds import ProcessWorld
 from process.crew import together

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polytempo.training.checkpoint.checkpoint_files import fingerprint as module
+from polytempo.training.checkpoint import fingerprint as module
 from polytempo.training.checkpoint.fingerprint import fingerprint
 
 DTYPES = [
