@@ -50,9 +50,9 @@ class Checks(Collection[str]):
     def __contains__(self, name: object) -> bool:
         return name in self._checks
 
-    def check(self, function: Check) -> Check:
-        """Make it one of the checks."""
-        self._checks[function.__name__] = function
+    def check(self, function: Check, name: str = "") -> Check:
+        """Make it one of the checks, by its own name if no other is given."""
+        self._checks[name or function.__name__] = function
         return function
 
     def passed(self, name: str, size: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, NAdam, Optimizer
 
 from polytempo.core.state import Saved
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved, state_device
@@ -45,6 +45,19 @@ def test_tensors_among_the_hyper_parameters_stay_tensors() -> None:
     assert kinds(group["betas"]) == ("torch.float32", "torch.float32")
     assert torch.equal(group["lr"], before.param_groups[0]["lr"])
     assert [float(beta) for beta in group["betas"]] == [float(torch.tensor(0.8)), float(torch.tensor(0.9))]
+
+
+def test_state_keeps_its_dtype_where_parameters_have_another() -> None:
+    def nadam() -> NAdam:
+        return NAdam([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+
+    before, after = stepped(nadam()), nadam()
+    optimizer_restore(after, optimizer_saved(before))
+    [own], [given] = after.state.values(), before.state.values()
+    assert given["mu_product"].dtype == torch.float32
+    assert {key: (value.dtype, value.tolist()) for key, value in own.items()} == {
+        key: (value.dtype, value.tolist()) for key, value in given.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ its kind. Refused, with TypeError: everything else, such as instances of classes
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from torch import Tensor
 MOST_DEPTH = 64
 """Values that lie deeper in one another are refused."""
 _WIDE = 1 << 63
+_DICTS: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
 
 def encoded(value: Any) -> bytes:
@@ -42,7 +43,7 @@ def _plain(value: Any, depth: int) -> Any:
         return value if -_WIDE <= value < _WIDE else ["int", str(value)]
     if kind in (list, tuple, set, frozenset, torch.Size):
         return [kind.__name__, *(_plain(each, depth - 1) for each in value)]
-    if kind in (dict, OrderedDict):
+    if kind in _DICTS.values():
         return [kind.__name__, *([_plain(k, depth - 1), _plain(v, depth - 1)] for k, v in value.items())]
     if kind is complex:
         return ["complex", value.real, value.imag]
@@ -80,9 +81,8 @@ def _value(plain: Any, depth: int) -> Any:
         case "list" | "tuple" | "set" | "frozenset" | "Size":
             make = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}[kind]
             return make(_value(each, depth - 1) for each in rest)
-        case "dict" | "OrderedDict":
-            pairs = [(_value(key, depth - 1), _value(each, depth - 1)) for key, each in rest]
-            return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+        case "dict" | "OrderedDict" | "Counter":
+            return _DICTS[kind]({_value(key, depth - 1): _value(each, depth - 1) for key, each in rest})
         case "int":
             return int(rest[0])
         case "complex":

@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polytempo.compression import through
-from polytempo.core import Bundle, Codec, State
+from polytempo.compression.exchange.wire_route import Exchanged
+from polytempo.core import Bundle, Codec
 from polytempo.horovod.runtime.groups import SetTransport
 
 _Layout = tuple[torch.dtype, tuple[torch.Size, ...]]
+Kept = tuple[int, dict[_Layout, Exchanged]]
+"""A copy of what an exchange remembers."""
 
 
 class CodecExchange:
     """Made by the program, for one name; all ranks make theirs with equal codecs. Wires travel as `through` decides.
 
-    What ranks have not sent yet belongs to it, by dtype and shapes.
+    What ranks have not sent yet belongs to it, by dtype and shapes. `step` counts its exchanges: all ranks draw by it.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.name = codec.facts.name
         self._transform = through(codec)
-        self._states: dict[_Layout, State] = {}
+        self._states: dict[_Layout, Exchanged] = {}
+        self.step = 0
 
     def average_(self, transport: SetTransport, tensors: Mapping[str, Tensor]) -> None:
         """Each of the tensors, of one dtype, becomes the mean. With one rank it stays, and the residual is added."""
         layout = next(iter(tensors.values())).dtype, tuple(tensor.shape for tensor in tensors.values())
         bundle = Bundle(tensors)
         state = self._states[layout] if layout in self._states else self._transform.init(bundle)
-        answer, self._states[layout] = transport.transformed(self._transform, bundle, state)
+        answer, after = transport.transformed(self._transform, bundle, state._replace(step=self.step))
+        self.step, self._states[layout] = after.step, after
         for tensor, view in zip(tensors.values(), answer.views.values(), strict=True):
             tensor.copy_(view)
+
+    def kept(self) -> Kept:
+        """A copy of what it remembers."""
+        return copy.deepcopy((self.step, self._states))
+
+    def go_to(self, kept: Kept) -> None:
+        """Remember this instead."""
+        self.step, self._states = copy.deepcopy(kept)
 
 
 def encodable(tensors: Sequence[Tensor]) -> bool:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer, SparseAdam
 
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import rank
 from polytempo.horovod.torch.collectives import allgather_async, broadcast_async_
 from polytempo.horovod.torch.handles import synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+from polytempo.training.checkpoint.optimizer_state import load_exactly
 
 _VALUE, _ERROR = 0, 1
 
@@ -54,10 +55,8 @@ def broadcast_optimizer_state(
     """Give all ranks the state and the options (learning rates, …) of rank `root_rank`'s optimizer.
 
     An optimizer without state gets gradients of zeros, as Horovod gives it; embeddings of `model` whose gradients are
-    sparse get none. Errors: ValueError for LBFGS, whose state is no tensors by parameter.
+    sparse get none. LBFGS's history travels, too, which Horovod refuses.
     """
-    if isinstance(optimizer, LBFGS):
-        raise ValueError("the state of torch.optim.LBFGS cannot be broadcast; begin all ranks with a new one")
     if not optimizer.state and not isinstance(optimizer, SparseAdam):
         sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False)} if model else set()
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -66,7 +65,7 @@ def broadcast_optimizer_state(
     mine = optimizer.state_dict() if rank() == root_rank else None
     state = broadcast_object(mine, root_rank, "optimizer_state", process_set)
     if rank() != root_rank:
-        optimizer.load_state_dict(state)
+        load_exactly(optimizer, state)
 
 
 def broadcast_object(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.runtime.codec_exchange import CodecExchange, Kept
 from polytempo.horovod.torch.collectives import (
     ReductionOp,
     allreduce_async_,
@@ -88,12 +89,42 @@ class GradientReduction:
 
     def _begin_encoded(self, group: Sequence[Tensor], by: CodecCompression) -> Callable[[], None]:
         name = self.names[group[0]]
-        if name not in self._exchanges:
-            self._exchanges[name] = by.lasting()
-        given, exchange = [_gradient(parameter) for parameter in group], self._exchanges[name]
+        given, exchange = [_gradient(parameter) for parameter in group], self._exchange(name, by)
         options = (self.op, self.factors, self.process_set, exchange)
         handle = encoded_allreduce_async(given, f"encoded.{name}", *options, in_place=True)
         return partial(synchronize, handle)
+
+    def reduced_loss(self, loss: Any) -> Tensor:
+        """All ranks' losses as one, as their gradients are reduced."""
+        own = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
+        synchronize(allreduce_async_(own, None, "closure.loss", self.op, process_set=self.process_set))
+        return own
+
+    def _exchange(self, name: str, by: CodecCompression) -> CodecExchange:
+        if name not in self._exchanges:
+            self._exchanges[name] = by.lasting()
+        return self._exchanges[name]
+
+    def kept(self) -> dict[str, Kept]:
+        """A copy of what this rank's exchanges by a codec remember."""
+        return {name: exchange.kept() for name, exchange in self._exchanges.items()}
+
+    def go_to(self, kept: Mapping[str, Kept]) -> None:
+        """Remember this instead."""
+        self._exchanges = {name: each for name, each in self._exchanges.items() if name in kept}
+        for name, exchange in self._exchanges.items():
+            exchange.go_to(kept[name])
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """How many exchanges by a codec there were, by name; the same on all ranks that were there."""
+        return {name: exchange.step for name, exchange in self._exchanges.items()}
+
+    def count_from(self, steps: Mapping[str, int]) -> None:
+        """Count exchanges as another rank does. What this rank has not sent yet stays its own."""
+        if self.codec is not None:
+            for name, step in steps.items():
+                self._exchange(name, self.codec).step = step
 
     def _begin_sparse(self, parameter: Tensor) -> Callable[[], None]:
         later = sparse_allreduce_async(_gradient(parameter), self.names[parameter], self.op, self.process_set)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Codec, Strategy
 from polytempo.horovod.torch.basics import session
@@ -167,6 +167,17 @@ class _Distributed(Optimizer):
         """Change that; accumulations are counted anew."""
         self._passes = passes
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own. The one that was given has it, too: a schedule may have been made for that."""
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
+
     def synchronize(self) -> None:
         """Wait for what is reduced."""
 
@@ -253,7 +264,8 @@ class _ReducedGradients(_Distributed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is not reduced yet, then the optimizer's own step; after each call of `closure`, if there is one.
 
-        All ranks call a closure equally often: so does every optimizer whose step does not depend on the loss.
+        All ranks call a closure equally often: so does every optimizer whose step does not depend on the loss. LBFGS,
+        whose step does, gets that of all ranks, reduced as the gradients are.
         """
         if closure is not None and self._takes_part:
             return self._step_with(closure)
@@ -273,7 +285,7 @@ class _ReducedGradients(_Distributed):
             loss = closure()
             if self._synchronizes and not self._synchronized:
                 self.synchronize()
-            return loss
+            return self._reduction.reduced_loss(loss) if isinstance(self, LBFGS) else loss
 
         answer = super().step(reduced)
         self._synchronized = False

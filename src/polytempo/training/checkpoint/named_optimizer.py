@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from polytempo.spec.text.plain_values import typed
 from polytempo.training.checkpoint.checkpoint_files import ForeignCheckpoint
+from polytempo.training.checkpoint.optimizer_state import load_exactly
 
 NAMES = "optimizer parameters"
 """The scalar that has the names of the optimizer's parameters, in its order."""
@@ -36,7 +37,7 @@ def load_by_names(
         for group, old in zip(groups, now["param_groups"], strict=True)
     ]
     mine = {index: dict(state[name]) for index, name in enumerate(names) if name in state}
-    optimizer.load_state_dict({"state": mine, "param_groups": taken})
+    load_exactly(optimizer, {"state": mine, "param_groups": taken})
 
 
 def under(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -61,7 +61,33 @@ def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimize
         {key: typed(value, old.get(key)) for key, value in group.items()}
         for group, old in zip(described["groups"], now["param_groups"], strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    load_exactly(optimizer, {"state": state, "param_groups": groups})
+
+
+def load_exactly(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, after which each value is what it was.
+
+    By itself torch rounds tensors to their parameter's dtype, also those that an optimizer keeps in another (NAdam's
+    product of momenta in float32), and makes other texts of texts.
+    """
+    optimizer.load_state_dict(dict(state))
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        given, own = state["state"].get(index), optimizer.state.get(parameter)
+        if isinstance(given, dict) and isinstance(own, dict):
+            own.update({key: _as_given(value, own[key]) for key, value in given.items() if key in own})
+
+
+def _as_given(given: Any, loaded: Any) -> Any:
+    """`loaded`, but for what loading has changed."""
+    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
+        return loaded if given.dtype == loaded.dtype else given.to(loaded.device)
+    if isinstance(given, dict) and isinstance(loaded, dict):
+        return {key: _as_given(value, loaded[key]) for key, value in given.items()}
+    if isinstance(given, list | tuple) and isinstance(loaded, list | tuple):
+        return type(given)(map(_as_given, given, loaded))
+    return given
 
 
 async def broadcast_optimizer(

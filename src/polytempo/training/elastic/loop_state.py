@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port
+from polytempo.training.checkpoint.optimizer_state import load_exactly
 from polytempo.training.elastic.elastic_state import broadcast_json, hand_over_model
 
 
@@ -58,7 +59,7 @@ class ElasticState:
         """Go back to the last commit."""
         model, optimizer, values = self._kept
         self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        load_exactly(self.optimizer, copy.deepcopy(optimizer))
         for name, value in copy.deepcopy(values).items():
             setattr(self, name, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,22 +16,26 @@ from polytempo.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from polytempo.horovod.torch.gradient_reduction import GradientReduction
+from polytempo.training.checkpoint.optimizer_state import load_exactly
 
 
 class TorchState(ObjectState):
     """`TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)`; `state.epoch` is a value.
 
-    Modules, optimizers and `ElasticSampler`s among the arguments are saved, restored and synchronized as such, by any
-    name; the others are values, as those of `ObjectState`. A commit costs a copy of model and optimizer state.
+    Modules, optimizers, `ElasticSampler`s, and what else has `state_dict` and `load_state_dict` (schedules, a
+    `GradScaler`), are saved, restored and synchronized as such, by any name; the others are values, as those of
+    `ObjectState`. A commit costs a copy of model and optimizer state, and of what a codec has not sent yet, which is
+    each rank's own: a newcomer has none.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
         given = {"model": model, "optimizer": optimizer, **kwargs}
         self._parts: dict[str, _Part] = {}
         for name, value in given.items():
-            for kind, part in _PARTS:
-                if isinstance(value, kind):
-                    self._parts[name] = part(value)
+            part = next((part for kind, part in _PARTS if isinstance(value, kind)), None)
+            if part is not None:
+                self._parts[name] = part(value)
         super().__init__(**{name: value for name, value in kwargs.items() if name not in self._parts})
         for name in given.keys() - self._names:
             setattr(self, name, given[name])
@@ -114,12 +118,44 @@ class _OptimizerPart:
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
+        self._unsent = None if self._reduction is None else self._reduction.kept()
+
+    def restore(self) -> None:
+        load_exactly(self.value, copy.deepcopy(self._saved))
+        if self._reduction is not None and self._unsent is not None:
+            self._reduction.go_to(self._unsent)
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        if self._reduction is not None:
+            self._reduction.count_from(broadcast_object(self._reduction.steps, 0, "elastic.exchanges"))
+
+    @property
+    def _reduction(self) -> GradientReduction | None:
+        """Of an optimizer that is distributed."""
+        return getattr(self.value, "_reduction", None)
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class _StatefulPart:
+    def __init__(self, value: _Stateful) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0, "elastic.part"))
 
 
 class _SamplerPart:
@@ -142,4 +178,5 @@ _PARTS: tuple[tuple[type[Any], type[_Part]], ...] = (
     (nn.Module, _ModelPart),
     (Optimizer, _OptimizerPart),
     (ElasticSampler, _SamplerPart),
+    (_Stateful, _StatefulPart),
 )
