@@ -12,10 +12,7 @@ import pytest
 
 import polytempo.runs.own_loop.attach
 from polytempo.runs.own_loop.loop_server import LoopServer
-from polytempo.server.layout import part
 from polytempo.server.message import Message
-from polytempo.server.shard.node import Node
-from polytempo.server.shard.shard import Shard
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.worlds import ProcessWorld
 
@@ -40,14 +37,12 @@ class InProcess:
         facts = LoopFacts.from_plain(text, *facts.blobs)  # what has travelled
         orders, self._orders = os.pipe()
         server = LoopServer(facts, {"processes": [os.getpid()], "keys": None}, lambda line: None, orders)
-        self.server, self._at = server, facts.topology.coordinator
+        plan = facts.plan
+        self.server, self._at = server, plan.topology.coordinator
         self._machines: dict[int, Any] = {self._at: server.coordinator}
-        for number, chain in enumerate(facts.topology.chains):
+        for number, chain in enumerate(plan.topology.chains):
             for node in chain:
-                held = facts.spans[number]
-                weights = part(facts.weights, held).clone()
-                shard = Shard(number, facts.parameters, held, weights, facts.service, running=facts.running)
-                self._machines[node] = Node(node, shard, self._at, facts.timing)
+                self._machines[node] = plan.copy(node, plan.shard(number))
                 self._deliver(self._at, node, server.coordinator.view)
         return self
 

@@ -112,7 +112,7 @@ def test_what_was_acknowledged_is_saved_and_each_ticket_counts_once(
     number, checkpoint = number_after(0), tmp_path / "checkpoint"
     assert complete(checkpoint, number, SHARDS)
     saved = _with_parts(
-        checkpoint, SHARDS, read_run_snapshot(checkpoint, number), run[-1].program.service.numbers_per_batch
+        checkpoint, SHARDS, read_run_snapshot(checkpoint, number), run[-1].program.plan.service.numbers_per_batch
     )
     for applied in saved.applied:
         for first, last in run[-1].scheduler.done:

@@ -112,12 +112,12 @@ def test_a_stage_s_shards_have_its_parameters_in_the_whole_model_s_order() -> No
 def test_every_parameter_is_in_one_shard_of_its_stage() -> None:
     strategy = pt.strategies.interleaved(2, 2, inner=pt.strategies.downpour(shards=3))
     program = ServedProgram(RunSpec.of(plain(), strategy, 4, RunOptions(steps=1)))
-    held = sorted(span for spans in program.spans for span in spans)
+    held = sorted(span for spans in program.plan.spans for span in spans)
     assert [(a.end, b.begin) for a, b in pairwise(held) if a.end != b.begin] == []
-    assert (held[0].begin, held[-1].end, len(program.spans)) == (0, program.weights.numel(), 6)
-    assert [program.first_worker(shard) for shard in range(6)] == [0, 0, 0, 2, 2, 2]
-    assert program.topology.replica_of(3) == (1, 3)
-    assert program.topology.beside(3) == (2, 3)
+    assert (held[0].begin, held[-1].end, len(program.plan.spans)) == (0, program.plan.weights.numel(), 6)
+    assert [program.plan.first_worker(shard) for shard in range(6)] == [0, 0, 0, 2, 2, 2]
+    assert program.plan.topology.replica_of(3) == (1, 3)
+    assert program.plan.topology.beside(3) == (2, 3)
 
 
 class Tied(nn.Module):

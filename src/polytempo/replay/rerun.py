@@ -28,12 +28,10 @@ from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.simulated.virtual_scoring import OffTheClock
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.record import requests_of
-from polytempo.server.shard.node import Node
 from polytempo.server.snapshots.snapshot import read
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.server.timing import Timing
@@ -65,7 +63,9 @@ class Rerun:
         first = len(self.rank_of)
         chains = tuple((first + shard,) for shard in range(shards))
         self.topology = Topology(tuple(range(facts.workers)), chains, coordinator=first + shards)
-        self.program = ServedProgram(RunSpec.of(job, strategy, facts.workers, options_of(facts, data)), self.topology)
+        spec = RunSpec.of(job, strategy, facts.workers, options_of(facts, data))
+        self.program = ServedProgram(spec, self.topology, see=lambda model, data: _TIMING)
+        self.plan = self.program.plan
         entries = [entry for machine in (recorded.coordinator, *recorded.shards) for entry in machine]
         taken = Counter((each.worker, each.incarnation) for entry in entries for each in requests_of(entry))
         self.progress = ReplayProgress(self.rank_of, taken, facts.workers, stop)
@@ -103,20 +103,14 @@ class Rerun:
     # ------------------------------------------------------------------ machines
 
     def _coordinator(self, recorded: Recorded) -> Coordinator:
-        facts = self.facts
         scheduler = self.scheduler
         if recorded.start is not None:
             found = resumed(recorded.start, len(self.topology.chains), {})
             scheduler.load(found.scheduler, found.applied)
             for first, last in found.applied[0]:
                 self.progress.pushed.add(first, last)
-        return Coordinator(
-            Nodes(self.topology.coordinator, self.topology.workers, self.topology.chains),
-            scheduler,
-            _TIMING,
-            incarnation=facts.generation * LIVES + 1,
-            listeners=Listeners(on_row=self._on_row),
-        )
+        first = self.facts.generation * LIVES + 1
+        return self.plan.coordinator(scheduler, Listeners(on_row=self._on_row), incarnation=first)
 
     def _on_row(self, text: bytes) -> None:
         self.rows.append(json.loads(text))
@@ -131,14 +125,14 @@ class Rerun:
     def _shard(self, recorded: Recorded, number: int) -> OrderedShard:
         """The shard as it was when the run began, or went on."""
         native = self.facts.native and can_be_native(self.program.dtype)
-        shard = self.program.shard(number, native=native)
+        shard = self.plan.shard(number, native=native)
         if recorded.start is not None:
             assert self.facts.snapshot is not None
             saved = read(recorded.start, self.facts.snapshot, number)
             shard.load(saved.state, saved.tensors)
         watcher = None if self.scores is None else self.scores.watcher(shard, lambda: node)
         chains, coordinator = self.topology.chains, self.topology.coordinator
-        node = Node(chains[number][0], shard, coordinator, _TIMING, on_entry=watcher)
+        node = self.plan.copy(chains[number][0], shard, on_entry=watcher)
         node.receive(0.0, coordinator, View(1, chains, ()))
         if self.scores is not None:
             self.scores.begin([shard])
@@ -158,7 +152,7 @@ class Rerun:
         """One life, from the cue before its first message to the cue after its last."""
         await port.take(None)
         worker, incarnation = life
-        client = self.program.client(worker, incarnation, _TIMING)
+        client = self.plan.client(worker, incarnation)
         context = self.program.context()
         context.compute_gradients = _noting(context.compute_gradients, self.losses[life])
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}

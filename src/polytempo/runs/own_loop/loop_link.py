@@ -94,12 +94,12 @@ def _connected(
     world: ProcessWorld, told: Mapping[str, Any], facts: LoopFacts, keys: Keys | None, host: str, *, near: bool
 ) -> WatchedMail:
     """The mail of this rank, which others reach at `host`. `near`: the server is on this host."""
-    coordinator = facts.topology.coordinator
+    coordinator = facts.plan.topology.coordinator
     if keys is None:
         mail = _on_one_host(world.rank, told, facts)
     else:
         keeper = (coordinator, str(told["coordinator"]))
-        mail = HostMailboxes(world.life, bracketed(host), keys, facts.mail_bytes, keeper).mailbox(world.rank)
+        mail = HostMailboxes(world.life, bracketed(host), keys, facts.plan.mail_bytes, keeper).mailbox(world.rank)
     return WatchedMail(mail, coordinator, process=told["process"] if near else None)
 
 
@@ -170,7 +170,7 @@ def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> Server
     status = home.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PolytempoError(f"{home} is not a private folder of this user, so what listens there is not the server")
-    mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.mail_bytes))
+    mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.plan.mail_bytes))
     return NodeMail(rank, mailbox, lambda node: socket_in(home, node), moves=False)
 
 

@@ -37,11 +37,7 @@ from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_node import Mailboxes, Setting
 from polytempo.runs.served.supervisor import ProcessSupervisor
-from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
-from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.coordinator.saved_schedule import encoded
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, RunFailed
@@ -52,8 +48,6 @@ from polytempo.wire.keys import Keys, write_keys
 from polytempo.worlds.process.mail import MailWorld
 
 _MOST_EPOCHS = 1 << 24
-_MOST_HELD = 1024
-"""A worker asks for one ticket at a time, so it holds as many as its strategy pushes together, and one or two more."""
 _GRACE_S = 3.0
 """How long copies may take to end by themselves."""
 _LINGER_S = 1.0
@@ -91,33 +85,19 @@ class LoopServer:
     ) -> None:
         self.facts, self._order, self._say, self._orders = facts, order, say, orders
         os.set_blocking(orders, False)
-        self.topology, self.incarnation = facts.topology, facts.incarnation
+        self.plan = facts.plan
+        self.topology, self.incarnation = facts.plan.topology, facts.plan.incarnation
         self.options = RunOptions(timeout_s=facts.timeout_s)
-        self.most_lives = facts.most_lives
         self.events = RunEvents()
         self.events.say = lambda line: print(f"polytempo: parameter server: {line}", file=sys.stderr, flush=True)
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
-        service = facts.service
-        self.scheduler = BatchScheduler(
-            batches_per_epoch=facts.batches_per_epoch,
-            num_tickets=_MOST_EPOCHS * facts.batches_per_epoch,
-            deals=service.deals,
-            workers=len(self.topology.firsts),
-            warm_start=service.warm_start,
-            most_held=_MOST_HELD,
-            rests=service.waits,
-            pauses=True,
-        )
+        each = facts.batches_per_epoch
+        self.scheduler = self.plan.scheduler(each, _MOST_EPOCHS * each, pauses=True)
         if facts.epochs_done:
-            done = facts.epochs_done * facts.batches_per_epoch
-            self.scheduler.load(encoded(facts.batches_per_epoch, done, ((0, done - 1),)))
-        self.coordinator = Coordinator(
-            Nodes(self.topology.coordinator, self.topology.firsts, self.topology.chains),
-            self.scheduler,
-            facts.timing,
-            incarnation=self.incarnation,
-            listeners=Listeners(on_row=self._hear, on_event=lambda event: self.on_event(event)),
-            reshaper=Reshaper(facts.parameters, facts.spans),
+            done = facts.epochs_done * each
+            self.scheduler.load(encoded(each, done, ((0, done - 1),)))
+        self.coordinator = self.plan.coordinator(
+            self.scheduler, Listeners(on_row=self._hear, on_event=lambda event: self.on_event(event))
         )
         self.saves: SnapshotSaves | None = None
         self.out = None
@@ -134,7 +114,7 @@ class LoopServer:
         facts = self.facts
         with ExitStack() as stack:
             setting = self._setting if facts.servers else dict
-            launch = Launch(self._hold, None, setting, facts.workers, self.most_lives, self._order["threads"])
+            launch = Launch(self._hold, None, setting, facts.workers, self.plan.most_lives, self._order["threads"])
             engine = stack.enter_context(self._on_servers(launch) if facts.servers else Local().open(launch))
             home = engine.address.home
             self._line, self._mailboxes, address = self._meet(home)
@@ -152,7 +132,7 @@ class LoopServer:
             engine.stop()
         statistics = [shard for _, shard in sorted(self.coordinator.statistics.items())]
         return {
-            **facts_of(facts.service, statistics, [], 0),
+            **facts_of(self.plan.service, statistics, [], 0),
             **self.events.facts,
             "done": self.scheduler.done,
             "tickets": [shard.tickets for shard in statistics],
@@ -182,7 +162,7 @@ class LoopServer:
 
     def _meet(self, home: Path | None) -> tuple[ServerLine, Mailboxes, str]:
         """The coordinator's line, the mailboxes of the copies, and where ranks of other hosts reach the coordinator."""
-        node, most_bytes = self.topology.coordinator, self.facts.mail_bytes
+        node, most_bytes = self.topology.coordinator, self.plan.mail_bytes
         if self._order["keys"] is None:
             assert home is not None
             directory = MailboxDirectory(home, "shared", None, most_bytes)
@@ -193,7 +173,7 @@ class LoopServer:
         return keeper, HostMailboxes(0, host, keys, most_bytes, (node, keeper.address)), keeper.address
 
     def _conduct(self, launcher: Launcher) -> None:
-        world = MailWorld(self.topology.coordinator, self._line, self.facts.node_hosts, zero_s=self._zero_s)
+        world = MailWorld(self.topology.coordinator, self._line, self.plan.hosts, zero_s=self._zero_s)
         try:
             world.drive(serve(world.port, launcher))
         except BaseException as error:

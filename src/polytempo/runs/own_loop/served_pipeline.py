@@ -240,8 +240,8 @@ class ServedPipeline:
         )
         return replace(
             facts,
-            stages=stages.facts,
-            running=stages.running_of_all,
+            stages=stages.planned,
+            running=stages.running,
             passed_bytes=stages.most_bytes,
             states=tuple(each.numpy().tobytes() for each in shards),
             epochs_done=self._epochs_done,

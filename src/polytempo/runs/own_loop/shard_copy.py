@@ -9,11 +9,8 @@ from typing import Any
 from polytempo.engines.engine import Role
 from polytempo.runs.mail.host_mail import HostMailboxes
 from polytempo.runs.served.served_node import Mailboxes, Setting
-from polytempo.server.layout import part
 from polytempo.server.loop import serve
 from polytempo.server.message import View
-from polytempo.server.shard.node import Node
-from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.state_copy import begin_with
 from polytempo.training.own_loop.loop_facts import LOOP_FORMAT, LoopFacts
 from polytempo.wire.keys import Keys
@@ -34,29 +31,21 @@ def hold_shard_of(
     first, second, _ = accumulate(text["sizes"])
     facts = LoopFacts.from_plain(text, data[:first], data[first:second], data[second:])
     now, (node, address) = Setting.from_plain(setting), setting["keeper"]
-    mail = HostMailboxes(role.life, host, Keys.from_plain(setting["keys"]), facts.mail_bytes, (node, address))
+    mail = HostMailboxes(role.life, host, Keys.from_plain(setting["keys"]), facts.plan.mail_bytes, (node, address))
     return hold_shard(facts, role, now.view, mail, now.zero_s)
 
 
 def hold_shard(facts: LoopFacts, role: Role, view: View, mail: Mailboxes, zero_s: float) -> dict[str, Any]:
     """Be a copy of a shard until the loop ends. `zero_s`: the zero of the run's clock, on the monotonic one."""
-    held, coordinator = view.spans[role.shard], facts.topology.coordinator
-    shard = Shard(
-        role.shard,
-        facts.parameters,
-        held,
-        part(facts.weights, held).clone(),
-        facts.service,
-        running=facts.running_of(role.shard),
-    )
+    plan = facts.plan
+    shard = plan.shard(role.shard, view.spans)
     if facts.states and not role.blank:
         begin_with(shard, facts.states[role.shard])
-    first = facts.first_worker(role.shard)
-    node = Node(role.node, shard, coordinator, facts.timing, blank=role.blank, first_worker=first)
+    node = plan.copy(role.node, shard, blank=role.blank)
     line = mail.mailbox(role.node, own_process=True)
-    world = MailWorld(role.node, line, facts.node_hosts, zero_s=zero_s, max_events=0)
+    world = MailWorld(role.node, line, plan.hosts, zero_s=zero_s, max_events=0)
     try:
-        for to, message in node.receive(world.now_s(), coordinator, view):
+        for to, message in node.receive(world.now_s(), plan.topology.coordinator, view):
             line.post(to, message)
         world.drive(serve(world.port, node))
     finally:

@@ -43,5 +43,5 @@ def perform(
         served = served._replace(record=None)  # a record grows by every message, and an object cannot grow
     program, keys = ServedProgram(spec, spec.topology(served.hosts)), Keys.from_plain(setting["keys"])
     node, address = setting["keeper"]
-    mail = HostMailboxes(role.life, host, keys, program.mail_bytes, (node, address), memory)
+    mail = HostMailboxes(role.life, host, keys, program.plan.mail_bytes, (node, address), memory)
     return act(program, role, served, mail, None if memory is None else memory.arenas)

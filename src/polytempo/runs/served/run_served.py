@@ -37,7 +37,7 @@ from polytempo.server.message import Message, Outbox
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
-from polytempo.spec.topology import Topology
+from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
@@ -69,7 +69,7 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
             live.events = lambda: run.events.events
             stack.callback(run.close)
             logs = stack.enter_context(logs_of(options.out))
-            launch = Launch(run.work, spec, run.setting, spec.workers, run.most_lives, options.threads, logs)
+            launch = Launch(run.work, spec, run.setting, spec.workers, run.plan.most_lives, options.threads, logs)
             opened = stack.enter_context((engine or Local()).open(launch))
             if progress is not None:
                 run.events.say = progress.note
@@ -97,10 +97,10 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
 
 def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
     """Start all processes, be the coordinator until the end, and see that none is left."""
-    supervisor = ProcessSupervisor(engine, run.topology)
-    for worker in run.topology.workers:
+    supervisor = ProcessSupervisor(engine, run.plan.topology)
+    for worker in run.plan.topology.workers:
         supervisor.start("worker", worker, incarnation=run.incarnation)
-    for shard, chain in enumerate(run.topology.chains):
+    for shard, chain in enumerate(run.plan.topology.chains):
         for node in chain:
             supervisor.start("copy", node, shard=shard)  # each has the state that the run begins with
     if run.evaluator is not None:
@@ -121,13 +121,15 @@ class Conducted(Protocol):
     """A run as its launcher sees it; `ServedRun` is one."""
 
     coordinator: Coordinator
-    topology: Topology
     options: RunOptions
     events: RunEvents
     incarnation: int
-    most_lives: int
     on_event: Callable[[tuple[str, int]], None]
     saves: SnapshotSaves | None
+
+    @property
+    def plan(self) -> ServerPlan:
+        """Its nodes and limits."""
 
     @property
     def out(self) -> object:
@@ -144,8 +146,8 @@ class Launcher:
         self.departure: Departure | None = None
         """Who leaves because of SIGTERM. None: no process does."""
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
-        self._incarnations = dict.fromkeys(run.topology.workers, run.incarnation)
-        self._next_node = run.topology.evaluator + 1
+        self._incarnations = dict.fromkeys(run.plan.topology.workers, run.incarnation)
+        self._next_node = run.plan.topology.evaluator + 1
         self._restarts = 0
         self._now_s = 0.0
         self._heard_s: dict[int, float] = {}
@@ -160,7 +162,7 @@ class Launcher:
         self._look_at_s = 0.0
         self._ending: dict[int, set[int]] = {}
         """First worker of a replica that has lost a stage -> those of its processes that have not ended yet."""
-        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.topology.spares, self._shard)
+        self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.plan.topology.spares, self._shard)
         run.on_event = self._hear
 
     @property
@@ -227,7 +229,7 @@ class Launcher:
         for role in self._supervisor.running:
             if role.kind == "evaluator":
                 continue  # it hears of the end as the shards do
-            node = role.node if role.kind == "copy" else self._run.topology.replica_of(role.node)[0]
+            node = role.node if role.kind == "copy" else self._run.plan.topology.replica_of(role.node)[0]
             if node not in (chained if role.kind == "copy" else self._coordinator.released):
                 self._supervisor.kill(role.node)
 
@@ -237,13 +239,13 @@ class Launcher:
             return out  # processes end now because they shall
         for process in self._supervisor.look():
             role = process.role
-            ending = role.kind == "worker" and self._run.topology.replica_of(role.node)[0] in self._ending
+            ending = role.kind == "worker" and self._run.plan.topology.replica_of(role.node)[0] in self._ending
             if not ending and (process.failure is not None or (process.exit_code or 0) > 0):
                 raise self._died(process)
             if role.kind == "evaluator":
                 self._score_again(role, how(process))
                 continue
-            if role.kind == "worker" and self._run.topology.stages > 1:
+            if role.kind == "worker" and self._run.plan.topology.stages > 1:
                 out += self._stage_ended(process, now_s)
                 continue
             out += self._coordinator.lose(now_s, role.node)
@@ -267,7 +269,7 @@ class Launcher:
     def _stage_ended(self, process: EngineProcess, now_s: float) -> Outbox:
         """A worker that holds a stage has ended. The others of its replica cannot go on without it: all begin anew,
         unless every batch is done."""
-        role, replica = process.role, self._run.topology.replica_of(process.role.node)
+        role, replica = process.role, self._run.plan.topology.replica_of(process.role.node)
         first, ending = replica[0], self._ending.get(replica[0])
         if ending is None:
             if process.exit_code == 0:
@@ -293,7 +295,7 @@ class Launcher:
         return out
 
     def _died(self, process: EngineProcess) -> WorkerDied:
-        return died([process], self._run.most_lives, who=str(process.role), why=self._waited_for(process))
+        return died([process], self._run.plan.most_lives, who=str(process.role), why=self._waited_for(process))
 
     def _see_alive(self, now_s: float) -> None:
         """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""

@@ -131,7 +131,7 @@ class _Part:
         self, program: ServedProgram, role: Role, setting: Setting, mail: Mailboxes, arenas: Arenas | None
     ) -> None:
         self._program, self._role, self._setting, self._arenas = program, role, setting, arenas
-        self._topology, self._timing = program.topology, program.timing
+        self._plan, self._topology = program.plan, program.plan.topology
         self._chains = setting.view.chains
         self._mail = mail
 
@@ -139,11 +139,9 @@ class _Part:
         """A worker: what its model came to, and how it fared."""
         role, arenas = self._role, self._arenas
         memory = None if arenas is None else LentGradients(self._empty, lambda one: arenas.reference(one) is not None)
-        peers = self._program.peers_of(role.node)
-        client = self._program.client(
-            role.node, role.incarnation, self._timing, self._chains, memory=memory, peers=peers
-        )
-        port = world_port(role.node, self._program.hosts)
+        peers = self._plan.peers_of(role.node)
+        client = self._plan.client(role.node, role.incarnation, self._chains, memory=memory, peers=peers)
+        port = world_port(role.node, self._plan.hosts)
         group, stages = port.among(self._topology.beside(role.node)), None
         if self._program.stages is not None:
             stages = port.among(self._topology.replica_of(role.node))
@@ -153,7 +151,7 @@ class _Part:
             if stages is None:
                 program = work(group, context, client, leaving)
             else:  # SIGTERM to one of the replica's processes does not end it: the launcher decides
-                messages = StageMessages(port, stages.members, role.incarnation, self._timing)
+                messages = StageMessages(port, stages.members, role.incarnation, self._plan.timing)
                 program = through_stages(messages, work(group, context, client, stages=stages))
             attendance = world.drive(through(client, world.port, program))
         finally:
@@ -177,7 +175,7 @@ class _Part:
         node, coordinator = self._role.node, self._topology.coordinator
         held = scorer.numel, self._program.dtype
         evaluator = Evaluator(
-            *(node, coordinator, self._chains, *held, score, self._timing), running_of=self._program.running_of
+            *(node, coordinator, self._chains, *held, score, self._plan.timing), running_of=self._program.running_of
         )
         line, world = self._join()
         try:
@@ -189,7 +187,7 @@ class _Part:
         """A copy of a shard."""
         role, program, setting = self._role, self._program, self._setting
         present, options = setting.view.spans, program.spec.options
-        shard = program.shard(role.shard, present, empty=None if self._arenas is None else self._empty)
+        shard = self._plan.shard(role.shard, present, empty=None if self._arenas is None else self._empty)
         if setting.snapshot is not None and options.out is not None and not role.blank:
             checkpoint = options.out.absolute() / "checkpoint"
             saved = read(checkpoint, setting.snapshot, role.shard)
@@ -198,7 +196,7 @@ class _Part:
         recorder = CopyRecorder(setting.record, shard, role.node)
         snapshots = ScoreSnapshots(shard, program.points) if program.scores else None
         spans = present[role.shard] if role.shard < len(present) else ()
-        saves = shard_saves(role.shard, program.parameters, spans, options)
+        saves = shard_saves(role.shard, self._plan.parameters, spans, options)
 
         def on_entry(index: int, entry: ShardEntry) -> None:
             recorder.on_entry(index, entry)
@@ -207,16 +205,8 @@ class _Part:
             if saves is not None:
                 saves.look()
 
-        node = Node(
-            role.node,
-            shard,
-            self._topology.coordinator,
-            self._timing,
-            blank=role.blank,
-            on_entry=on_entry,
-            on_save=None if saves is None else saves.on_save,
-            first_worker=self._program.first_worker(role.shard),
-        )
+        on_save = None if saves is None else saves.on_save
+        node = self._plan.copy(role.node, shard, blank=role.blank, on_entry=on_entry, on_save=on_save)
         machine: Machine = node if snapshots is None else Showing(node, snapshots)
         if saves is not None and setting.if_lost is not None:
             machine = self._leaving(machine, node, saves, setting.if_lost)
@@ -242,7 +232,7 @@ class _Part:
 
     def _join(self) -> tuple[OpenMail, MailWorld]:
         line = self._mail.mailbox(self._role.node, own_process=True)
-        return line, MailWorld(self._role.node, line, self._program.hosts, zero_s=self._setting.zero_s)
+        return line, MailWorld(self._role.node, line, self._plan.hosts, zero_s=self._setting.zero_s)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._arenas is not None

@@ -28,16 +28,14 @@ from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
-from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox
 from polytempo.server.record import Entry
 from polytempo.server.tensors.optimizer import can_be_native
-from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.server_worker import Attendance
 from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
@@ -73,9 +71,7 @@ class ServedRun:
         self.spec, self.options = spec, spec.options
         self.out = None if spec.options.out is None else spec.options.out.absolute()
         self.program = ServedProgram(spec)
-        self.topology = self.program.topology
-        self.evaluator = self.topology.evaluator if self.program.scores else None
-        self.most_lives = self.program.most_lives
+        self.evaluator = self.plan.topology.evaluator if self.program.scores else None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self.scheduler = self.program.scheduler()
@@ -94,22 +90,27 @@ class ServedRun:
         self._saves_if_lost = False
         self._zero_s = time.monotonic()  # of all processes' clocks: training begins as soon as they are started
 
+    @property
+    def plan(self) -> ServerPlan:
+        """Nodes and limits."""
+        return self.program.plan
+
     def meet(self, address: EngineAddress) -> None:
         """Say how processes find each other: in a folder where they have this one's memory, else by the address book.
 
         Call it before the first of them is started, and `close` at the end.
         """
-        program = self.program
         self._saves_if_lost = address.grace_s > 0
-        self.topology = program.topology = on_hosts(program.topology, address.num_hosts)
+        self.program.place(address.num_hosts)
+        plan = self.plan
         if address.inherits and address.home is not None:
-            self._arenas = Arenas(self.most_lives, program.arena_bytes)
-            directory = MailboxDirectory(address.home, self.options.transport, self._arenas, program.mail_bytes)
+            self._arenas = Arenas(plan.most_lives, plan.arena_bytes)
+            directory = MailboxDirectory(address.home, self.options.transport, self._arenas, plan.mail_bytes)
             directory.open()
             self._mail: Mailboxes = directory
             return
         self._keys = make_keys()
-        self._keeper = KeeperMail(self.topology.coordinator, address.host, self._keys, program.mail_bytes)
+        self._keeper = KeeperMail(plan.topology.coordinator, address.host, self._keys, plan.mail_bytes)
         self._mail = self._keeper
 
     def close(self) -> None:
@@ -120,22 +121,16 @@ class ServedRun:
             self._keeper.close()
 
     def _coordinator(self) -> Coordinator:
-        return Coordinator(
-            Nodes(self.topology.coordinator, self.topology.firsts, self.topology.chains, self.evaluator),
-            self.scheduler,
-            self.program.timing,
-            incarnation=self.incarnation,
-            listeners=Listeners(
-                on_row=self.tally.take,
-                on_event=lambda event: self.on_event(event),
-                on_entry=lambda entry: self.on_entry(entry),
-            ),
-            reshaper=Reshaper(self.program.parameters, self.program.spans),
+        listeners = Listeners(
+            on_row=self.tally.take,
+            on_event=lambda event: self.on_event(event),
+            on_entry=lambda entry: self.on_entry(entry),
         )
+        return self.plan.coordinator(self.scheduler, listeners, self.evaluator, self.incarnation)
 
     def _resume(self) -> None:
         """Take over where the saved run stood, if this one goes on from one."""
-        options, batches, service = self.options, self.program.batches, self.program.service
+        options, batches, service = self.options, self.program.batches, self.plan.service
         self.common: dict[str, Any] = {
             "job": self.spec.job.name,
             "strategy": str(self.spec.strategy),
@@ -220,12 +215,13 @@ class ServedRun:
     def setting(self) -> Mapping[str, Any]:
         """What a process reads beside the run's `RunSpec`; see `program.perform`."""
         assert self._keeper is not None
+        plan = self.plan
         shares = self.options.transport == "shared"
         return {
-            "keeper": [self.topology.coordinator, self._keeper.address],
+            "keeper": [self.plan.topology.coordinator, self._keeper.address],
             "keys": self._keys.to_plain(),
             **self.given,
-            "memory": {"arenas": self.most_lives, "bytes": self.program.arena_bytes} if shares else None,
+            "memory": {"arenas": plan.most_lives, "bytes": plan.arena_bytes} if shares else None,
             **self._now().to_plain(),
         }
 
@@ -236,13 +232,13 @@ class ServedRun:
             record=None if self.recording is None else self.recording.folder,
             snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
             if_lost=None if self._lost is None else self._lost.number,
-            hosts=self.topology.hosts,
+            hosts=self.plan.topology.hosts,
         )
 
     def conduct(self, launcher: Machine) -> None:
         """Be the coordinator's process until the run is over."""
-        line = self._mail.mailbox(self.topology.coordinator)
-        world = MailWorld(self.topology.coordinator, line, self.program.hosts, zero_s=self._zero_s)
+        line = self._mail.mailbox(self.plan.topology.coordinator)
+        world = MailWorld(self.plan.topology.coordinator, line, self.plan.hosts, zero_s=self._zero_s)
         try:
             world.drive(serve(world.port, launcher))
         finally:
@@ -271,7 +267,7 @@ class ServedRun:
             excerpts.append(told)
             if role.kind == "worker" and told["stage"] is not None:
                 stages[told["stage"]["stage"]] = told["stage"]
-            if role.node in self.topology.firsts and told["sha256"] is not None:
+            if role.node in self.plan.topology.firsts and told["sha256"] is not None:
                 attendances.append(Attendance(*told["attendance"]))
                 finals[f"{role.node}.{role.incarnation}"], threads = told["sha256"], told["threads"]
         if not attendances:

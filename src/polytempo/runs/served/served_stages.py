@@ -1,7 +1,7 @@
 """`ServedStages`: the stages of a training with parameter servers: who has which parameters.
 
 whole model ──▶ Cut ──▶ own[k]: the parameters of stage k      ──▶ shards S·k … S·k + S - 1 hold them, S of each stage
-                        local[k]: where they lie in its vector       and its workers push to these alone
+                                                                 and its workers push to these alone
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from polytempo.core import Port
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.facts import steps_late
-from polytempo.server.layout import Parameter, Spans
+from polytempo.server.layout import Parameter
 from polytempo.server.service import check_service
-from polytempo.server.stage_layout import stage_spans
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
 from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.model.running_statistics import Running
-from polytempo.training.own_loop.loop_facts import LoopStage
 from polytempo.training.parts.staged_training import cut_of, first_batch
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import schedule_of
@@ -34,6 +32,7 @@ from polytempo.training.pipeline.priced_stage import on_meta
 from polytempo.training.pipeline.served_stage import ServedStage, StagedTraining
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch
+from polytempo.training.served.server_plan import PlannedStage
 from polytempo.training.served.shard_rule import parameters_of
 
 _MOST_MESSAGES = 200
@@ -64,17 +63,8 @@ class ServedStages:
         """The parameters of each stage, in the order in which its model has them."""
         self.most_bytes = max(cost.bytes_out for cost in cut.costs)
         """Of a tensor that passes from stage to stage: no stage sends more for a whole batch."""
-
-        each = shards // self._schedule.stages
-        self._shards = [stage_spans(parameters, own, each) for own in self.own]
-        self.spans = tuple(shard.whole for shards in self._shards for shard in shards)
-        """Of each shard its ranges of the vector of all parameters."""
+        self._shards_of_each = shards // self._schedule.stages
         self._running = [Running(self._model(stage)).vector() for stage in range(self._schedule.stages)]
-
-    def local(self, stage: int) -> tuple[Spans, ...]:
-        """Of every shard what it holds of the stage's own vector: of another stage's shard nothing."""
-        found = [(number, shard) for number, shards in enumerate(self._shards) for shard in shards]
-        return tuple(shard.own if number == stage else () for number, shard in found)
 
     def stage(self, stages: Port, flops_per_sample: float) -> ServedStage:
         """That of position `stages.rank` of a replica, in memory of its own."""
@@ -87,26 +77,22 @@ class ServedStages:
         return ServedStage(training, *self._whole, self.own, stages, flops_per_sample, self._priced)
 
     @property
-    def facts(self) -> tuple[LoopStage, ...]:
-        """What a server must know of each stage."""
+    def planned(self) -> tuple[PlannedStage, ...]:
+        """The stages as a `ServerPlan` has them."""
         sizes = [0 if vector is None else vector.numel() for vector in self._running]
         return tuple(
-            LoopStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)
+            PlannedStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)
         )
 
     @property
-    def running_of_all(self) -> Tensor | None:
+    def running(self) -> Tensor | None:
         """The running statistics of all stages, one after the other."""
         found = [vector for vector in self._running if vector is not None]
         return torch.cat(found) if found else None
 
-    def running(self, shard: int) -> Tensor | None:
-        """The running statistics of norms that a shard begins with: those of its stage."""
-        return self._running[shard // len(self._shards[0])]
-
     def running_of(self, parts: Mapping[int, Tensor | None]) -> Tensor | None:
         """The whole model's, of those that each shard has: of each stage the first shard's count."""
-        firsts = [parts[stage * len(self._shards[0])] for stage in range(len(self._shards))]
+        firsts = [parts[stage * self._shards_of_each] for stage in range(self._schedule.stages)]
         held = {stage: vector for stage, vector in enumerate(firsts) if vector is not None}
         found = [held[stage][begin:end] for stage, begin, end in self._places]
         return torch.cat(found) if found else None

@@ -47,7 +47,7 @@ class Tally:
     """The rows of metrics so far. `record(row)` takes them; `stop()` is called once when `until` is reached."""
 
     def __init__(self, program: ServedProgram, scheduler: BatchScheduler, before: RunSnapshot | None = None) -> None:
-        self._spec, self._service, self._batches = program.spec, program.service, program.batches
+        self._spec, self._service, self._batches = program.spec, program.plan.service, program.batches
         self._precision = program.precision
         self._scheduler = scheduler
         self.record: Callable[[dict[str, Any]], None] = lambda row: None

@@ -31,8 +31,6 @@ from polytempo.runs.served.tally import ServedTotals, Tally
 from polytempo.runs.simulated.virtual_scoring import OffTheClock
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
-from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
 from polytempo.server.shard.node import Node
@@ -76,17 +74,18 @@ class ServedSimulation:
     """Everything of one simulated run with a parameter server."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, native: bool, meta: bool = False) -> None:
-        def see(model: nn.Module, data: Data) -> None:
+        def see(model: nn.Module, data: Data) -> Timing:
             if not meta:
                 check_simulated(model, data, spec.workers)
             self.cost = step_cost(spec, model, data, cluster)
-            self.timing = _timing(_step_s(model, self.cost, spec, cluster))
+            return _timing(_step_s(model, self.cost, spec, cluster))
 
         self.spec, self.options, self.native, self.meta = spec, spec.options, native, meta
         served_by = replace(cluster, servers=spec.topology().num_servers)
         hosts = served_by.hosts(spec.topology().num_nodes)
         self.program = program = ServedProgram(spec, spec.topology(hosts), see=see, meta=meta)
-        self.topology = topology = program.topology
+        self.plan, self.topology = program.plan, program.plan.topology
+        topology = self.topology
         self.world = VirtualWorld(served_by, topology.num_nodes, seed=spec.seed)
         self._groups: dict[int, Port] = {}
         if meta and program.stages is None:  # without values there is one model, so all can be one
@@ -98,12 +97,8 @@ class ServedSimulation:
                 context.noise.sends = False
         self.scheduler = program.scheduler()
         self.tally = Tally(program, self.scheduler)
-        self.coordinator = Coordinator(
-            Nodes(topology.coordinator, topology.firsts, topology.chains),
-            self.scheduler,
-            self.timing,
-            listeners=Listeners(on_row=self._take, on_event=lambda event: self.reshapes.hear(event)),
-            reshaper=Reshaper(program.parameters, program.spans),
+        self.coordinator = self.plan.coordinator(
+            self.scheduler, Listeners(on_row=self._take, on_event=lambda event: self.reshapes.hear(event))
         )
         self.reshapes = Reshapes(
             self.coordinator,
@@ -140,11 +135,11 @@ class ServedSimulation:
         return None
 
     def _work(self, port: Port) -> Program[Attendance]:
-        client = self.program.client(port.rank, 1, self.timing, peers=self.program.peers_of(port.rank))
+        client = self.plan.client(port.rank, 1, peers=self.plan.peers_of(port.rank))
         group, stages = self._group(port), self._stages(port)
         program = work(group, self.contexts[port.rank], client, stages=stages)
         if stages is not None:
-            program = through_stages(StageMessages(port, stages.members, client.incarnation, self.timing), program)
+            program = through_stages(StageMessages(port, stages.members, client.incarnation, self.plan.timing), program)
         return through(client, port, program)
 
     def _group(self, port: Port) -> Port:
@@ -174,10 +169,9 @@ class ServedSimulation:
         view = View(1, topology.chains, ())
         for number, chain in enumerate((*topology.chains, *topology.spares)):
             for node in chain:
-                shard = self.program.shard(number, native=self.native)
+                shard = self.plan.shard(number, native=self.native)
                 watcher = None if self.scores is None else self.scores.watcher(shard, partial(nodes.__getitem__, node))
-                first = self.program.first_worker(number)
-                nodes[node] = Node(node, shard, topology.coordinator, self.timing, on_entry=watcher, first_worker=first)
+                nodes[node] = self.plan.copy(node, shard, on_entry=watcher)
                 nodes[node].receive(0.0, topology.coordinator, view)
         return nodes
 

@@ -10,38 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
-from polytempo.core.rule import Service, UpdateRule
+from polytempo.core.rule import UpdateRule
 from polytempo.server.coordinator.saved_schedule import LIVES
-from polytempo.server.layout import Parameter, Spans, shard_map
-from polytempo.server.stage_layout import stage_spans
-from polytempo.server.timing import Timing
+from polytempo.server.layout import Parameter
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.topology import Topology
 from polytempo.training.model.running_statistics import Running
+from polytempo.training.served.server_plan import PlannedStage, ServerPlan, timing_of_processes
 from polytempo.training.served.shard_rule import flat_of, parameters_of, shard_rule_of
 
-_SLOWLY_BYTES_PER_S = 100e6
-"""A copy is not thought dead for touching its parameters at this rate."""
 _MOST_RESTARTS = 20
 """So many copies may take another one's place."""
 LOOP_FORMAT = "polytempo-loop-facts 1"
 """Its `format` tells this text from others."""
-
-
-class LoopStage(NamedTuple):
-    """What a server must know of one stage of a model that is cut."""
-
-    parameters: tuple[str, ...]
-    """The names of its trained parameters, in the order in which its ranks push them."""
-    running: int
-    """How many numbers the running statistics of its norms are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +53,7 @@ class LoopFacts:
     """The epoch of the data that the run begins with."""
     servers: int = 0
     """How many of the launcher's processes hold the shards; 0: those that rank 0 starts beside itself."""
-    stages: tuple[LoopStage, ...] = ()
+    stages: tuple[PlannedStage, ...] = ()
     """Where the model is cut; (): every rank has all of it."""
     passed_bytes: int = 0
     """The largest tensor that passes from stage to stage."""
@@ -87,80 +75,24 @@ class LoopFacts:
         return len(set(self.hosts)) > 1
 
     @cached_property
-    def service(self) -> Service:
-        """What the strategy says about its server, with the optimizer that the shards apply."""
-        strategy = parse_strategy(self.strategy)
-        service, times = strategy.server, 1 if strategy.schedule is not None else max(1, len(self.stages))
+    def plan(self) -> ServerPlan:
+        """The server, with the optimizer that the strategy's shards apply."""
+        strategy, stages = parse_strategy(self.strategy), max(1, len(self.stages))
+        service = strategy.server
         assert service is not None, f"{self.strategy} has no parameter server"
-        return replace(service, optimizer=self.rule, allow_nan=self.allow_nan, shards=times * service.shards)
-
-    @cached_property
-    def topology(self) -> Topology:
-        """The nodes by number."""
-        counts = self.service.shards, self.service.replicas
-        return Topology.served(self.workers, *counts, hosts=self.hosts, stages=max(1, len(self.stages)))
-
-    @property
-    def incarnation(self) -> int:
-        """The first life of every rank: above all that shards with these states have known."""
-        return self.generation * LIVES + 1
-
-    @property
-    def most_lives(self) -> int:
-        """How many nodes there may be in all, with those that take another one's place."""
-        return self.topology.num_nodes + _MOST_RESTARTS + 1
-
-    @property
-    def node_hosts(self) -> list[int]:
-        """The host of each node."""
-        return [self.topology.host_of(node) for node in range(self.most_lives)]
-
-    @cached_property
-    def spans(self) -> tuple[Spans, ...]:
-        """What each shard holds."""
-        if not self.stages:
-            return shard_map(self.parameters, self.service.shards)
-        each = self.service.shards // len(self.stages)
-        own = [self.parameters_of(stage) for stage in range(len(self.stages))]
-        return tuple(shard.whole for some in own for shard in stage_spans(self.parameters, some, each))
-
-    def parameters_of(self, stage: int) -> tuple[Parameter, ...]:
-        """Those of a stage, in the order in which its ranks push them."""
-        known = {parameter.name: parameter for parameter in self.parameters}
-        return tuple(known[name] for name in self.stages[stage].parameters)
-
-    def of_rank(self, rank: int) -> tuple[tuple[Parameter, ...], tuple[Spans, ...]]:
-        """The parameters that a rank pushes, and of each shard what it holds of their vector."""
-        if not self.stages:
-            return self.parameters, self.spans
-        stage, each = self.topology.stage_of(rank), self.service.shards // len(self.stages)
-        own = self.parameters_of(stage)
-        found = [shard.own for shard in stage_spans(self.parameters, own, each)]
-        before, behind = stage * each, self.service.shards - (stage + 1) * each
-        return own, ((),) * before + tuple(found) + ((),) * behind
-
-    def running_of(self, shard: int) -> Tensor | None:
-        """The running statistics that a shard begins with."""
-        if not self.stages or self.running is None:
-            return self.running
-        stage = shard * len(self.stages) // self.service.shards
-        found = self.running.split([each.running for each in self.stages])[stage]
-        return found if len(found) else None
-
-    def first_worker(self, shard: int) -> int:
-        """The rank of the first worker that a shard serves; the others follow it."""
-        stages = self.topology.stages
-        return shard * stages // self.service.shards * len(self.topology.firsts)
-
-    @property
-    def timing(self) -> Timing:
-        """How long the processes wait for each other."""
-        return Timing(deadline_s=self.timeout_s).of_processes(self.weights.nbytes / _SLOWLY_BYTES_PER_S)
-
-    @property
-    def mail_bytes(self) -> int:
-        """The largest tensors that any message carries, in all."""
-        return max(self.passed_bytes, (2 * self.workers + 8) * self.weights.nbytes)
+        shards = service.shards * (1 if strategy.schedule is not None else stages)
+        return ServerPlan(
+            replace(service, optimizer=self.rule, allow_nan=self.allow_nan, shards=shards),
+            Topology.served(self.workers, shards, service.replicas, hosts=self.hosts, stages=stages),
+            self.parameters,
+            self.weights,
+            self.running,
+            timing_of_processes(self.weights, self.timeout_s),
+            stages=self.stages,
+            passed_bytes=self.passed_bytes,
+            spare_lives=_MOST_RESTARTS,
+            incarnation=self.generation * LIVES + 1,
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON takes it, but for the values of the vectors and the shards' states (`blobs`)."""
@@ -207,7 +139,7 @@ class LoopFacts:
             running=_tensor_of(running, torch.float64) if running else None,
             first_epoch=plain["first_epoch"],
             servers=plain["servers"],
-            stages=tuple(LoopStage(tuple(names), running) for names, running in plain["stages"]),
+            stages=tuple(PlannedStage(tuple(names), running) for names, running in plain["stages"]),
             passed_bytes=plain["passed_bytes"],
             states=tuple(_split(states, plain["states"])),
             epochs_done=plain["epochs_done"],

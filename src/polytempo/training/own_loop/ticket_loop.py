@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from polytempo.core import PolytempoError, Program, Strategy, interpreted
 from polytempo.server.message import Ticket
 from polytempo.server.snapshots.state_copy import states_of
-from polytempo.server.worker.client import Client
 from polytempo.server.worker.server_calls import ServerCalls
 from polytempo.server.worker.stage_messages import StageMessages
 from polytempo.server.worker.stage_work import work_of
-from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.training.model.local_decay import LocalDecay
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
@@ -92,26 +90,17 @@ class TicketLoop:
         stage: ServedStage | None = None,
         masters: Masters | None = None,
     ) -> None:
-        topology, service = facts.topology, facts.service
+        plan, topology, service = facts.plan, facts.plan.topology, facts.plan.service
         self.rank, self._service, self._size, self._optimizer = rank, service, len(topology.firsts), optimizer
-        parameters, spans = facts.of_rank(rank)
-        self._client = Client(
-            topology.replica_of(rank)[0],
-            facts.incarnation + life - 1,
-            spans,
-            topology.chains,
-            topology.coordinator,
-            facts.timing,
-            VectorFormat(facts.weights.dtype, parameters, service.codec, service.pull_codec),
-        )
-        self._world = MailWorld(rank, link.mail, facts.node_hosts, max_events=0)
+        self._client = plan.client(rank, plan.incarnation + life - 1)
+        self._world = MailWorld(rank, link.mail, plan.hosts, max_events=0)
         port = self._world.port
         self._port = port.among(topology.beside(rank))
         self._calls = ServerCalls(self._client, port)
         self._stage = stage
         self._messages: StageMessages | None = None
         if stage is not None:
-            self._messages = StageMessages(port, topology.replica_of(rank), self._client.incarnation, facts.timing)
+            self._messages = StageMessages(port, topology.replica_of(rank), self._client.incarnation, plan.timing)
             stage.serve(self._exchange_stage, lambda: tuple(self._client.versions))
         stages = None if stage is None else port.among(topology.replica_of(rank))
         self._work = work_of(self._client, stages, 0 if stage is None else stage.late)
