@@ -14,7 +14,15 @@ author = "The Polytempo developers"
 project_copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "api_pages", "command_line", "repository_pages", "inline_pictures"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "api_pages",
+    "command_line",
+    "repository_pages",
+    "inline_pictures",
+    "refusal_page",
+]
 exclude_patterns = ["extensions", "pictures"]
 source_suffix = {".md": "markdown"}
 nitpicky = False  # signatures name types of torch, which is not documented here

@@ -112,14 +112,14 @@ IMPOSSIBLE: list[Values] = [
 
 REFUSED: list[tuple[str, Values]] = [
     ("drops gradients", {"family": ["backup"], "layout": LATE}),
-    ("one of both can have 16-bit", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
-    ("one copy of the weights", {"layout": ["one_copy"], "precision": ["bf16"]}),
+    ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
+    ("PT1401", {"layout": ["one_copy"], "precision": ["bf16"]}),
     ("models differ|them differ", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
-    ("parameter server|them differ", {"family": SERVED, "layout": ["split", "hybrid"]}),
+    ("PT1701|them differ", {"family": SERVED, "layout": ["split", "hybrid"]}),
     ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
     ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped"]}),
 ]
-"""Why rows are refused, as a pattern of the message, in the order of the checks."""
+"""Why rows are refused, as a code or a pattern of the message, in the order of the checks."""
 
 
 def fits(chosen: Mapping[str, str | int], values: Values) -> bool:

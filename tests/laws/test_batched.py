@@ -188,5 +188,5 @@ def test_what_is_not_finite_is_named_as_without() -> None:
 
 
 def test_meta_has_nothing_to_compute_together() -> None:
-    with pytest.raises(ValueError, match="leave out batched or meta"):
+    with pytest.raises(ValueError, match="PT1304"):
         pt.simulate(DIGITS, s.sync_sgd(), 4, steps=2, batched=True, meta=True)

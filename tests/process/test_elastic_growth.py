@@ -82,9 +82,9 @@ def test_as_many_workers_are_wanted_as_keep_each_one_s_batch() -> None:
 @pytest.mark.parametrize(
     ("more", "of_job", "said"),
     [
-        ({"scaling": "local"}, {}, "lets the rate grow with their number"),
-        ({}, {"schedule": pt.large_batch.schedule()}, "counts steps in an elastic run"),
-        ({"batch_growth": pt.norm_test()}, {}, "say when, as in 5:4"),
+        ({"scaling": "local"}, {}, "PT1516"),
+        ({}, {"schedule": pt.large_batch.schedule()}, "PT1517"),
+        ({"batch_growth": pt.norm_test()}, {}, "PT1515"),
     ],
 )
 def test_what_cannot_grow_by_workers_is_refused(more: Any, of_job: Any, said: str) -> None:

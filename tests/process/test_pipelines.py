@@ -321,7 +321,7 @@ def test_what_cannot_be_is_refused() -> None:
         ]
 
     for ranks, tied, lengths, *inner, layers, restore, dealt, moved in together(2, work):
-        assert all("works by another way" in text for text in inner), inner
+        assert [text[:6] for text in inner] == ["PT1713", "PT1711", "PT1712"]
         assert "2 ranks cannot be replicas of 3 stages each; start 3" in ranks
         assert "embed.weight is shared by stages (0, 1), and with ddg" in tied
         assert "got the lengths [2, 3]" in lengths

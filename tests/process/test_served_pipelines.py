@@ -150,7 +150,7 @@ def test_what_a_loop_with_stage_servers_cannot_have_is_refused() -> None:
         for each, expected in zip(
             found,
             [
-                "has the norm of the whole",
+                "PT1110",
                 "start 3",
                 "0 were dealt since the last step",
                 "before the first epoch",

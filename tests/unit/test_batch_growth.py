@@ -131,10 +131,10 @@ def test_batches_grow_with_any_strategy_whose_workers_meet(strategy: pt.Strategy
 @pytest.mark.parametrize(
     ("strategy", "options", "said"),
     [
-        (s.downpour(), {}, "hands batches to workers one by one"),
-        (s.gpipe(stages=2, micro_batches=2), {}, "cuts a batch into parts of its own"),
-        (s.hogwild(), {}, "lets workers step one by one"),
-        (s.sync_sgd(), {"meta": True, "steps": 3}, "leave out batch_growth"),
+        (s.downpour(), {}, "PT1511"),
+        (s.gpipe(stages=2, micro_batches=2), {}, "PT1513"),
+        (s.hogwild(), {}, "PT1514"),
+        (s.sync_sgd(), {"meta": True, "steps": 3}, "PT1318"),
     ],
 )
 def test_what_cannot_grow_is_refused_by_name(strategy: pt.Strategy, options: dict[str, Any], said: str) -> None:

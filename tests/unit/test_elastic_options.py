@@ -16,10 +16,10 @@ from polytempo.training.elastic.elastic_strategies import check_elastic
 
 TAKEN = ["sync_sgd()", "bf16_sgd()", "int8_sgd()", "one_bit_sgd()", "top_k_sgd()", "power_sgd()", "qsgd()", "dgc()"]
 REFUSED = {
-    "downpour()": "has a parameter server",
-    "shared_memory()": "one copy of the parameters",
-    "hogwild()": "one copy of the parameters",
-    "delayed_sgd(delay=1)": "exchanges under way",
+    "downpour()": "PT1201",
+    "shared_memory()": "PT1202",
+    "hogwild()": "PT1202",
+    "delayed_sgd(delay=1)": "PT1206",
 }
 
 
@@ -41,7 +41,7 @@ def test_others_are_refused_with_the_reason(name: str) -> None:
         (4, {"max_workers": 3}, "got 1, 4 and 3"),
         (2, {"min_workers": 0}, "min_workers must be positive"),
         (2, {"max_workers": 40, "batch_size": 16}, "global batch of 32 samples"),
-        (2, {"min_workers": 1, "scaling": "local", "global_batch_size": 8}, "leave one of them out"),
+        (2, {"min_workers": 1, "scaling": "local", "global_batch_size": 8}, "PT1523"),
         (2, {"min_workers": 1, "scaling": "both"}, "scaling: expected 'global' or 'local'"),
     ],
 )

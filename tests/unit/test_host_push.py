@@ -58,7 +58,7 @@ def test_tables_and_own_loops_are_refused() -> None:
     with pytest.raises(ValueError, match="touched rows"):
         pt.simulate(rows, s.async_sgd(hierarchical=True), workers=2, epochs=1)
     model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="leave out hierarchical"):
+    with pytest.raises(ValueError, match="PT1106"):
         pt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), s.async_sgd(hierarchical=True))
 
 

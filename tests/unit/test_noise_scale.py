@@ -85,13 +85,13 @@ def job(**more: Any) -> pt.Job:
 @pytest.mark.parametrize(
     ("strategy", "workers", "more", "said"),
     [
-        (s.sync_sgd(), 1, {}, "there is one; `polytempo tune batch` needs none"),
-        (s.gpipe(stages=2, micro_batches=2), 2, {}, "cuts the model into stages"),
-        (s.sync_sgd(route=pt.collectives.invariant(4)), 2, {}, "computes a batch in slices"),
-        (s.hogwild(), 2, {}, "while others compute"),
-        (s.flexrr(), 3, {}, "slices of each other's batches"),
+        (s.sync_sgd(), 1, {}, "PT1506"),
+        (s.gpipe(stages=2, micro_batches=2), 2, {}, "PT1501"),
+        (s.sync_sgd(route=pt.collectives.invariant(4)), 2, {}, "PT1503"),
+        (s.hogwild(), 2, {}, "PT1504"),
+        (s.flexrr(), 3, {}, "PT1505"),
         (s.downpour(), 2, {"batch_size": 2}, "batch_size is 2; give 3 or more"),
-        (s.sync_sgd(), 2, {"meta": True, "steps": 2}, "with meta there are no gradients"),
+        (s.sync_sgd(), 2, {"meta": True, "steps": 2}, "PT1317"),
         (s.gossip(), 4, {}, r"of gossip\(graph=ring_graph, period=1\) differ after every step"),
     ],
 )
@@ -103,7 +103,7 @@ def test_what_cannot_be_measured_is_refused_by_name(
 
 
 def test_an_elastic_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="elastic run, whose workers come and go"):
+    with pytest.raises(ValueError, match="PT1507"):
         pt.run(job(), s.sync_sgd(), 2, noise_scale=4, min_workers=1)
 
 

@@ -108,9 +108,9 @@ def test_rows_of_metrics_have_the_batch_and_what_it_grew_by(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("strategy", "workers", "more", "said"),
     [
-        (s.sync_sgd(), 1, {}, "there is one.*leave batch_growth out"),
-        (s.codistillation(groups=2), 4, {}, "a batch of its own"),
-        (s.downpour(), 2, {}, "one by one"),
+        (s.sync_sgd(), 1, {}, "PT1506.*leave batch_growth out"),
+        (s.codistillation(groups=2), 4, {}, "PT1518"),
+        (s.downpour(), 2, {}, "PT1511"),
         (s.sync_sgd(), 2, {"noise_scale": 8}, "leave out noise_scale=8"),
     ],
 )

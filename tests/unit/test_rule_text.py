@@ -75,10 +75,10 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: s.split({"a b": "row"}), "pattern 'a b' of a rule has a space"),
         (lambda: s.split("up: row", parts=0), "parts=0: a layer has parts on 1 worker or more"),
         (lambda: s.split(sequence=True), "sequence=True needs rules"),
-        (lambda: s.split("up: row", inner=s.downpour()), "works by another way (a parameter server"),
-        (lambda: s.split("up: row", inner=s.gpipe()), "works by another way (a parameter server"),
-        (lambda: s.split("up: row", inner=s.split("up: row")), "works by another way (a parameter server"),
-        (lambda: s.gpipe(inner=s.hybrid("up")), "works by another way (one copy of the weights"),
+        (lambda: s.split("up: row", inner=s.downpour()), "PT1701"),
+        (lambda: s.split("up: row", inner=s.gpipe()), "PT1704"),
+        (lambda: s.split("up: row", inner=s.split("up: row")), "PT1705"),
+        (lambda: s.gpipe(inner=s.hybrid("up")), "PT1714"),
         (lambda: s.hybrid(""), "no layer is named; give names such as 'classifier.*'"),
         (lambda: s.hybrid("up", exchange="turn"), "expected 'joined' or 'turns' or 'slices', not 'turn'"),  # type: ignore[arg-type]
         (lambda: s.hybrid("up", link="1gbit"), "link='1gbit' is what layers are planned for, and they are named"),
@@ -89,9 +89,9 @@ def test_text_is_read_with_spaces_and_without() -> None:
         (lambda: pt.run(JOB, s.split("0: heads"), 2), "0 is a Linear, which cannot be split by heads"),
         (lambda: pt.run(JOB, s.hybrid("1"), 2), "layer 1 cannot be divided over 2 ranks: ReLU is none of Linear"),
         (lambda: pt.run(JOB, s.split("0: column(heads=3)"), 2), "128 features are no 3 equal heads"),
-        (lambda: pt.simulate(JOB, s.gpipe(2, inner=s.split("0: row")), 4, meta=True), "stages whose layers are split"),
-        (lambda: pt.run(JOB, s.hybrid("0"), 2, noise_scale=2), "layers in parts on several workers, none of which has"),
-        (lambda: pt.run(JOB, s.split(), 2, min_workers=2), "has parts of layers on each rank, and without one of them"),
+        (lambda: pt.simulate(JOB, s.gpipe(2, inner=s.split("0: row")), 4, meta=True), "PT1314"),
+        (lambda: pt.run(JOB, s.hybrid("0"), 2, noise_scale=2), "PT1502"),
+        (lambda: pt.run(JOB, s.split(), 2, min_workers=2), "PT1204"),
     ],
 )
 def test_mistakes(make: Any, message: str) -> None:

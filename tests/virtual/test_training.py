@@ -101,11 +101,11 @@ def test_options_that_no_run_could_use(options: dict[str, Any], text: str) -> No
 
 def test_a_simulation_refuses_what_it_would_ignore() -> None:
     job = find("digits")
-    with pytest.raises(ValueError, match="a simulation is not resumed"):
+    with pytest.raises(ValueError, match="PT1311"):
         simulate(job, strategies.sync_sgd(), 2, out="anywhere", resume=True)
-    with pytest.raises(ValueError, match="has a parameter server, so this simulation saves no checkpoints"):
+    with pytest.raises(ValueError, match="PT1313"):
         simulate(job, strategies.ssp(), 2, out="anywhere", checkpoint_every=1)
-    with pytest.raises(ValueError, match="with meta nothing is learned"):
+    with pytest.raises(ValueError, match="PT1322"):
         simulate(job, strategies.sync_sgd(), 2, meta=True, epochs=2)
     with pytest.raises(ValueError, match="until needs a test set"):
         simulate(NOISY, strategies.sync_sgd(), 2, until={"loss": 0.1})

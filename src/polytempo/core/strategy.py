@@ -1,9 +1,9 @@
-"""`Strategy`: the two places where workers meet, and what a strategy promises about them."""
+"""`Strategy`: how a model lies on workers, whom they meet, and the two places where they do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from torch.optim import Optimizer
@@ -47,6 +47,68 @@ class Distillation(NamedTuple):
     """What the distance from the other groups' predictions counts in the loss."""
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """Layout: each worker holds the whole model."""
+
+
+@dataclass(frozen=True)
+class InParts:
+    """Layout: some layers are divided over several workers; those that hold the same parts exchange."""
+
+    parted: Parted
+
+
+@dataclass(frozen=True)
+class InStages:
+    """Layout: the model is cut into stages that work by `schedule`; workers that hold the same stage exchange."""
+
+    schedule: Staged
+    layers: Undivided | InParts = field(default_factory=Undivided)
+
+
+@dataclass(frozen=True)
+class InGroups:
+    """Layout: groups of workers, each with a whole model of its own; the workers of a group exchange."""
+
+    distillation: Distillation
+
+
+Layout = Undivided | InParts | InStages | InGroups
+"""How a model lies on workers."""
+
+
+@dataclass(frozen=True)
+class ByMessages:
+    """Meeting: workers exchange among themselves."""
+
+
+@dataclass(frozen=True)
+class InSlices:
+    """Meeting: workers exchange among themselves, and compute a global batch in `number` slices, whatever their number.
+
+    `gradients` is given the weighted sum of a rank's slices (`core.arithmetic.slice_tree`).
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class OnOneCopy:
+    """Meeting: the parameters exist once per host, and its ranks write to them by this turn."""
+
+    turn: Turn
+
+
+Meeting = ByMessages | InSlices | OnOneCopy | Service
+"""Whom workers meet. A `Service`: the parameters are at a parameter server; the transforms push and pull."""
+
+
+def any_optimizer(strategy: Strategy, optimizer: Optimizer) -> Strategy:
+    """The strategy itself, which does the same with each optimizer."""
+    return strategy
+
+
 @dataclass(frozen=True, repr=False)
 class Strategy:
     """What happens between `backward()` and the next `forward()`.
@@ -54,37 +116,54 @@ class Strategy:
     `gradients` runs before `optimizer.step`, `parameters` after it. `name` is how the strategy is
     written on the command line; ranks compare it before they begin.
 
+    `layout`: how a model lies on workers. `meeting`: whom they meet.
     `synchronized`: all ranks hold equal parameters after every step. Where it is False, a model that is
     evaluated or handed out is the mean of the ranks' models.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
-    `one_copy`: the parameters exist once per host, and its ranks write to them by this turn. None: every rank has
-    its own.
-    `server`: the parameters live at a parameter server; `gradients` and `parameters` push to it and pull from it.
     `momentum`: what `gradients` has of it already (`dgc`). The optimizer must then have none, or it counts twice.
-    `slices`: a global batch is computed in so many slices, each by itself, whatever the number of ranks; `gradients` is
-    given the weighted sum of a rank's slices (`core.slice_tree`). None: each rank computes its batch at once.
-    `schedule`: the model is cut into stages that work in this order; `gradients` and `parameters` are then what happens
-    between the workers that hold the same stage. None: every worker holds the whole model.
-    `parted`: some layers lie in parts on several workers; `gradients` and `parameters` are then what happens between
-    the workers that hold the same. None: every worker holds whole layers.
-    `distillation`: the workers are groups, each with a model of its own. None: all train one model.
-    `by_optimizer`: the strategy that this one is with a given optimizer, which may be another one; it raises ValueError
-    for what does not go with it. None: this one, with any.
+    `fit`: the strategy that this one is with a given optimizer; it raises ValueError for one that does not go with it.
     """
 
     name: str
     gradients: Transform = field(default_factory=identity)
     parameters: Transform = field(default_factory=identity)
+    layout: Layout = field(default_factory=Undivided)
+    meeting: Meeting = field(default_factory=ByMessages)
     synchronized: bool = True
     carries_optimizer: bool = False
-    one_copy: Turn | None = None
-    server: Service | None = None
     momentum: float = 0.0
-    by_optimizer: Callable[[Optimizer], Strategy] | None = None
-    slices: int | None = None
-    schedule: Staged | None = None
-    parted: Parted | None = None
-    distillation: Distillation | None = None
+    fit: Callable[[Strategy, Optimizer], Strategy] = any_optimizer
+
+    @property
+    def schedule(self) -> Staged | None:
+        """The order in which stages work; None where the model is not cut into stages."""
+        return self.layout.schedule if isinstance(self.layout, InStages) else None
+
+    @property
+    def parted(self) -> Parted | None:
+        """The layers that are divided over workers; None where each has whole layers."""
+        layers = self.layout.layers if isinstance(self.layout, InStages) else self.layout
+        return layers.parted if isinstance(layers, InParts) else None
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """The groups of workers; None where all train one model."""
+        return self.layout.distillation if isinstance(self.layout, InGroups) else None
+
+    @property
+    def server(self) -> Service | None:
+        """The parameter server; None where there is none."""
+        return self.meeting if isinstance(self.meeting, Service) else None
+
+    @property
+    def slices(self) -> int | None:
+        """The number of slices of a global batch; None where each rank computes its batch whole."""
+        return self.meeting.number if isinstance(self.meeting, InSlices) else None
+
+    @property
+    def one_copy(self) -> Turn | None:
+        """The turn by which ranks write to one copy of the parameters; None where each has its own."""
+        return self.meeting.turn if isinstance(self.meeting, OnOneCopy) else None
 
     @property
     def stages(self) -> int:
@@ -101,6 +180,39 @@ class Strategy:
         """Models that are trained, each by workers of its own."""
         return 1 if self.distillation is None else self.distillation.groups
 
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of what differs from messages between whole models; `core.calls.refusals` excludes pairs of them."""
+        service = self.server
+        found = {
+            "server": service is not None,
+            "helping": service is not None and service.reassigns is not None,
+            "host sums": service is not None and service.hierarchical,
+            "wires at a server": service is not None and (service.codec or service.pull_codec) is not None,
+            "one copy": self.one_copy is not None,
+            "racing": self.one_copy not in (None, "together"),
+            "slices": self.slices is not None,
+            "stages": self.schedule is not None,
+            "parts": self.parted is not None,
+            "groups": self.distillation is not None,
+        }
+        return frozenset(name for name, has in found.items() if has)
+
+    def between_equals(self) -> Strategy:
+        """The two transforms alone: what happens between workers that hold the same, each of which has one batch."""
+        return replace(
+            self, layout=Undivided(), meeting=ByMessages() if isinstance(self.meeting, InSlices) else self.meeting
+        )
+
+    def laid_out(self, name: str, layout: Layout, meeting: Meeting | None = None) -> Strategy:
+        """This strategy between the workers that hold the same of a model laid out as `layout`."""
+
+        def fitted(_: Strategy, optimizer: Optimizer) -> Strategy:
+            return replace(self.fit(self, optimizer), name=name, layout=layout, fit=any_optimizer)
+
+        fit = any_optimizer if self.fit is any_optimizer else fitted
+        return replace(self, name=name, layout=layout, meeting=self.meeting if meeting is None else meeting, fit=fit)
+
     def __str__(self) -> str:
         return self.name
 
@@ -109,9 +221,7 @@ class Strategy:
 
 def checked_inner(strategy: Strategy, who: str) -> Strategy:
     """The strategy itself. ValueError for one that is more than two transforms, so that `who` cannot be built on it."""
-    cuts = (strategy.schedule, strategy.parted, strategy.distillation)
-    ways = (strategy.server, strategy.one_copy, strategy.slices, *cuts)
-    if strategy.carries_optimizer or strategy.by_optimizer or any(way is not None for way in ways):
+    if strategy.carries_optimizer or strategy.fit is not any_optimizer or strategy.features:
         raise ValueError(
             f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "
             "works by another way; give one such as sync_sgd(), top_k_sgd(), local_sgd() or gossip()"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.optim import Optimizer
-
 from polytempo.core import Strategy, is_idle
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.rule import Service
+from polytempo.core.strategy import InParts, InStages, Undivided
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.correction import SpecTrain
 from polytempo.partition.schedules.facts import facts
@@ -15,39 +15,21 @@ from polytempo.partition.tensor.split_layers import SplitLayers
 
 
 def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
-    """Stages that work by `schedule`, and `inner` between the workers that hold the same stage.
+    """InStages that work by `schedule`, and `inner` between the workers that hold the same stage.
 
     With a parameter server each stage has a server of its own, of as many shards as `inner` says.
 
-    Errors: ValueError for an `inner` with one copy of the parameters, slices or stages; for one with a parameter server
-    where workers of a host, or of other batches, work together, or whose shards cannot use late gradients where the
-    schedule makes them late.
+    Errors: `Incompatible` for an `inner` with one copy of the parameters, slices or stages; ValueError for one whose
+    shards cannot use late gradients where the schedule makes them late.
     """
-    between = checked_inner(inner)
-    by_optimizer, service = between.by_optimizer, between.server
-
-    def staged(optimizer: Optimizer) -> Strategy:
-        assert by_optimizer is not None
-        return replace(by_optimizer(optimizer), name=name, schedule=schedule, by_optimizer=None)
-
+    divided = inner.parted is not None and not isinstance(inner.parted, SplitLayers)
+    refuse(inner.features | {"inside stages"} | ({"divided parts"} if divided else set()), strategy=inner, outer=name)
+    assert isinstance(inner.layout, Undivided | InParts)
+    service = inner.server
     if service is not None:
-        _check_served(name, schedule, between, service)
+        _check_served(name, schedule, inner, service)
         service = replace(service, shards=service.shards * schedule.stages)
-    return replace(between, name=name, server=service, schedule=schedule, by_optimizer=by_optimizer and staged)
-
-
-def checked_inner(strategy: Strategy) -> Strategy:
-    """The strategy itself. ValueError for one that replicas of a stage cannot have."""
-    ways = (strategy.one_copy, strategy.slices, strategy.schedule, strategy.distillation)
-    divided = strategy.parted is not None and not isinstance(strategy.parted, SplitLayers)
-    if divided or any(way is not None for way in ways):
-        raise ValueError(
-            "replicas of a stage exchange gradients or parameters by messages, among themselves or with a parameter "
-            f"server, and {strategy} works by another way (one copy of the weights, slices of a batch, stages, parts "
-            "or groups of its own); give an inner strategy such as sync_sgd(), int8_sgd(), local_sgd(period=8) or "
-            "downpour()"
-        )
-    return strategy
+    return inner.laid_out(name, InStages(schedule, inner.layout), service)
 
 
 def _check_served(name: str, schedule: Schedule, inner: Strategy, service: Service) -> None:
@@ -70,10 +52,4 @@ def _check_served(name: str, schedule: Schedule, inner: Strategy, service: Servi
         raise ValueError(
             f"{name}: spectrain predicts by SGD's momentum, which is in the shards of {inner}, and stages do not have "
             "it; correct by pipemare, or use downpour() or easgd(), whose workers step by themselves"
-        )
-    if service.hierarchical or service.reassigns is not None:
-        what = "sums the gradients of a host's workers" if service.hierarchical else "lets workers help each other"
-        raise ValueError(
-            f"{name}: {inner} {what}, and workers that hold stages of a model have no such part; leave that out, or "
-            "use async_sgd(), downpour() or ssp()"
         )

@@ -76,7 +76,7 @@ def served(
         gradients=push() if gradients is None else gradients,
         parameters=pull() if parameters is None else parameters,
         synchronized=False,
-        server=service,
+        meeting=service,
     )
 
 

@@ -15,8 +15,7 @@ from polytempo.spec.text.call import parse_call
 from polytempo.spec.text.resolution import resolve, unknown
 
 if TYPE_CHECKING:
-    from polytempo.core import Strategy  # imports torch, which the command line reads options without
-    from polytempo.core.rule import Service
+    pass  # imports torch, which the command line reads options without
 
 Dtype = Literal["bf16", "fp16"]
 DYNAMIC = "dynamic"
@@ -146,44 +145,3 @@ def _no_dtype(given: object) -> str:
     if name in _MEANT:
         return f"precision is bf16 or fp16, got {name!r} (write {_MEANT[name]!r})"
     return unknown("precision", name, _TORCH)
-
-
-def check_precision(precision: Precision, strategy: Strategy) -> None:
-    """Raise ValueError where a model of 16-bit parameters cannot be trained by `strategy`."""
-    if strategy.one_copy is not None:
-        raise ValueError(
-            f"precision={precision}: {strategy} has one copy of the weights, which all workers of a host compute with "
-            "and write to in float32; 16-bit copies would be each worker's own, 2 bytes a parameter, which is all that "
-            "16-bit gradients save; use sync_sgd() or local_sgd(), or leave precision out"
-        )
-    if strategy.server is not None:
-        _check_served(precision, strategy, strategy.server)
-    if precision.loss_scale is not None and strategy.schedule is not None:
-        raise ValueError(
-            f"precision={precision}: {strategy} has stages, of which the last one alone knows the loss, so gradients "
-            "that come back to the others would overflow unseen; use bf16, which needs no loss scale"
-        )
-    if precision.is_dynamic and strategy.parted is not None:
-        raise ValueError(
-            f"precision={precision}: {strategy} has parts of layers on several workers, which would have to leave out "
-            "the same steps; use bf16, which needs no loss scale, or a constant one, such as fp16(loss_scale=1024)"
-        )
-
-
-def _check_served(precision: Precision, strategy: Strategy, service: Service) -> None:
-    """ValueError where workers of a parameter server could not compute in 16 bits."""
-    if precision.loss_scale is not None:
-        raise ValueError(
-            f"precision={precision}: each worker of {strategy} pushes by itself, and a gradient that overflows at one "
-            "of them has no step that all could leave out; use bf16, which needs no loss scale"
-        )
-    if strategy.schedule is not None:
-        raise ValueError(
-            f"precision={precision}: {strategy} has stages, and a server that holds each stage's weights; one of both "
-            "can have 16-bit parameters: use gpipe() or pipedream() without a server, or leave precision out"
-        )
-    if service.reassigns is not None:
-        raise ValueError(
-            f"precision={precision}: workers of {strategy} add up slices of each other's batches, which 16-bit "
-            "gradients would round one by one; use async_sgd() or ssp(), or leave precision out"
-        )

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.url_path import place
-from polytempo.spec.batch_growth import growth_of_plain, plain_growth
+from polytempo.spec.batch_growth import NormTest, growth_of_plain, plain_growth
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.options import RunOptions
-from polytempo.spec.precision import Precision, check_precision
+from polytempo.spec.precision import Precision
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.topology import Topology, num_added
 
@@ -54,20 +55,7 @@ class RunSpec:
     def of(cls, job: Job, strategy: Strategy, workers: int, options: RunOptions) -> RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
         check_job(job)
-        if options.global_batch_size is not None and strategy.server is not None:
-            raise ValueError(
-                f"{strategy} hands batches to workers one by one, so no step has a global batch; give batch_size, the "
-                f"samples of each, instead of global_batch_size={options.global_batch_size}"
-            )
-        if options.ema is not None:
-            _check_average(strategy, options)
-        if options.precision is not None:
-            _check_precision(options.precision, strategy, options)
-        if options.inter_threads > 1 and strategy.stages > 1:
-            raise ValueError(
-                f"{strategy} cuts the model into stages, whose branches run one after the other; leave out "
-                f"inter_threads={options.inter_threads}, or use a strategy that keeps the model whole"
-            )
+        _check_features(job, strategy, workers, options)
         each = options.batch_size or job.batch_size
         if options.global_batch_size is not None:
             each = -(-options.global_batch_size // max(1, workers // strategy.holders))
@@ -169,32 +157,45 @@ class RunSpec:
         )
 
 
-def _check_average(strategy: Strategy, options: RunOptions) -> None:
-    """ValueError where no process sees the weights of every step, whose average would be scored."""
-    if strategy.server is not None:
-        why = f"{strategy} keeps its weights at a parameter server, which scores them at the ends of epochs only"
-    elif strategy.schedule is not None:
-        why = f"{strategy} cuts the model into stages, whose weights are scored together"
-    elif strategy.one_copy not in (None, "together"):
-        why = f"workers of {strategy} write to one copy of the weights each on its own, so there are no common steps"
-    elif options.on_drift == "restore":
-        why = 'on_drift="restore" gives a rank the weights of the others, and not their average'
-    elif options.elastic:
-        why = "workers of an elastic run come and go, and those that come have no average"
-    else:
-        return
-    raise ValueError(f"{why}; leave out ema={options.ema:g}")
+def check_precision(precision: Precision, strategy: Strategy) -> None:
+    """`Incompatible` where a model of 16-bit parameters cannot be trained by `strategy`."""
+    refuse(strategy.features | _features_of(precision), strategy=strategy, precision=precision)
 
 
-def _check_precision(precision: Precision, strategy: Strategy, options: RunOptions) -> None:
-    """ValueError where the run's workers could not compute in 16 bits."""
-    check_precision(precision, strategy)
-    if options.elastic and precision.is_dynamic:
-        raise ValueError(
-            f"precision={precision}: workers of an elastic run finish each other's steps, and whether one overflowed "
-            "they agree on within it, with those that may be lost; use bf16, or a constant scale such as "
-            "fp16(loss_scale=1024)"
-        )
+def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOptions) -> None:
+    """`Incompatible` where two of what the strategy is and what the options ask for exclude each other."""
+    growth, measured = options.batch_growth, options.looks_every is not None
+    asked = {
+        "elastic": options.elastic,
+        "local scaling": options.scaling == "local",
+        "global batch": options.global_batch_size is not None,
+        "average": options.ema is not None,
+        "restore": options.on_drift == "restore",
+        "threads": options.inter_threads > 1,
+        "noise scale": measured,
+        "one worker": measured and strategy.server is None and workers // strategy.groups < 2,
+        "batch growth": bool(growth),
+        "norm test": isinstance(growth, NormTest),
+        "job schedule": job.schedule is not None,
+    }
+    refuse(
+        strategy.features | _features_of(options.precision) | {name for name, has in asked.items() if has},
+        strategy=strategy,
+        job=job.name,
+        growth=growth,
+        option="noise_scale" if options.noise_scale is not None else "batch_growth",
+        precision=options.precision,
+        ema=options.ema,
+        global_batch_size=options.global_batch_size,
+        inter_threads=options.inter_threads,
+    )
+
+
+def _features_of(precision: Precision | None) -> frozenset[str]:
+    if precision is None:
+        return frozenset()
+    scaled = {"loss scale"} if precision.loss_scale is not None else set()
+    return frozenset({"precision", *scaled, *({"dynamic loss scale"} if precision.is_dynamic else set())})
 
 
 def _found(plain: Mapping[str, Any], find_job: Callable[[str], Job]) -> Job:

@@ -37,7 +37,7 @@ def adasum(of: Literal["gradients", "updates"] | None = None) -> Strategy:
     if of not in (None, "gradients"):
         raise ValueError(f'of must be "gradients", "updates" or None, got {of!r}')
 
-    def by_optimizer(optimizer: Optimizer) -> Strategy:
+    def fit(strategy: Strategy, optimizer: Optimizer) -> Strategy:
         if isinstance(optimizer, SGD):
             return strategy
         if of is None:
@@ -47,5 +47,4 @@ def adasum(of: Literal["gradients", "updates"] | None = None) -> Strategy:
             f"{type(optimizer).__name__} divides by the gradient's size; use adasum(of='updates'), or adasum()"
         )
 
-    strategy = Strategy(call_name(adasum, locals()), gradients=aggregation.adasum(), by_optimizer=by_optimizer)
-    return strategy
+    return Strategy(call_name(adasum, locals()), gradients=aggregation.adasum(), fit=fit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import peer_models
 from polytempo.core import Strategy, call_name, chain
-from polytempo.core.strategy import Distillation, checked_inner
+from polytempo.core.strategy import Distillation, InGroups, checked_inner
 from polytempo.strategies.sync_sgd import sync_sgd
 from polytempo.synchronization import after, every
 
@@ -46,5 +46,5 @@ def codistillation(
         parameters=chain(within.parameters, exchange),
         synchronized=within.synchronized,
         momentum=within.momentum,
-        distillation=Distillation(groups, weight),
+        layout=InGroups(Distillation(groups, weight)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from polytempo.core import Strategy, call_name
+from polytempo.core.strategy import OnOneCopy
 
 Update = Literal["free", "locked", "in_turn"]
 
@@ -29,4 +30,4 @@ def hogwild(update: Update = "free") -> Strategy:
     """
     if update not in get_args(Update):
         raise ValueError(f"update must be one of {', '.join(get_args(Update))}, got {update!r}")
-    return Strategy(call_name(hogwild, locals()), synchronized=False, one_copy=update)
+    return Strategy(call_name(hogwild, locals()), synchronized=False, meeting=OnOneCopy(update))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.aggregation import mean
 from polytempo.core import Strategy, call_name, native
+from polytempo.core.strategy import OnOneCopy
 
 
 def shared_memory() -> Strategy:
@@ -18,4 +19,4 @@ def shared_memory() -> Strategy:
 
     Source: the rule is that of J. Chen et al., "Revisiting distributed synchronous SGD", 2016; the layout is ours.
     """
-    return Strategy(call_name(shared_memory, locals()), gradients=mean(native), one_copy="together")
+    return Strategy(call_name(shared_memory, locals()), gradients=mean(native), meeting=OnOneCopy("together"))

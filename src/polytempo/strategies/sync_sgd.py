@@ -5,6 +5,7 @@ from __future__ import annotations
 from polytempo.aggregation import mean
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Route, Strategy, call_name, native
+from polytempo.core.strategy import ByMessages, InSlices
 
 
 def sync_sgd(route: Route = native) -> Strategy:
@@ -20,5 +21,5 @@ def sync_sgd(route: Route = native) -> Strategy:
 
     Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016.
     """
-    slices = route.slices if isinstance(route, Invariant) else None
-    return Strategy(call_name(sync_sgd, locals()), gradients=mean(route), slices=slices)
+    meeting = InSlices(route.slices) if isinstance(route, Invariant) else ByMessages()
+    return Strategy(call_name(sync_sgd, locals()), gradients=mean(route), meeting=meeting)

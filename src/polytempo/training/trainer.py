@@ -40,7 +40,6 @@ from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.job.distillation import data_of_group, of_group
 from polytempo.training.job.evaluate import Evaluation
 from polytempo.training.job.gradients import gradients_of
-from polytempo.training.job.growth import check_growth
 from polytempo.training.job.norm_growth import norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.job.scored_average import average_of
@@ -55,7 +54,6 @@ from polytempo.training.parts.parted_training import laid_out_run, parted_model
 from polytempo.training.parts.staged_training import cut_of, staged, staged_step
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.step.guard import unfinite_names
-from polytempo.training.step.noise_post import check_measured
 from polytempo.training.step.replica import Replica
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
@@ -95,10 +93,7 @@ class Trainer:
         self._own_port = self.world.port
         options = self.options
         strategy = sync_sgd() if strategy is None else strategy_from(strategy)
-        if options.noise_scale is not None:
-            check_measured(strategy, self.world.size)
         spec = RunSpec.of(job, strategy, self.world.size, options)
-        check_growth(spec)
         self.world.port = laid_out_run(self.world.port, spec.strategy)
         self.model, optimizer = replica_of(of_group(spec, self.world.port))
         if split_models(self.model) or divided_layers(self.model):
@@ -264,7 +259,7 @@ def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: O
     if not spec.strategy.synchronized:
         keep_memory()  # of other ranks' models
     handle = attach_replica(
-        *(model, optimizer, replace(spec.strategy, slices=None, distillation=None, parted=None)),  # all is made here
+        *(model, optimizer, spec.strategy.between_equals()),  # the layout is made here
         world=world,
         options=AttachOptions(
             seed=spec.seed,

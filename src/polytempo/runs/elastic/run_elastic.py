@@ -130,22 +130,12 @@ def check_elastic_spec(spec: RunSpec) -> None:
     """ValueError for a run that cannot be elastic."""
     options = spec.options
     check_elastic(spec.strategy)
-    if spec.options.scaling == "local" and spec.job.schedule is not None:
-        raise ValueError(
-            f"job {spec.job.name} has a schedule, which counts steps, and with scaling='local' the number of workers "
-            "changes how many an epoch has; use scaling='global', or a job without a schedule"
-        )
     bounds_of(spec)
     most, slices = options.max_workers or spec.workers, spec.strategy.slices
     if slices is not None:
         Invariant(slices).check(most)
     if options.scaling == "global":
         check_global_batch(spec.global_batch_size, slices or most, "workers" if slices is None else "slices")
-    elif options.global_batch_size is not None or slices is not None:
-        raise ValueError(
-            f"scaling='local' keeps each worker's batch, and global_batch_size={options.global_batch_size} with "
-            f"{spec.strategy} keeps that of all together; leave one of them out"
-        )
 
 
 def bounds_of(spec: RunSpec) -> RunMembership:

@@ -12,9 +12,7 @@ from polytempo.engines.local_engine import Local
 from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.growth import check_growth
 from polytempo.training.served.part_noise import FEWEST
-from polytempo.training.step.noise_post import check_measured
 
 
 def checked_job(job: Job | str) -> Job:
@@ -87,19 +85,11 @@ def check_workers(strategy: Strategy, workers: int) -> None:
 
 
 def check_noise_scale(spec: RunSpec) -> None:
-    """ValueError where the options ask for the noise scale of a run that cannot have one."""
-    if spec.options.noise_scale is None:
-        return
-    check_measured(spec.strategy, spec.workers)
-    if spec.strategy.server is not None and spec.batch_size < FEWEST:
+    """ValueError where the options ask for the noise scale of a run whose batches are too small for it."""
+    if spec.options.noise_scale is not None and spec.strategy.server is not None and spec.batch_size < FEWEST:
         raise ValueError(
             f"{spec.strategy} measures the noise scale within a worker's batch, and batch_size is {spec.batch_size}; "
             f"give {FEWEST} or more, or leave noise_scale out"
-        )
-    if spec.options.elastic:
-        raise ValueError(
-            "the gradient noise scale cannot be measured in an elastic run, whose workers come and go; leave out "
-            "noise_scale, or min_workers and max_workers"
         )
 
 
@@ -108,10 +98,7 @@ def check_batches(spec: RunSpec) -> None:
     measured as the options ask.
     """
     check_noise_scale(spec)
-    check_growth(spec)
     slices, workers, asked = spec.strategy.slices, spec.replicas, spec.options.global_batch_size
-    if asked is not None and spec.strategy.groups > 1:
-        raise ValueError(f"each group of {spec.strategy} has batches of its own; give batch_size for global_batch_size")
     if slices is not None:
         check_global_batch(asked or workers * spec.batch_size, slices, "slices")
     elif asked is not None:

@@ -7,10 +7,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.large_batch.probe import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.runs.own_loop.loop_link import LoopServerStart
-from polytempo.spec.precision import Precision, check_precision, precision_of
+from polytempo.spec.precision import Precision, precision_of
+from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.training.hooks.attach import AttachOptions, attach_replica, begin_alike, check_attachable, check_kinds
@@ -106,11 +108,9 @@ def attach_served(
 ) -> ServedHandle:
     """`attach` for strategies with a parameter server. Its first process starts here, on rank 0."""
     check_attachable(model, optimizer, strategy)
-    if options.noise_scale is not None:
-        raise ValueError(
-            f"{strategy} has a parameter server, whose workers hold different parameters, and in a loop of your own "
-            "their batches cannot be halved to measure the noise scale; make a job of it, or leave noise_scale out"
-        )
+    ports, features = ports_of(world.port), strategy.features | {"own loop"}
+    asked = {"noise scale": options.noise_scale is not None, "mesh": ports.model.size > 1}
+    refuse(features | {name for name, has in asked.items() if has}, strategy=strategy)
     if options.precision is not None:
         check_precision(options.precision, strategy)
         check_masters(model, optimizer, options.precision)
@@ -120,9 +120,6 @@ def attach_served(
             "nn.ModuleList, or call detach() on the other's handle first"
         )
     check_served(model, optimizer, strategy, options.buffers)
-    ports = ports_of(world.port)
-    if ports.model.size > 1:
-        raise ValueError(f"{strategy} has a parameter server, which holds whole models; leave out pt.init(mesh=…)")
     _check_servers(world, strategy)
     if world.life == 1:  # one that comes back gets all of it from the server
         world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))

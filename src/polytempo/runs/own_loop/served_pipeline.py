@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.port import barrier
 from polytempo.data.batches import Batches
 from polytempo.data.shard import DataShard
@@ -278,10 +279,7 @@ def _check(
             "leave out pt.init(mesh=…)"
         )
     if max_norm is not None:
-        raise ValueError(
-            f"max_norm={max_norm:g}: each stage of {strategy} pushes its gradients to a server of its own, and no rank "
-            "has the norm of the whole model's gradient; leave out max_norm, or use an inner strategy without a server"
-        )
+        refuse(strategy.features | {"pipeline", "max_norm"}, strategy=strategy, max_norm=max_norm)
     if world.life > 1:
         _refuse_return(world, stages)
     if source_of(world) is not None:

@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from polytempo.cluster import Cluster, constant
 from polytempo.core import Bundle, Port
+from polytempo.core.strategy import any_optimizer
 from polytempo.core.transform import is_idle
 from polytempo.data.plan import alike
 from polytempo.data.shard import DataShard
@@ -33,7 +34,7 @@ def groups_in_step(spec: RunSpec, cluster: Cluster, data: Data, dtypes: set[torc
     """
     strategy, options = spec.strategy, spec.options
     linear = strategy.gradients.linear and is_idle(strategy.parameters, spec.workers) and strategy.synchronized
-    if spec.workers == 1 or not linear or strategy.by_optimizer is not None or not dtypes.issubset(_WIDE):
+    if spec.workers == 1 or not linear or strategy.fit is not any_optimizer or not dtypes.issubset(_WIDE):
         return []
     if cluster.stragglers is not constant() or cluster.faults or options.checkpoint_every is not None:
         return []
@@ -50,8 +51,7 @@ def groups_in_turn(spec: RunSpec, cluster: Cluster, data: Data, model: nn.Module
     So the model has to be of torch's own layers, of which it is known that they remember nothing.
     """
     strategy, options = spec.strategy, spec.options
-    cut = (strategy.schedule, strategy.parted, strategy.slices, strategy.distillation, strategy.one_copy)
-    if any(each is not None for each in cut) or sparse_tables(model) or not all(map(_forgets, model.modules())):
+    if strategy.features - {"server"} or sparse_tables(model) or not all(map(_forgets, model.modules())):
         return []
     if options.looks_every is not None or options.batch_growth or options.precision is not None:
         return []

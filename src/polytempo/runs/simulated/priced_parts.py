@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from polytempo.cluster import Cluster
 from polytempo.core import Port
 from polytempo.core.port import world_port
+from polytempo.core.strategy import InParts
 from polytempo.core.suspension import drive
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.hybrid.divided_names import DividedNames
@@ -98,7 +99,8 @@ def resolved(spec: RunSpec, model: nn.Module, data: Data) -> RunSpec:
         parted = replace(parted, rules=plan.rules)
     elif isinstance(parted, DividedNames) and parted.names is None:
         parted = replace(parted, names=planned_names(spec, model, data))
-    return replace(spec, strategy=replace(spec.strategy, parted=parted))
+    assert parted is not None
+    return replace(spec, strategy=replace(spec.strategy, layout=InParts(parted)))
 
 
 def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any) -> None:

@@ -262,7 +262,7 @@ class Client:
         return out + [(asked.head, one) for asked in self.asked if asked.queues for one in asked.sendable(now_s)]
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take an answer or a view. Raises `Refused` where a shard has refused."""
+        """Take an answer or a view. Raises `Incompatible` where a shard has refused."""
         out: Outbox = []
         match message:
             case PushAlone():

@@ -11,7 +11,6 @@ data) is made anew with each of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import PolytempoError, Port
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved
 from polytempo.data.sample_account import SampleAccount
 from polytempo.data.shard import DataShard
@@ -29,7 +29,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.schedule_state import schedule_restore, schedule_saved
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
 from polytempo.training.elastic.elastic_state import broadcast_buffers, broadcast_json, broadcast_saved, hand_over_model
-from polytempo.training.elastic.elastic_strategies import check_elastic, mixed
+from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, keep_mean, met, models_differ
 from polytempo.training.elastic.residual_handover import handed_over, residuals_by_path
 from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
@@ -208,8 +208,8 @@ class ElasticTraining:
         )
 
     def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:
-        whole = replace(self.spec.strategy, slices=None)  # slices are computed here, not by hooks
-        asked, given = self.spec.options, (self.model, self.optimizer, whole)
+        hooked = self.spec.strategy.between_equals()  # slices are computed here, not by hooks
+        asked, given = self.spec.options, (self.model, self.optimizer, hooked)
         options = AttachOptions(
             on_drift=asked.on_drift, allow_nan=asked.allow_nan, grows=True, precision=asked.precision
         )
@@ -354,7 +354,7 @@ class ElasticTraining:
         """The commit point between the exchange of gradients and the optimizer's step."""
         assert self.context is not None
         if self._round.steps:
-            raise mixed(self.context.replica.strategy)
+            refuse({"elastic", "both transforms"}, strategy=self.context.replica.strategy)
         shard, step = self.context.shard, LocalRound()
         step.stepped(shard.spans, shard.state_dict())
         return await self._commit(port, step, 1, shard.state_dict())
@@ -367,7 +367,7 @@ class ElasticTraining:
             if not self._uncounted and port.size == 1:
                 return  # it has agreed with itself before the step
             if not self._uncounted:
-                raise mixed(self.context.replica.strategy)
+                refuse({"elastic", "both transforms"}, strategy=self.context.replica.strategy)
             self._count()
             found = Met(self._round.steps, self.context.shard.state_dict())
         self._applied(await self._commit(port, self._round, *found))

@@ -15,12 +15,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy, identity, is_idle
+from polytempo.core.calls.refusals import refuse
 from polytempo.large_batch.probe import NoiseProbe
 from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns
 from polytempo.one_host.one_copy import host_group, one_copy_of
-from polytempo.spec.precision import Precision, check_precision
+from polytempo.spec.precision import Precision
+from polytempo.spec.run_spec import check_precision
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.training.checkpoint.optimizer_state import broadcast_optimizer
 from polytempo.training.hooks.attached_models import handle_of, set_handle
@@ -88,26 +90,7 @@ def attach_replica(
 def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
     """Raise TypeError or ValueError where `attach` was given something else, or was called before."""
     strategy_from(strategy)
-    if strategy.slices is not None:
-        raise ValueError(
-            f"{strategy} has its batches computed in {strategy.slices} slices, which a loop of your own does not do; "
-            "make a job of it and use pt.run or pt.Trainer, or give another route"
-        )
-    if strategy.distillation is not None:
-        raise ValueError(
-            f"{strategy} adds to the loss what models of other groups predict, and a loop of your own computes its "
-            "loss itself; make a job of it and use pt.run or pt.Trainer"
-        )
-    if strategy.schedule is not None:
-        raise ValueError(
-            f"{strategy} cuts the model into stages, and a loop of your own calls the whole model; write "
-            "pipe = pt.pipeline(model, optimizer, loss, strategy, sample=x) and pipe.step(x, y)"
-        )
-    if strategy.parted is not None:
-        raise ValueError(
-            f"{strategy} splits the layers of a job's model, and a loop of your own splits its model itself; write "
-            "model = pt.split(model, rules), or pt.hybrid(model, layers), and give attach the inner strategy"
-        )
+    refuse(strategy.features | {"own loop"}, strategy=strategy)
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_bare(model)

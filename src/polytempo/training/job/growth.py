@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.data.shard import DataShard
-from polytempo.one_host.hogwild import is_hogwild
 from polytempo.spec.batch_growth import BatchGrowth, NormTest
 from polytempo.spec.job import Job
 from polytempo.spec.objective import part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sliced_step import BatchSlice, next_slices
-from polytempo.training.step.noise_post import check_measured
 
 Backward = Callable[[Any, float], Tensor]
 """`loss = backward(batch, weight)`: adds the weighted gradient of a batch to `.grad`, and answers the batch's loss."""
@@ -92,28 +90,3 @@ def follow(scheduler: LRScheduler, epochs: float, steps_per_epoch: int) -> None:
     """Step a schedule to where it would be after so many epochs of steps with the first batch."""
     for _ in range(int(epochs * steps_per_epoch + 1e-6) - scheduler.last_epoch):
         scheduler.step()
-
-
-def check_growth(spec: RunSpec) -> None:
-    """Raise ValueError where the options let a batch grow that cannot."""
-    strategy, growth, why = spec.strategy, spec.options.batch_growth, None
-    if not growth:
-        return
-    if strategy.server is not None:
-        why = f"{strategy} hands batches to workers one by one"
-    elif strategy.slices is not None or strategy.schedule is not None:
-        why = f"{strategy} cuts a batch into parts of its own"
-    elif is_hogwild(strategy):
-        why = f"{strategy} lets workers step one by one"
-    elif spec.options.elastic and isinstance(growth, NormTest):
-        why = f"the workers of an elastic run come and go, and {growth} compares their gradients; say when, as in 5:4"
-    elif spec.options.elastic and spec.options.scaling == "local":
-        why = "scaling='local' keeps each worker's batch, and lets the rate grow with their number"
-    elif spec.options.elastic and spec.job.schedule is not None:
-        why = f"the schedule of job {spec.job.name} counts steps in an elastic run, of which an epoch then has fewer"
-    elif isinstance(growth, NormTest) and strategy.groups > 1:
-        why = f"each group of {strategy} would have a batch of its own, and their epochs other steps"
-    if why is not None:
-        raise ValueError(f"batches cannot grow here: {why}; leave batch_growth out, or begin with a larger batch")
-    if isinstance(growth, NormTest):
-        check_measured(strategy, spec.workers, option="batch_growth")

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.spec.loss_divisor import check_by_samples
 from polytempo.training.model.trainable_parameters import sparse_tables
@@ -16,8 +17,7 @@ from polytempo.training.model.trainable_parameters import sparse_tables
 
 def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
     """What `strategy` is with `optimizer`. Raises ValueError where it would not do with it what it says."""
-    if strategy.by_optimizer is not None:
-        strategy = strategy.by_optimizer(optimizer)
+    strategy = strategy.fit(strategy, optimizer)
     check_momentum(optimizer, strategy.momentum, str(strategy))
     if strategy.carries_optimizer and isinstance(optimizer, LBFGS):
         raise ValueError(
@@ -45,18 +45,8 @@ def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buf
     """Raise ValueError where a loop of one's own cannot train `model` by a parameter server."""
     service = strategy.server
     assert service is not None
-    if service.reassigns is not None:
-        raise ValueError(
-            f"{strategy} computes a batch in slices, some of which other workers do, and a loop of one's own computes "
-            "whole batches; make a job of it and use pt.run(job, strategy, workers=4), or ssp(), which does not help"
-        )
-    if service.hierarchical:
-        raise ValueError(
-            f"{strategy} sums gradients within a host while its workers wait for each other, and between the calls of "
-            "a loop of one's own nothing happens; leave out hierarchical, or make a job of it and use pt.run"
-        )
-    if buffers != "average":
-        raise ValueError(f'with a parameter server running statistics meet there; leave out buffers="{buffers}"')
+    features = strategy.features | {"own loop"} | ({"buffers"} if buffers != "average" else set())
+    refuse(features, strategy=strategy, buffers=buffers)
     devices = {str(p.device) for p in model.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"a parameter server stays on the CPU, and this model is on {sorted(devices)}; use sync_sgd()")

@@ -69,11 +69,6 @@ def parted_model(spec: RunSpec, model: nn.Module, data: Data, port: Port, drive:
     Errors: ValueError for rules and names that do not fit the model, and for a plan where the loss calls the model.
     """
     ports, parted = ports_of(port), spec.strategy.parted
-    if spec.options.ema is not None:
-        raise ValueError(
-            f"ema={spec.options.ema:g}: {spec.strategy} has layers in parts, and an average of weights needs whole "
-            "layers on each worker; leave out ema"
-        )
     if isinstance(parted, SplitLayers):
         rules = parted.rules
         if isinstance(rules, str):

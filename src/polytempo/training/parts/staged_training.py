@@ -56,14 +56,9 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     """The job's model in the strategy's stages, of about as many operations each; the same on all ranks.
 
     Errors: ValueError for a job whose loss calls the model itself, for a model that cannot be cut, or not in so many
-    stages, for weights that several stages share where the schedule is late, and for on_drift="restore".
+    stages, and for weights that several stages share where the schedule is late.
     """
     schedule = schedule_of(spec.strategy)
-    if spec.options.on_drift == "restore":
-        raise ValueError(
-            f'on_drift="restore": {spec.strategy} cuts the model into stages, and what is under way in a replica of a '
-            'stage that has drifted could not be restored; use on_drift="stop", and go on from the last checkpoint'
-        )
     return cut(model, schedule.stages * schedule.parts, sample=sample_of(spec.job, data, spec.batch_size, spec.seed))
 
 

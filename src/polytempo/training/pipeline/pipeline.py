@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
 from polytempo.core.state import Saved
+from polytempo.core.strategy import InStages
 from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
 from polytempo.partition.over_stages import over_stages
@@ -255,4 +256,5 @@ def _wired(strategy: Strategy, wires: Wires) -> Strategy:
             f"{strategy} says itself by which codecs tensors pass between stages; leave out activations and gradients "
             "there, or here"
         )
-    return replace(strategy, schedule=replace(schedule, wires=wires))
+    assert isinstance(strategy.layout, InStages)
+    return replace(strategy, layout=replace(strategy.layout, schedule=replace(schedule, wires=wires)))

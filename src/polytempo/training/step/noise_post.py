@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core import PolytempoError, Port, Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.large_batch.probe import NoiseProbe
-from polytempo.one_host.hogwild import is_hogwild
 from polytempo.training.step.noise_watch import NoiseWatch
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, beside
@@ -83,23 +83,10 @@ async def _gathered(port: Port, row: Tensor) -> list[Tensor]:
     return rows
 
 
-def check_measured(strategy: Strategy, workers: int, *, option: str = "noise_scale") -> None:
-    """Raise ValueError for a run whose noise scale cannot be measured, and say why. `option`: what asks for it."""
-    why = None
-    if strategy.schedule is not None:
-        why = f"{strategy} cuts the model into stages, none of which has a whole gradient"
-    elif strategy.parted is not None:
-        why = f"{strategy} has layers in parts on several workers, none of which has a whole gradient"
-    elif strategy.slices is not None:
-        why = f"{strategy} computes a batch in slices, which weigh by the global batch"
-    elif is_hogwild(strategy):
-        why = f"{strategy} lets workers change the parameters while others compute their gradients"
-    elif strategy.server is not None and strategy.server.reassigns is not None:
-        why = f"{strategy} lets workers compute slices of each other's batches"
-    elif strategy.server is None and workers // strategy.groups < 2:
-        why = "it is measured between workers that train one model, and there is one; `polytempo tune batch` needs none"
-    if why is not None:
-        raise ValueError(f"the gradient noise scale cannot be measured here: {why}; leave {option} out")
+def check_measured(strategy: Strategy, workers: int, *more: str) -> None:
+    """`Incompatible` for a run whose noise scale cannot be measured. `more`: further features of it."""
+    alone = {"one worker"} if strategy.server is None and workers // strategy.groups < 2 else set()
+    refuse(strategy.features | {"noise scale", *more} | alone, strategy=strategy, option="noise_scale")
 
 
 def watch_noise(world: ProcessWorld, data: Port, replica: Replica, probe: NoiseProbe | None) -> NoiseWatch | None:
@@ -108,11 +95,6 @@ def watch_noise(world: ProcessWorld, data: Port, replica: Replica, probe: NoiseP
         return None
     if probe.batch_size < 1 or probe.every < 1:
         raise ValueError(f"a NoiseProbe has batch_size and every of at least 1, got {probe}")
-    check_measured(replica.strategy, data.size)
-    if replica.splits or replica.own:
-        raise ValueError(
-            "the gradient noise scale cannot be measured here: layers of the model are divided over the ranks, and no "
-            "rank has a whole gradient; leave noise_scale out"
-        )
+    check_measured(replica.strategy, data.size, *(["divided layers"] if replica.splits or replica.own else []))
     post = ProcessNoisePost(world, data)
     return NoiseWatch(post, replica.strategy, replica.trainable, every=probe.every, samples=probe.batch_size)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle, native
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
@@ -383,11 +384,7 @@ class Replica:
 
 
 def _check(strategy: Strategy) -> None:
-    if strategy.server is not None:
-        raise ValueError(
-            f"{strategy} has a parameter server, which pt.Trainer does not start; "
-            "use pt.run(job, strategy, workers=4) or `polytempo train`"
-        )
+    refuse(strategy.features | {"trainer"}, strategy=strategy)
 
 
 def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:

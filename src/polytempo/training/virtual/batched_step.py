@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.training.job.program import TakeStep
@@ -67,15 +68,5 @@ class BatchedReplicas:
 
 
 def check_alone(strategy: Strategy) -> None:
-    """ValueError for a strategy whose workers do not compute whole batches with whole models of their own."""
-    reasons = {
-        "has a parameter server, whose workers take their batches one by one": strategy.server,
-        "cuts the model into stages": strategy.schedule,
-        "has layers in parts": strategy.parted,
-        "computes a batch in slices": strategy.slices,
-        "trains on what the models of other groups predict": strategy.distillation,
-        "has one copy of the parameters, which changes while workers compute": strategy.one_copy,
-    }
-    for reason, given in reasons.items():
-        if given is not None:
-            raise ValueError(f"{strategy} {reason}, so gradients cannot be computed together; leave out batched")
+    """`Incompatible` for a strategy whose workers do not compute whole batches with whole models of their own."""
+    refuse(strategy.features | {"batched"}, strategy=strategy)

@@ -1,0 +1,47 @@
+"""The table of features that exclude each other: each row can be reached, says what it can say, and survives a copy."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+import polytempo
+from polytempo.core.calls.refusals import Incompatible, Refusal, refusal_of, refusals, refuse
+
+SOURCE = Path(polytempo.__file__).parent
+BY_CODE = {row.code: row for row in refusals()}
+
+
+@pytest.mark.parametrize("row", refusals(), ids=lambda row: row.code)
+def test_each_row_is_reached(row: Refusal) -> None:
+    """No row before it asks for less, so with its features alone it is the one that is found."""
+    assert re.fullmatch(r"PT1\d{3}", row.code)
+    assert refusal_of(row.features) is row
+
+
+@pytest.mark.parametrize("row", refusals(), ids=lambda row: row.code)
+def test_a_refusal_names_its_values(row: Refusal) -> None:
+    names = {name for _, name, _, _ in Formatter().parse(f"{row.why}; {row.remedy}") if name}
+    values = dict.fromkeys(names, 0.5)
+    with pytest.raises(Incompatible) as caught:
+        refuse(row.features, **values)
+    assert caught.value.code == row.code
+    assert "{" not in str(caught.value)
+    again = copy.copy(caught.value)
+    assert (str(again), again.code) == (str(caught.value), row.code)
+
+
+def test_features_are_named_where_they_are_found() -> None:
+    """A row whose feature no program has would never be read."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
+    unknown = {name for row in refusals() for name in row.features if f'"{name}"' not in source}
+    assert unknown == set()
+
+
+def test_features_that_go_together_are_not_refused() -> None:
+    refuse({"elastic", "precision", "own loop"})
+    assert refusal_of(frozenset()) is None
