@@ -1,4 +1,4 @@
-"""The table of features that exclude each other: each row can be reached, says what it can say, and survives a copy."""
+"""The table of refusals: each row can be reached, its texts can be filled in, and its error can be copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_CODE = {row.code: row for row in refusals()}
 
 @pytest.mark.parametrize("row", refusals(), ids=lambda row: row.code)
 def test_each_row_is_reached(row: Refusal) -> None:
-    """No row before it asks for less, so with its features alone it is the one that is found."""
+    """No earlier row has a subset of its features."""
     assert re.fullmatch(r"PT1\d{3}", row.code)
     assert refusal_of(row.features) is row
 
@@ -36,7 +36,7 @@ def test_a_refusal_names_its_values(row: Refusal) -> None:
 
 
 def test_features_are_named_where_they_are_found() -> None:
-    """A row whose feature no program has would never be read."""
+    """A feature that no program adds would make its row dead."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
     unknown = {name for row in refusals() for name in row.features if f'"{name}"' not in source}
     assert unknown == set()

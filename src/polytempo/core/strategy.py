@@ -1,4 +1,4 @@
-"""`Strategy`: how a model lies on workers, whom they meet, and the two places where they do."""
+"""`Strategy`: the layout of a model over workers, their partners, and the two transforms by which they meet."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
 
 Turn = Literal["together", "free", "locked", "in_turn"]
-"""Who writes to one copy of the parameters, and when: all ranks' gradients make one update, each rank at any time,
-one after the other, or in the order of ranks, each once."""
+"""Writers to one copy of the parameters: all ranks by one update, each rank at any time, one after the other, or in the
+order of ranks, each once."""
 
 
 class Staged(Protocol):
-    """How a model is cut over workers, and in which order they work; `partition.schedules` makes them."""
+    """Stages of a model and their order of work; `partition.schedules` makes them."""
 
     @property
     def stages(self) -> int:
@@ -25,26 +25,26 @@ class Staged(Protocol):
 
     @property
     def micro_batches(self) -> int:
-        """In how many parts a batch goes through them."""
+        """Parts of a batch that go through the stages one by one."""
 
 
 class Parted(Protocol):
-    """Which layers of a model lie in parts on several workers; `partition.tensor` and `partition.hybrid` make them."""
+    """Layers that are divided over several workers; `partition.tensor` and `partition.hybrid` make them."""
 
     @property
     def ranks(self) -> int:
-        """Workers that hold one model together and get the same samples; 1 where each gets samples of its own."""
+        """Workers with the same samples that hold one model together; 1 where each has samples of its own."""
 
 
 class Distillation(NamedTuple):
-    """Groups of workers, each with a model and a part of the data of its own, that learn from each other's predictions.
+    """Groups of workers, each with its own model and part of the data, that learn from each other's predictions.
 
-    `gradients` and `parameters` of the strategy are what happens within a group.
+    The strategy's `gradients` and `parameters` are the exchanges within a group.
     """
 
     groups: int
     weight: float
-    """What the distance from the other groups' predictions counts in the loss."""
+    """Weight in the loss of the distance from the other groups' predictions."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Undivided:
 
 @dataclass(frozen=True)
 class InParts:
-    """Layout: some layers are divided over several workers; those that hold the same parts exchange."""
+    """Layout: some layers are divided over several workers; holders of the same parts exchange."""
 
     parted: Parted
 
 
 @dataclass(frozen=True)
 class InStages:
-    """Layout: the model is cut into stages that work by `schedule`; workers that hold the same stage exchange."""
+    """Layout: the model is cut into stages that work by `schedule`; holders of the same stage exchange."""
 
     schedule: Staged
     layers: Undivided | InParts = field(default_factory=Undivided)
@@ -75,7 +75,7 @@ class InGroups:
 
 
 Layout = Undivided | InParts | InStages | InGroups
-"""How a model lies on workers."""
+"""Layout of a model over workers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class OnOneCopy:
 
 
 Meeting = ByMessages | InSlices | OnOneCopy | Service
-"""Whom workers meet. A `Service`: the parameters are at a parameter server; the transforms push and pull."""
+"""Partners of a worker. A `Service`: the parameters are at a parameter server; the transforms push and pull."""
 
 
 def any_optimizer(strategy: Strategy, optimizer: Optimizer) -> Strategy:
@@ -111,16 +111,16 @@ def any_optimizer(strategy: Strategy, optimizer: Optimizer) -> Strategy:
 
 @dataclass(frozen=True, repr=False)
 class Strategy:
-    """What happens between `backward()` and the next `forward()`.
+    """Work between `backward()` and the next `forward()`.
 
-    `gradients` runs before `optimizer.step`, `parameters` after it. `name` is how the strategy is
-    written on the command line; ranks compare it before they begin.
+    `gradients` runs before `optimizer.step`, `parameters` after it. `name` is the strategy as the command line has it;
+    ranks compare it before they begin.
 
-    `layout`: how a model lies on workers. `meeting`: whom they meet.
-    `synchronized`: all ranks hold equal parameters after every step. Where it is False, a model that is
-    evaluated or handed out is the mean of the ranks' models.
+    `layout` places a model on workers, and `meeting` names their partners.
+    `synchronized`: all ranks hold equal parameters after every step. Where it is False, the mean of the ranks' models is
+    evaluated and handed out.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
-    `momentum`: what `gradients` has of it already (`dgc`). The optimizer must then have none, or it counts twice.
+    `momentum`: momentum within `gradients` (`dgc`). The optimizer must then have none, or it counts twice.
     `fit`: the strategy that this one is with a given optimizer; it raises ValueError for one that does not go with it.
     """
 
@@ -172,7 +172,7 @@ class Strategy:
 
     @property
     def holders(self) -> int:
-        """Workers that hold one model together, as stages or as parts of layers, and get the same samples."""
+        """Workers with the same samples that hold one model together, as stages or as parts of layers."""
         return self.stages * (1 if self.parted is None else self.parted.ranks)
 
     @property
@@ -182,7 +182,7 @@ class Strategy:
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of what differs from messages between whole models; `core.calls.refusals` excludes pairs of them."""
+        """Names of all that differs from messages between whole models; `core.calls.refusals` excludes pairs of them."""
         service = self.server
         found = {
             "server": service is not None,
@@ -199,13 +199,13 @@ class Strategy:
         return frozenset(name for name, has in found.items() if has)
 
     def between_equals(self) -> Strategy:
-        """The two transforms alone: what happens between workers that hold the same, each of which has one batch."""
+        """The two transforms alone, between workers that hold the same parameters and compute whole batches."""
         return replace(
             self, layout=Undivided(), meeting=ByMessages() if isinstance(self.meeting, InSlices) else self.meeting
         )
 
     def laid_out(self, name: str, layout: Layout, meeting: Meeting | None = None) -> Strategy:
-        """This strategy between the workers that hold the same of a model laid out as `layout`."""
+        """This strategy between holders of the same part of a model that is laid out as `layout`."""
 
         def fitted(_: Strategy, optimizer: Optimizer) -> Strategy:
             return replace(self.fit(self, optimizer), name=name, layout=layout, fit=any_optimizer)
@@ -220,7 +220,7 @@ class Strategy:
 
 
 def checked_inner(strategy: Strategy, who: str) -> Strategy:
-    """The strategy itself. ValueError for one that is more than two transforms, so that `who` cannot be built on it."""
+    """The strategy itself. ValueError unless it is two transforms alone, on which `who` can be built."""
     if strategy.carries_optimizer or strategy.fit is not any_optimizer or strategy.features:
         raise ValueError(
             f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "

@@ -1,7 +1,7 @@
 """Refusals: features that no run can have together, by one table, `refusals.toml`.
 
 Features of a strategy are `Strategy.features`. A program adds the features that it was asked for ("own loop",
-"noise scale", …); the first row whose features are all there is the refusal.
+"noise scale", …). The first row with a subset of these features is the refusal.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Incompatible(ValueError):
 
 @cache
 def refusals() -> tuple[Refusal, ...]:
-    """All rows, in the order in which they are looked for."""
+    """All rows, in the order of the search."""
     rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return tuple(Refusal(code, frozenset(row.pop("features")), **row) for code, row in rows.items())
 
 
 def refusal_of(features: Set[str]) -> Refusal | None:
-    """The first row whose features are all there; None where no feature excludes another."""
+    """The first row with a subset of `features`; None where no feature excludes another."""
     return next((row for row in refusals() if row.features <= features), None)
 
 
 def refuse(features: Set[str], **values: object) -> None:
-    """Raise `Incompatible` where some of the features exclude each other. `values`: what the texts name."""
+    """Raise `Incompatible` where some of the features exclude each other. `values` fill in the texts."""
     row = refusal_of(features)
     if row is not None:
         raise Incompatible(row.code, f"{row.why}; {row.remedy}".format(**values))
