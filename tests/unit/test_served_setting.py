@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from polytempo.runs.served import served_node
 from polytempo.runs.served.served_node import Setting
 from polytempo.server.layout import Span
 from polytempo.server.message import View
@@ -19,6 +21,15 @@ def test_it_comes_back_from_json(record: Path | None, snapshot: int | None) -> N
     setting = Setting(VIEW, zero_s=123.25, record=record, snapshot=snapshot)
     again = Setting.from_plain(json.loads(json.dumps(setting.to_plain())))
     assert (again.record, again.snapshot) == (record, snapshot)
-    assert again.zero_s == pytest.approx(123.25, abs=1.0)  # the same clock, read twice
+    assert again.zero_s == 123.25  # the same machine's clock
     for field in VIEW.__struct_fields__:
         assert getattr(again.view, field) == getattr(VIEW, field)
+
+
+def test_another_machine_counts_from_the_run_s_age_whatever_its_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    plain = json.loads(json.dumps(Setting(VIEW, zero_s=960.0).to_plain()))
+    monkeypatch.setattr(served_node, "machine_identity", lambda: "another")
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    monkeypatch.setattr(time, "time", lambda: 3600.0)
+    assert Setting.from_plain(plain).zero_s == 7.0 - 40.0

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polytempo.core import world_port
+from polytempo.core.system.folder_lock import machine_identity
 from polytempo.core.system.notice import Notice, noticed
 from polytempo.engines.engine import Role
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
@@ -61,10 +62,12 @@ class Setting(NamedTuple):
     """Each node's host, where there are several."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it; another host's monotonic clock has another zero."""
+        """As JSON takes it. Another machine's monotonic clock has another zero, and its wall clock may be wrong by hours:
+        it gets the run's age.
+        """
         return {
             "view": msgspec.json.encode(self.view).decode(),
-            "began_s": time.time() - (time.monotonic() - self.zero_s),
+            "zero": [machine_identity(), self.zero_s, time.monotonic() - self.zero_s],
             "record": None if self.record is None else str(self.record),
             "snapshot": self.snapshot,
             "if_lost": self.if_lost,
@@ -73,10 +76,11 @@ class Setting(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Setting:
-        """What `to_plain` made."""
+        """What `to_plain` made; on another machine the time that it has travelled is missing from the clock."""
+        machine, zero_s, age_s = plain["zero"]
         return cls(
             view=msgspec.json.decode(plain["view"], type=View),
-            zero_s=time.monotonic() - (time.time() - plain["began_s"]),
+            zero_s=zero_s if machine == machine_identity() else time.monotonic() - age_s,
             record=None if plain["record"] is None else Path(plain["record"]),
             snapshot=plain["snapshot"],
             if_lost=plain["if_lost"],
