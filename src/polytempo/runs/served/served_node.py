@@ -62,8 +62,8 @@ class Setting(NamedTuple):
     """Each node's host, where there are several."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it. Another machine's monotonic clock has another zero, and its wall clock may be wrong: it gets
-        the run's age.
+        """As JSON takes it. Another machine's monotonic clock has another zero, and its wall clock may be wrong, so it
+        gets the run's age.
         """
         return {
             "view": msgspec.json.encode(self.view).decode(),
