@@ -4,10 +4,10 @@ A paper is a TOML file with `title`, `source` and its claims:
 
     says       the paper's figure, in our words
     known      how we know it: "read" (the text, the abstract or the authors' code; not written down), "second-hand",
-               "derived" (follows from the paper's rule) or "unchecked" (a lead that nobody has looked up)
+               "derived" (follows from the paper's rule) or "unchecked" (a lead that is not looked up)
     status     reproduced, not reproduced, simulated or not attempted
-    ours       our figure; `constants` what a simulation assumes; `why` why there is none, or another one
-    rests      what it rests on: "tests/FILE.py::test" or "benchmarks/FOLDER/README.md#section"
+    ours       our figure; `constants` the assumptions of a simulation; `why` the reason for none, or for another figure
+    rests      its evidence: "tests/FILE.py::test" or "benchmarks/FOLDER/README.md#section"
     command    the benchmark's, as its page has it
 
 `tests/unit/test_claims.py` looks each of them up: a test or section that is gone, a number that is not there, or a page
@@ -26,7 +26,7 @@ PAGE = HERE.parent / "claims.md"
 
 STATUSES = {
     "reproduced": "our figure, or the paper's order of things, measured or computed by us",
-    "simulated": "what the virtual world or a closed form gives with the constants that the row names",
+    "simulated": "a result of the virtual world or a closed form, with the constants that the row names",
     "not reproduced": "tried; our figure is another one, and the row says why",
     "not attempted": "needs hardware, data or time that this project does not have",
 }
@@ -42,9 +42,9 @@ NEEDS = {
     "not reproduced": ("why",),
     "not attempted": ("why",),
 }
-"""What a claim of each status has to say."""
+"""The fields that a claim of each status needs."""
 
-HEAD = """# What papers claim, and what we find
+HEAD = """# Claims of papers, and our figures
 
 Every figure of the papers that Polytempo's strategies come from, beside ours. `python docs/claims/write.py` writes
 this page from [docs/claims](claims). [A test](../tests/unit/test_claims.py) fails where a row names a test or a
@@ -54,11 +54,10 @@ benchmark that is gone, or a number that is not in it.
 |---|---|---|
 {statuses}
 
-A paper's figure is one that we have read in its text, its abstract or its authors' code, unless it is *derived* from
-the paper's rule, known *second-hand*, or *unchecked*: remembered, and not looked up. Unchecked figures are leads.
+We have read a paper's figure in its text, its abstract or its authors' code, unless it is *derived* from the paper's rule, known *second-hand*, or *unchecked*: remembered, and not looked up. Unchecked figures are leads.
 
 A row of a test is run by `.venv/bin/python -m pytest FILE -k NAME`; a row of a benchmark by the command that it names.
-The benchmark's page says on which machine its figures were measured."""
+The benchmark's page names the machine of its figures."""
 
 
 class Claim(NamedTuple):

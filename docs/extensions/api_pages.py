@@ -1,7 +1,6 @@
 """The reference of the Python interface, from signatures and docstrings: a page for each public module.
 
-Docstrings of this project are plain text with `code` and indented blocks; `restructured` turns them into what Sphinx
-reads.
+Docstrings of this project are plain text with `code` and indented blocks; `restructured` turns them into reStructuredText.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def generate(app: Sphinx) -> None:
     write(
         "generated/api/index",
         "# Python interface\n\nMade from the signatures and docstrings of the public names.\n\n"
-        f"| module | what it has |\n|---|---|\n| [polytempo](polytempo.md) | {_summary(polytempo)} |\n{rows}\n\n"
+        f"| module | content |\n|---|---|\n| [polytempo](polytempo.md) | {_summary(polytempo)} |\n{rows}\n\n"
         f"```{{toctree}}\n:hidden:\n\n{listed}\n```\n",
     )
 
@@ -57,7 +56,7 @@ def _summary(module: ModuleType) -> str:
 
 
 def _page(module: ModuleType, names: list[str], documented: dict[tuple[int, str], str]) -> str:
-    """The page of `module` with `names`; those that another page has are linked to."""
+    """The page of `module` with `names`; names of another page are links.""" 
     here, elsewhere = [], []
     for name in names:
         value = getattr(module, name)
@@ -143,12 +142,12 @@ def _escaped(text: str) -> str:
 
 
 def on_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Turn a docstring into what Sphinx reads."""
+    """Turn a docstring into reStructuredText."""
     lines[:] = restructured(lines)
 
 
 def skipped(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out what Python writes by itself."""
+    """Leave out docstrings that Python generates."""
     return True if (inspect.getdoc(obj) or "").startswith(GENERATED_DOC) else None
 
 

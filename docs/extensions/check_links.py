@@ -9,13 +9,13 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """What a page links to, and which anchors it has."""
+    """A page's links and anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
         self.loads: list[str] = []
-        """What a browser fetches without being asked."""
+        """Targets that a browser fetches without a click."""
         self.anchors: set[str] = set()
         self.feed(text)
 

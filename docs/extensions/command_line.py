@@ -15,7 +15,7 @@ BEGIN = """# Command line
 Made from the program: `polytempo COMMAND --help` says the same. Strategies, codecs, clusters and stragglers are written
 as calls, `gossip(graph=exponential, period=2)`, and parsed as such; nothing is evaluated. All options of a command may
 come from a file, `--config options.toml`. `--json` prints one JSON value on standard output and nothing else; progress
-goes to standard error. The exit code is 0 for success, 1 for a run that failed, and 2 for a mistake in what was typed.
+goes to standard error. The exit code is 0 for success, 1 for a run that failed, and 2 for a mistake in the command line.
 """
 
 
@@ -39,18 +39,18 @@ def _commands(group: Any, context: Any, level: int) -> list[str]:
 
 
 def _section(command: Any, context: Any, level: int) -> str:
-    """Heading, usage, what it does, and a table of its options."""
+    """Heading, usage, description, and a table of options."""
     path = context.command_path
     usage = " ".join([path, *command.collect_usage_pieces(context)])
     text = f"\n{'#' * level} {path}\n\n```text\n{usage}\n```\n\n{(command.help or '').strip()}\n"
     records = [record for each in command.params if (record := _record(each, context))]
     if records:
-        text += "\n| option | what it does |\n|---|---|\n" + "".join(f"| {a} | {b} |\n" for a, b in records)
+        text += "\n| option | effect |\n|---|---|\n" + "".join(f"| {a} | {b} |\n" for a, b in records)
     return text
 
 
 def _record(parameter: Any, context: Any) -> tuple[str, str] | None:
-    """How an option is written, and its help; None for those that have none."""
+    """Spelling and help of an option; None without help."""
     if "--help" in parameter.opts:
         return None
     record = parameter.get_help_record(context)

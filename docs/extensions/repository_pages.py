@@ -39,7 +39,7 @@ def pages() -> dict[Path, str]:
 
 
 def example_title(file: Path) -> str:
-    """The heading of an example, from which its anchor follows."""
+    """The heading of an example; its anchor follows from it."""
     return str(file.relative_to(ROOT / "examples"))
 
 
@@ -78,7 +78,7 @@ def relative(target: str, page: str) -> str:
 
 
 def write(page: str, text: str) -> None:
-    """Write a generated page if it has changed, so that an unchanged one is not read anew."""
+    """Write a generated page if it has changed, so that an unchanged page is not read again."""
     file = DOCS / f"{page}.md"
     written.add(file)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _contents(readme: Path) -> str:
 def _examples() -> str:
     """Every example with its source."""
     folder = ROOT / "examples"
-    text = "# Examples\n\nRun one as `python examples/NAME.py`. Its first lines say what it shows.\n"
+    text = "# Examples\n\nRun one as `python examples/NAME.py`. Its first lines name its subject.\n"
     for file in [*sorted(folder.glob("*.py")), *sorted(folder.glob("*/*.py"))]:
         code = file.read_text(encoding="utf-8")
         text += f"\n## {example_title(file)}\n\n````python\n{code}````\n"

@@ -2,7 +2,7 @@
 
     python docs/pictures/compare.py
 
-Seconds are those of the virtual clock, so whoever draws it sees the same.
+Seconds are virtual, so every drawing has the same ones.
 """
 
 from __future__ import annotations

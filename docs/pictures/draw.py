@@ -1,4 +1,4 @@
-"""Draw what travels when, from traces of the virtual world: `python docs/pictures/draw.py` writes the SVG files here.
+"""Draw messages over time, from traces of the virtual world: `python docs/pictures/draw.py` writes the SVG files here.
 
 A lane is a worker or a shard of a parameter server. Boxes are computations, one shade for each step; arrows are
 messages, from the moment they begin to leave to the moment they have arrived; a bar across lanes is a collective.
@@ -104,7 +104,7 @@ def panel(
 
 
 def _same(one: dict[str, object], other: dict[str, object]) -> bool:
-    """Whether two events are of one collective: it ends at one moment."""
+    """True if two events belong to one collective: it ends at one moment."""
     return one["name"] == other["name"] and abs(_end(one) - _end(other)) < 1e-6
 
 
@@ -113,7 +113,7 @@ def _end(event: dict[str, object]) -> float:
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
-    """Forward, backward and update of a step as one box, where nothing lies between."""
+    """Forward, backward and update of a step as one box, where nothing is between."""
     joined: list[Box] = []
     for box in sorted(boxes):
         last = joined[-1] if joined else None
@@ -127,7 +127,7 @@ def _joined(boxes: list[Box]) -> list[Box]:
 def drawn(name: str, panels: Sequence[Panel], bars: str = "travels") -> str:
     """The panels below each other, on one scale of time, up to the last computation: behind it is the run's end.
 
-    `bars`: what the colour of messages means.
+    `bars`: meaning of the messages' colour.
     """
     last = max(end for panel in panels for end in [*(box.end for box in panel.boxes), *(end for _, end in panel.bars)])
     scale = (WIDTH - LEFT - RIGHT) / last
@@ -190,7 +190,7 @@ def _panel(name: str, panel: Panel, top: int, scale: float, last: float) -> list
 
 
 def _axis(top: int, last: float, scale: float, legend: Sequence[tuple[str, str]]) -> list[str]:
-    """Ticks in milliseconds, and what the colours mean."""
+    """Ticks in milliseconds, and the meaning of the colours."""
     tick = next(t for t in (100, 200, 500, 1000, 2000, 5000, 10000) if last / t <= 9)
     out = []
     for i in range(int(last / tick) + 1):
