@@ -63,7 +63,7 @@ class Checks(Collection[str]):
             assert not said.get(name, "not made"), f"rank {rank}: {said.get(name, 'not made')}"
 
     def _made(self, size: int) -> list[dict[str, str]]:
-        """What each check said on each rank: nothing, or its traceback."""
+        """The results of each check on each rank: nothing, or its traceback."""
 
         def work(_: RankInfo) -> Result:
             hvd.init()

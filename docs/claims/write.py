@@ -54,7 +54,8 @@ benchmark that is gone, or a number that is not in it.
 |---|---|---|
 {statuses}
 
-We have read a paper's figure in its text, its abstract or its authors' code, unless it is *derived* from the paper's rule, known *second-hand*, or *unchecked*: remembered, and not looked up. Unchecked figures are leads.
+We have read a paper's figure in its text, its abstract or its authors' code, unless it is *derived* from the paper's
+rule, known *second-hand*, or *unchecked*: remembered, and not looked up. Unchecked figures are leads.
 
 A row of a test is run by `.venv/bin/python -m pytest FILE -k NAME`; a row of a benchmark by the command that it names.
 The benchmark's page names the machine of its figures."""

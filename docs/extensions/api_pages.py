@@ -1,6 +1,7 @@
 """The reference of the Python interface, from signatures and docstrings: a page for each public module.
 
-Docstrings of this project are plain text with `code` and indented blocks; `restructured` turns them into reStructuredText.
+Docstrings of this project are plain text with `code` and indented blocks; `restructured` turns them into
+reStructuredText.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _summary(module: ModuleType) -> str:
 
 
 def _page(module: ModuleType, names: list[str], documented: dict[tuple[int, str], str]) -> str:
-    """The page of `module` with `names`; names of another page are links.""" 
+    """The page of `module` with `names`; names of another page are links."""
     here, elsewhere = [], []
     for name in names:
         value = getattr(module, name)

@@ -15,7 +15,7 @@ BEGIN = """# Command line
 Made from the program: `polytempo COMMAND --help` says the same. Strategies, codecs, clusters and stragglers are written
 as calls, `gossip(graph=exponential, period=2)`, and parsed as such; nothing is evaluated. All options of a command may
 come from a file, `--config options.toml`. `--json` prints one JSON value on standard output and nothing else; progress
-goes to standard error. The exit code is 0 for success, 1 for a run that failed, and 2 for a mistake in the command line.
+goes to standard error. The exit code is 0 for success, 1 for a run that failed, and 2 for a mistake in the command.
 """
 
 

@@ -1,8 +1,8 @@
 """`TorchState` with every kind of optimizer and scheduler: lost steps are undone, newcomers go on with the others.
 
 Two ranks make three steps and commit, make two more on other data, and go back to the commit. One of them is replaced:
-another model, optimizer and scheduler, which have made no step. After two more steps both have what plain torch has in
-float64 after five steps on the whole batch.
+another model, optimizer and scheduler, which have made no step. After two more steps both equal plain torch in float64
+after five steps on the whole batch.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def table() -> nn.Module:
 
 
 def by_group(net: nn.Module) -> list[dict[str, Any]]:
-    """The first layer by itself, with options of its own."""
+    """A group of the first layer, with options of its own, and a group of the rest."""
     return [{"params": list(net[0].parameters()), "lr": 0.02, "weight_decay": 0.1}, {"params": [*net[2].parameters()]}]
 
 
 class Row(NamedTuple):
-    """What is trained, how, and by which schedule."""
+    """A training: model, optimizer and schedule."""
 
     optimizer: Callable[[Any], optim.Optimizer]
     scheduler: Callable[[Any], Any] | None = None
@@ -90,7 +90,7 @@ class Row(NamedTuple):
     grouped: bool = False
     compression: Any = hvd.Compression.none
     schedule_first: bool = False
-    """Whether the schedule was made before the optimizer was distributed."""
+    """True if the schedule was made before the optimizer was distributed."""
 
 
 MOMENTUM = partial(optim.SGD, lr=0.05, momentum=0.9)
@@ -224,7 +224,7 @@ def undone_and_joined(row: Row, rank: int, size: int) -> None:
 
 
 def compressed(codec: Any, rank: int, size: int) -> None:
-    """What a codec has not sent yet is undone, too; with a newcomer, which has none of it, ranks stay alike."""
+    """The residual of a codec is undone, too; with a newcomer, which has none of it, ranks stay alike."""
     row = Row(partial(optim.SGD, lr=0.05), net=wide, compression=codec)
     part = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     calm, mine = Training(row, 1, distributes=True), Training(row, 1, distributes=True)

@@ -1,4 +1,4 @@
-"""An optimizer's state as tensors and JSON: types come back, and what cannot be held is named."""
+"""An optimizer's state as tensors and JSON: types come back, and other state is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Python values as bytes, without pickle: what arrives can make no code run.
+"""Python values as bytes, without pickle: received bytes can make no code run.
 
-What msgpack knows travels as it is: None, bool, int of 64 bits, float, str, bytes. The rest is a list that begins with
+Types of msgpack travel as they are: None, bool, int of 64 bits, float, str, bytes. The rest is a list that begins with
 its kind. Refused, with TypeError: everything else, such as instances of classes and functions.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 MOST_DEPTH = 64
-"""Values that lie deeper in one another are refused."""
+"""Values with a deeper nesting are refused."""
 _WIDE = 1 << 63
 _DICTS: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
 
 def encoded(value: Any) -> bytes:
-    """The bytes of a value. Errors: TypeError, which names the type; ValueError for values that lie too deep."""
+    """The bytes of a value. Errors: TypeError, which names the type; ValueError for values with too deep a nesting."""
     return msgspec.msgpack.encode(_plain(value, MOST_DEPTH))
 
 
@@ -30,12 +30,12 @@ def decoded(data: bytes) -> Any:
     try:
         return _value(msgspec.msgpack.decode(data), MOST_DEPTH)
     except (msgspec.MsgspecError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"these bytes are no value of this library: {error}") from error
+        raise ValueError(f"these bytes are not a value of this library: {error}") from error
 
 
 def _plain(value: Any, depth: int) -> Any:
     if depth == 0:
-        raise ValueError(f"values that lie more than {MOST_DEPTH} deep in one another cannot be sent")
+        raise ValueError(f"values nested more than {MOST_DEPTH} deep cannot be sent")
     kind = type(value)
     if value is None or kind in (bool, float, str, bytes):
         return value
@@ -73,7 +73,7 @@ def _plain_tensor(tensor: Tensor) -> list[Any]:
 
 def _value(plain: Any, depth: int) -> Any:
     if depth == 0:
-        raise ValueError("values lie too deep in one another")
+        raise ValueError("values are nested too deep")
     if not isinstance(plain, list):
         return plain
     kind, *rest = plain

@@ -1,4 +1,4 @@
-"""`CodecExchange`: the mean of all ranks' tensors by a codec, and what it remembers from one to the next."""
+"""`CodecExchange`: the mean of all ranks' tensors by a codec, with the memory from one to the next."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from polytempo.horovod.runtime.groups import SetTransport
 
 _Layout = tuple[torch.dtype, tuple[torch.Size, ...]]
 Kept = tuple[int, dict[_Layout, Exchanged]]
-"""A copy of what an exchange remembers."""
+"""A copy of an exchange's memory."""
 
 
 class CodecExchange:
     """Made by the program, for one name; all ranks make theirs with equal codecs. Wires travel as `through` decides.
 
-    What ranks have not sent yet belongs to it, by dtype and shapes. `step` counts its exchanges: all ranks draw by it.
+    The unsent residuals belong to it, by dtype and shapes. `step` counts its exchanges: all ranks draw by it.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -31,7 +31,7 @@ class CodecExchange:
         self.step = 0
 
     def average_(self, transport: SetTransport, tensors: Mapping[str, Tensor]) -> None:
-        """Each of the tensors, of one dtype, becomes the mean. With one rank it stays, and the residual is added."""
+        """Set the tensors, all of one dtype, to their means. With one rank only the residual is added."""
         layout = next(iter(tensors.values())).dtype, tuple(tensor.shape for tensor in tensors.values())
         bundle = Bundle(tensors)
         state = self._states[layout] if layout in self._states else self._transform.init(bundle)
@@ -41,7 +41,7 @@ class CodecExchange:
             tensor.copy_(view)
 
     def kept(self) -> Kept:
-        """A copy of what it remembers."""
+        """A copy of its memory."""
         return copy.deepcopy((self.step, self._states))
 
     def go_to(self, kept: Kept) -> None:
@@ -50,5 +50,5 @@ class CodecExchange:
 
 
 def encodable(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is something among them that a codec takes: floating-point numbers."""
+    """True if a codec takes at least one of them: floating-point numbers."""
     return any(tensor.is_floating_point() for tensor in tensors)

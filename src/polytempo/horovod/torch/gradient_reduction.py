@@ -23,7 +23,7 @@ from polytempo.horovod.torch.process_sets import ProcessSet
 
 
 class GradientReduction:
-    """How gradients are reduced: arguments of `DistributedOptimizer`, by their names there."""
+    """The reduction of gradients: arguments of `DistributedOptimizer`, by their names there."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class GradientReduction:
         self.factors = (1.0 / predivide, predivide)
         self.sparse_as_dense, self.process_set = sparse_as_dense, process_set
         self._exchanges: dict[str, CodecExchange] = {}
-        """Of a codec, by name: what of each gradient is sent later."""
+        """Exchanges by a codec, by name: each keeps the part of a gradient that is sent later."""
 
     def begin(self, group: Sequence[Tensor]) -> Callable[[], None]:
-        """Submit the gradients of `group`; what is answered waits for them, and puts them in place."""
+        """Submit the gradients of `group`; the returned function waits for them, and puts them in place."""
         made_dense: dict[Tensor, int] = {}
         for parameter in group:
             if parameter.grad is None:
@@ -106,7 +106,7 @@ class GradientReduction:
         return self._exchanges[name]
 
     def kept(self) -> dict[str, Kept]:
-        """A copy of what this rank's exchanges by a codec remember."""
+        """A copy of the memory of this rank's exchanges by a codec."""
         return {name: exchange.kept() for name, exchange in self._exchanges.items()}
 
     def go_to(self, kept: Mapping[str, Kept]) -> None:
@@ -117,11 +117,11 @@ class GradientReduction:
 
     @property
     def steps(self) -> dict[str, int]:
-        """How many exchanges by a codec there were, by name; the same on all ranks that were there."""
+        """The number of exchanges by a codec so far, by name; the same on all ranks that were there."""
         return {name: exchange.step for name, exchange in self._exchanges.items()}
 
     def count_from(self, steps: Mapping[str, int]) -> None:
-        """Count exchanges as another rank does. What this rank has not sent yet stays its own."""
+        """Count exchanges as another rank does. The unsent part of this rank stays its own."""
         if self.codec is not None:
             for name, step in steps.items():
                 self._exchange(name, self.codec).step = step

@@ -41,7 +41,7 @@ def optimizer_saved(optimizer: Optimizer, path: str = "optimizer") -> Saved:
 
 
 def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimizer") -> None:
-    """Load what `optimizer_saved` returned. Hyper-parameters that are tuples or tensors now stay tuples or tensors."""
+    """Load a result of `optimizer_saved`. Hyper-parameters that are tuples or tensors now stay tuples or tensors."""
     text = source.scalars.get(path)
     if not isinstance(text, str):
         raise ValueError(f"no optimizer state under {path!r}")
@@ -65,9 +65,9 @@ def optimizer_restore(optimizer: Optimizer, source: Saved, path: str = "optimize
 
 
 def load_exactly(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`, after which each value is what it was.
+    """`optimizer.load_state_dict(state)` with every value as it was saved.
 
-    By itself torch rounds tensors to their parameter's dtype, also those that an optimizer keeps in another (NAdam's
+    Torch alone rounds tensors to their parameter's dtype, also tensors that an optimizer keeps in another (NAdam's
     product of momenta in float32), and makes other texts of texts.
     """
     optimizer.load_state_dict(dict(state))
@@ -80,7 +80,7 @@ def load_exactly(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _as_given(given: Any, loaded: Any) -> Any:
-    """`loaded`, but for what loading has changed."""
+    """`loaded`, without the changes that loading has made."""
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
         return loaded if given.dtype == loaded.dtype else given.to(loaded.device)
     if isinstance(given, dict) and isinstance(loaded, dict):
@@ -121,7 +121,7 @@ async def broadcast_optimizer(
 
 
 def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.device:
-    """Where state `name` (`path/<parameter>/<key>`) belongs on this rank if it is on a `device_type` elsewhere.
+    """The device of state `name` (`path/<parameter>/<key>`) on this rank if it is on a `device_type` elsewhere.
 
     State on the CPU, as some optimizers' step counters, stays there; other state goes where the parameter is.
     """
@@ -133,7 +133,7 @@ def state_device(optimizer: Optimizer, name: str, device_type: str) -> torch.dev
 
 
 def steps_each_by_itself(optimizer: Optimizer) -> bool:
-    """Whether a step treats each parameter by itself, calls nothing, and skips those without a gradient."""
+    """True if a step treats each parameter alone, calls nothing, and skips parameters without a gradient."""
     return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "polytempo.")) and not isinstance(
         optimizer, LBFGS
     )
@@ -190,7 +190,7 @@ def _named(optimizer: Optimizer) -> str:
 
 
 def moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state tensors, as `name|key`, whatever their dtype and shape.
+    """The optimizer's state tensors, as `name|key`, of any dtype and shape.
 
     Counts of steps and other single numbers, the same on all ranks, are none of them. Raises ValueError for state that
     has no mean: codes, and lists of tensors.
@@ -205,7 +205,7 @@ def moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dic
             elif isinstance(value, Tensor | list):
                 what = str(value.dtype) if isinstance(value, Tensor) else "a list"
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key!r} as {what}, of which there is no mean; use "
-                    "parameter_averaging(optimizer_state=False), or an optimizer whose state is floating-point tensors"
+                    f"{type(optimizer).__name__} keeps {key!r} as {what}, and these have no mean; use "
+                    "parameter_averaging(optimizer_state=False), or an optimizer with a state of floating-point tensors"
                 )
     return found

@@ -23,10 +23,10 @@ from polytempo.training.checkpoint.optimizer_state import load_exactly
 class TorchState(ObjectState):
     """`TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)`; `state.epoch` is a value.
 
-    Modules, optimizers, `ElasticSampler`s, and what else has `state_dict` and `load_state_dict` (schedules, a
-    `GradScaler`), are saved, restored and synchronized as such, by any name; the others are values, as those of
-    `ObjectState`. A commit costs a copy of model and optimizer state, and of what a codec has not sent yet, which is
-    each rank's own: a newcomer has none.
+    Modules, optimizers, `ElasticSampler`s, and other objects with `state_dict` and `load_state_dict` (schedules, a
+    `GradScaler`), are saved, restored and synchronized as such, by any name; the others are values, as in
+    `ObjectState`. A commit costs a copy of model and optimizer state, and of the codecs' residuals. Residuals are each
+    rank's own: a newcomer has none.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
@@ -65,7 +65,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Samplers deal what is left of the epoch to the new group."""
+        """Deal the rest of the epoch to the new group."""
         for sampler in self._samplers():
             sampler.reset()
 
@@ -132,7 +132,7 @@ class _OptimizerPart:
 
     @property
     def _reduction(self) -> GradientReduction | None:
-        """Of an optimizer that is distributed."""
+        """The reduction of a distributed optimizer."""
         return getattr(self.value, "_reduction", None)
 
 
@@ -170,7 +170,7 @@ class _SamplerPart:
         self.value.go_to(self._saved)
 
     def sync(self) -> None:
-        """Rank 0's: a commit is that of all, and so is what it counts as processed."""
+        """Take rank 0's state: all ranks share a commit, and its count of processed samples."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0, "elastic.sampler"))
 
 
