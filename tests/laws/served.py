@@ -22,7 +22,7 @@ from polytempo.runs.simulated.simulate import simulate
 from polytempo.server.message import Statistics
 from polytempo.spec.job import Data, Job
 from polytempo.spec.result import Result
-from polytempo.training.served.server_worker import Attendance
+from polytempo.training.served.worker_program import Attendance
 
 SAMPLES, BATCH = 96, 4
 NUM_BATCHES = SAMPLES // BATCH

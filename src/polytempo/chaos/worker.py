@@ -126,7 +126,7 @@ class ChaosWorker:
 
 @dataclass
 class _Training:
-    """The program: the steps of `training.server_worker`, without the model."""
+    """The program: the steps of `training.served.worker_program`, without the model."""
 
     client: Client
     port: Port

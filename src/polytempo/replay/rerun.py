@@ -42,7 +42,7 @@ from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served.served_context import ComputeGradients
-from polytempo.training.served.server_worker import Attendance, work
+from polytempo.training.served.worker_program import Attendance, work
 from polytempo.worlds import VirtualWorld
 
 _NEVER = float("inf")

@@ -29,7 +29,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import async_sgd
-from polytempo.training.served.server_worker import Attendance
+from polytempo.training.served.worker_program import Attendance
 from polytempo.wire.frames import FrameLimits, decode, encode
 
 _SIZES = (16, 256, 1024, 2048)

@@ -36,7 +36,7 @@ from polytempo.server.snapshots.snapshot import read, snapshot_errors
 from polytempo.server.worker.host.lent_gradients import LentGradients
 from polytempo.server.worker.server_calls import through
 from polytempo.server.worker.stage_messages import StageMessages, through_stages
-from polytempo.training.served.server_worker import work
+from polytempo.training.served.worker_program import work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
 from polytempo.worlds.process.mail import Mail, MailWorld

@@ -45,8 +45,8 @@ from polytempo.training.served.scorer import Scorer
 from polytempo.training.served.served_context import ServedContext
 from polytempo.training.served.served_replica import trained_of
 from polytempo.training.served.server_plan import ServerPlan, timing_of_processes
-from polytempo.training.served.server_worker import gradients_of, gradients_without_values
 from polytempo.training.served.shard_rule import flat_of, parameters_of, shard_rule_of
+from polytempo.training.served.worker_program import gradients_of, gradients_without_values
 from polytempo.training.step.guard import Guard
 from polytempo.training.step.step_cost import StepCost
 

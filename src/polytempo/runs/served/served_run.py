@@ -36,7 +36,7 @@ from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_plan import ServerPlan
-from polytempo.training.served.server_worker import Attendance
+from polytempo.training.served.worker_program import Attendance
 from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import Joined, combined_hash, joined, write_chrome_trace

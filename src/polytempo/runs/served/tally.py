@@ -15,7 +15,7 @@ from polytempo.server.message import Statistics
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.training.served.server_facts import facts_of
-from polytempo.training.served.server_worker import Attendance
+from polytempo.training.served.worker_program import Attendance
 from polytempo.training.step.guard import check_score
 
 

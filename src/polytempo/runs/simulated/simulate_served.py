@@ -41,7 +41,7 @@ from polytempo.spec.job import Data
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.served.server_worker import Attendance, work
+from polytempo.training.served.worker_program import Attendance, work
 from polytempo.training.step.step_cost import StepCost, step_cost
 from polytempo.training.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace

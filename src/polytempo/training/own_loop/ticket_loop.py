@@ -3,8 +3,8 @@
     next_ticket ──▶ batch ──▶ gradient ──▶ before_step ──▶ optimizer.step ──▶ after_step ──▶ next_ticket …
          │ None: the epoch is over                                                    leave: no more
 
-`training.server_worker` is the same with a loop of its own. Between the calls nothing happens: what arrives meanwhile
-waits in the mailbox.
+`training.served.worker_program` is the same with a loop of its own. Between the calls nothing happens: what arrives
+meanwhile waits in the mailbox.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from polytempo.server.worker.stage_messages import StageMessages
 from polytempo.server.worker.stage_work import work_of
 from polytempo.training.model.local_decay import LocalDecay
 from polytempo.training.own_loop.loop_facts import LoopFacts
-from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
+from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.precision.masters import Masters
-from polytempo.training.served.served_replica import ServedReplica, ServersModel
-from polytempo.training.served.shard_rule import rates_of
+from polytempo.training.served.served_replica import ServersModel
+from polytempo.training.served.served_worker import ServedWorker
 from polytempo.worlds.process.mail import Mail, MailWorld
 
 T = TypeVar("T")
 
-_MOST_EMPTY_STEPS = 10_000
-"""No strategy holds gradients back for longer."""
 LEAVE = b'{"kind": "leave", "worker": %d}'
 """The row with which a rank says that it wants no more batches."""
 
@@ -90,8 +88,7 @@ class TicketLoop:
         stage: ServedStage | None = None,
         masters: Masters | None = None,
     ) -> None:
-        plan, topology, service = facts.plan, facts.plan.topology, facts.plan.service
-        self.rank, self._service, self._size, self._optimizer = rank, service, len(topology.firsts), optimizer
+        plan, topology, self.rank = facts.plan, facts.plan.topology, rank
         self._client = plan.client(rank, plan.incarnation + life - 1)
         self._world = MailWorld(rank, link.mail, plan.hosts, max_events=0)
         port = self._world.port
@@ -101,20 +98,19 @@ class TicketLoop:
         self._messages: StageMessages | None = None
         if stage is not None:
             self._messages = StageMessages(port, topology.replica_of(rank), self._client.incarnation, plan.timing)
-            stage.serve(self._exchange_stage, lambda: tuple(self._client.versions))
         stages = None if stage is None else port.among(topology.replica_of(rank))
         self._work = work_of(self._client, stages, 0 if stage is None else stage.late)
-        self._decay = LocalDecay(optimizer) if stage is not None and service.decays == "workers" else None
+        decay = LocalDecay(optimizer) if stage is not None and plan.service.decays == "workers" else None
         self._greeting = link.greeting
-        self.replica = ServedReplica(self._port, model, optimizer, strategy, self._client, masters)
+        given = self._port, self._client, model, optimizer, strategy
+        self._worker = ServedWorker(*given, masters=masters, decay=decay, stage=stage)
+        self.replica = self._worker.replica
         self.dealt: list[Dealt] = []
         """What the loop has been given since its last step."""
         self.losses: list[Tensor] = []
         """Of batches that have come back otherwise than by a step, since the loop has asked."""
         self._tickets: deque[Ticket] = deque()
-        self._clock = 0
-        self._begun = self._met = False
-        self._alone = False
+        self._met = self._alone = False
 
     # ------------------------------------------------------------------ batches
 
@@ -136,15 +132,15 @@ class TicketLoop:
                 case "train":
                     assert deal is not None
                     self._tickets.extend(deal.tickets)
-                    await self._fetch_if_new()
+                    await self._worker.begin()
                     await self._work.ask(self._port)  # the answer travels while the loop computes
                 case "wait":
                     await self._push_all()
                 case "pause":
-                    await self._fetch_if_new()
+                    await self._worker.begin()
                     await self.replica.settle()
                     if not self.replica.is_apart:
-                        await self.replica.refresh(self._clock)
+                        await self.replica.refresh(self._worker.clock)
                     return None
                 case _:
                     raise PolytempoError(
@@ -155,24 +151,15 @@ class TicketLoop:
             await self._push_all()
         return ticket
 
-    async def _fetch_if_new(self) -> None:
-        if not self._begun:
-            self._begun = True
-            await self.replica.fetch(self._clock)
-            self.replica.begin()
-        elif self.replica.is_outdated:
-            await self.replica.renew(self._clock)
-
     # ------------------------------------------------------------------ steps
 
     def before_step(self) -> bool:
         """Exchange gradients; whether the optimizer is to make its step."""
         self._alone = any(ticket.again for ticket, _ in self.dealt)
         if not self.dealt:
-            self._client.begin((), self._rates(), 1)
+            self._client.begin((), self._worker.rates, 1)
         self._count_dealt()
-        self._clock += 1
-        return self._drive(self.replica.exchange_gradients(empty=False))
+        return self._drive(self._worker.before_step())
 
     def train(self, batch: Any) -> Tensor | None:
         """The batch that was dealt last, through this rank's stage, with the exchange of the gradient that is then
@@ -188,19 +175,6 @@ class TicketLoop:
             await self._push_all()
         return loss
 
-    async def _exchange_stage(self, late: LateGradient) -> None:
-        """What this rank's stage does at an update of its parameters."""
-        replica, self._clock = self.replica, self._clock + 1
-        replica.look_up()
-        versions = None if replica.is_apart else late.versions
-        self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
-        if self._decay is not None:
-            self._decay.add_()
-        if await replica.exchange_gradients(empty=False):
-            self._optimizer.step()
-        self._optimizer.zero_grad()
-        await replica.exchange_parameters()
-
     def finish(self) -> None:
         """Push all that is under way or held back."""
         self._drive(self._push_all())
@@ -208,48 +182,33 @@ class TicketLoop:
     def _count_dealt(self) -> None:
         """The next push is of the batches that the loop has been given."""
         for ticket, samples in self.dealt:
-            self._client.begin((ticket.number,), self._rates(), samples)
+            self._client.begin((ticket.number,), self._worker.rates, samples)
         self.dealt.clear()
-
-    def _rates(self) -> tuple[float, ...]:
-        """The present learning rate of each parameter group, as the server is to have it."""
-        rates, rate = rates_of(self._optimizer), self._service.rate
-        return rates if rate is None else tuple(rate(self._size) * each for each in rates)
 
     def after_step(self) -> None:
         """Exchange parameters."""
         self._drive(self._after_step())
 
     async def _after_step(self) -> None:
-        await self.replica.exchange_parameters()
+        await self._worker.after_step()
         if self._alone:
             await self._push_all()
 
     async def _push_all(self) -> None:
-        """Let the strategy push the gradients that it holds back, by steps without a gradient."""
-        if self._stage is not None:
-            self.losses += await self._stage.drain()
+        """Push all that is under way or held back."""
+        self.losses += await self._worker.drain()
         self._count_dealt()  # batches that no step has used: their gradients are in `.grad`, or the loop left them out
-        for _ in range(_MOST_EMPTY_STEPS):
-            if not self._client.held:
-                break
-            self._clock += 1
-            await self.replica.exchange_gradients(empty=True)
-            await self.replica.exchange_parameters()
-        else:
-            raise ValueError(f"gradients are held back for more than {_MOST_EMPTY_STEPS} steps; push more often")
-        if self._begun:
-            await self.replica.settle()
+        await self._worker.push_held()
 
     # ------------------------------------------------------------------ looks, and the end
 
     def refresh(self) -> None:
         """Take over the server's weights."""
-        self._drive(self.replica.refresh(self._clock))
+        self._drive(self.replica.refresh(self._worker.clock))
 
     def servers(self) -> ServersModel:
         """The server's weights, in memory of their own."""
-        return self._drive(self.replica.servers(self._clock))
+        return self._drive(self.replica.servers(self._worker.clock))
 
     def states(self) -> list[Tensor]:
         """The states of all shards, between two epochs; one rank calls it, while the others wait."""
@@ -278,8 +237,8 @@ class TicketLoop:
         while (deal := await self._work.deal(self._port)) is not None and deal.order != "finish":
             await self._retire()
         if fetch and deal is not None:
-            await self._fetch_if_new()
-            await self.replica.refresh(self._clock)
+            await self._worker.begin()
+            await self.replica.refresh(self._worker.clock)
         if deal is not None:
             await self._work.ask(self._port)  # which says goodbye
 

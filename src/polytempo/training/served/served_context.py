@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,6 @@ class ServedContext:
     def whole(self) -> nn.Module:
         """The whole model: that of the first stage has all stages' final weights when its work is over."""
         return self.model if self.stage is None else self.stage.whole
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around the exchanges of a step and the optimizer's own: all in float32."""
-        return nullcontext() if self.masters is None else self.masters.whole_step()
 
     def sha256(self) -> str:
         """Of the whole model's float32 parameters, as results have it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from polytempo.core.rule import Service
 from polytempo.server.message import Statistics
-from polytempo.training.served.server_worker import Attendance
+from polytempo.training.served.worker_program import Attendance
 
 
 def facts_of(

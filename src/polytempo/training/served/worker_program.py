@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polytempo.core import Port, Program
+from polytempo.core import Port
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.stage_work import WorkSource, work_of
@@ -27,17 +27,12 @@ from polytempo.spec.objective import loss_of
 from polytempo.training.job.meter import Meter
 from polytempo.training.job.program import ROWS_PER_EPOCH
 from polytempo.training.model.randomness import seed_step
-from polytempo.training.pipeline.served_stage import LateGradient, ServedStage
+from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.served.served_context import ComputeGradients, ServedContext
-from polytempo.training.served.served_replica import ServedReplica
-from polytempo.training.served.shard_rule import rates_of
+from polytempo.training.served.served_worker import ServedWorker
 from polytempo.training.served.slices import Reassigned
 from polytempo.training.step.guard import check_final
-from polytempo.training.step.step_cost import StepCost, update_use
-
-_UPDATE_FLOPS = 4.0
-_MOST_EMPTY_STEPS = 10_000
-"""No strategy holds gradients back for longer."""
+from polytempo.training.step.step_cost import StepCost
 
 
 class Attendance(NamedTuple):
@@ -77,10 +72,10 @@ async def work(
     stages, who take their tickets together (`server.worker.stage_work`).
     """
     work_client = work_of(client, stages, 0 if context.stage is None else context.stage.late)
-    worker = _Worker(port, context, client, work_client)
+    worker = _TicketWorker(port, context, client, work_client)
     await work_client.ask(port)
     while True:
-        deal = await worker.waited(work_client.deal(port))
+        deal = await worker.served.waited(work_client.deal(port))
         if deal is None:
             return worker.attendance
         match deal.order:
@@ -98,7 +93,7 @@ async def work(
             case "finish":
                 await worker.push_all()
                 client.rest()
-                await worker.fetch()
+                await worker.served.fetch()
                 worker.look_at_final()
                 if context.stage is not None:
                     await context.stage.collected()
@@ -143,16 +138,7 @@ def _loss_without_value() -> Tensor:
     return torch.empty((), device="meta")
 
 
-def step_of(context: ServedContext, ticket: Ticket) -> int:
-    """Which step of the run the ticket's batch belongs to, as if all workers took their steps together."""
-    return ticket.number // context.batches.size
-
-
-def _no_step() -> None:
-    """Of parameters without values."""
-
-
-class _Worker:
+class _TicketWorker:
     """What `work` does for one ticket, and what it remembers between tickets."""
 
     def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkSource) -> None:
@@ -162,51 +148,42 @@ class _Worker:
         if server is not None and server.reassigns is not None:
             assert isinstance(work_client, WorkClient), "stages do not help each other"
             self._reassigned = Reassigned(port, context, client, work_client)
-        facts = context.model, context.optimizer, context.strategy, client, context.masters, context.trained
-        self._replica = ServedReplica(port, *facts)
+        self.served = ServedWorker(
+            *(port, client, context.model, context.optimizer, context.strategy),
+            masters=context.masters,
+            decay=context.decay,
+            guard=context.guard,
+            stage=context.stage,
+            trained=context.trained,
+        )
         self._steps = 0
         self._samples = 0
-        self._idle_s = self._idle_at_end_s = 0.0
-        self._begin_s: float | None = None
+        self._idle_at_end_s = 0.0
         self._end_s = 0.0
         self._meter = Meter(0, 0.0)
         self._rows: list[bytes] = []
         self._position: dict[str, float] = {"step": 0, "epoch": 0.0, "samples": 0}
-        if context.stage is not None:
-            context.stage.serve(self._exchange_stage, lambda: tuple(client.versions))
         batches = context.batches
         self._a_row_every = max(1, len(batches) // batches.size // ROWS_PER_EPOCH)
 
     @property
     def attendance(self) -> Attendance:
         """How this worker has fared so far."""
-        begin_s = self._end_s if self._begin_s is None else self._begin_s
+        begin_s = self._end_s if self.served.begun_s is None else self.served.begun_s
         fared = Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
         helps = self._reassigned
         return fared if helps is None else fared._replace(helped=helps.helped, given=helps.given)
 
     async def begin(self) -> None:
-        """With the first work: fetch the weights. Before that others may have trained them.
-
-        And when shards have come or gone: gradients count from versions that those know.
-        """
-        if self._begin_s is not None:
-            if self._replica.is_outdated:
-                await self.waited(self._replica.renew(self._steps))
-            return
-        self._begin_s = self._end_s = await self._port.now()
-        await self.waited(self.fetch())
-        self._replica.begin()
-
-    async def fetch(self) -> None:
-        """Take over the server's weights."""
-        await self._replica.fetch(self._steps)
+        """There is work: see `ServedWorker.begin`."""
+        await self.served.begin()
+        self._end_s = self._end_s or self.served.begun_s or 0.0
 
     def look_at_final(self) -> None:
         """Refuse final weights that are not finite."""
         if self._context.guard is not None:
             self._context.guard.catch_up(self._client.worker)
-            check_final(self._replica.values, (), max(1, int(self._position["step"])))
+            check_final(self.served.replica.values, (), max(1, int(self._position["step"])))
 
     async def train(self, ticket: Ticket) -> None:
         """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
@@ -224,14 +201,14 @@ class _Worker:
             samples = await (
                 self._alone(ticket) if self._reassigned is None else self._helped(self._reassigned, ticket)
             )
-            await self._exchange(empty=False)
+            await self.served.step()
         else:
             samples = await self._staged(self._context.stage, ticket)
-        if self._context.guard is not None and self._replica.is_apart:
-            self._context.guard.parameters(step_of(self._context, ticket), self._client.worker)
+        if self._context.guard is not None and self.served.replica.is_apart:
+            self._context.guard.parameters(self.served.step_of(ticket), self._client.worker)
         self._steps += 1
         self._samples += samples
-        self._end_s, self._idle_at_end_s = await port.now(), self._idle_s
+        self._end_s, self._idle_at_end_s = await port.now(), self.served.idle_s
         self._remember(ticket)
 
     async def _alone(self, ticket: Ticket) -> int:
@@ -241,8 +218,8 @@ class _Worker:
         self._client.begin((ticket.number,), self._rates_at(ticket), samples)
         loss = await context.compute_gradients(self._port, batch, samples)
         if context.guard is not None:
-            context.guard.loss(loss, step_of(context, ticket), self._client.worker)
-            context.guard.gradients(step_of(context, ticket), self._client.worker)
+            context.guard.loss(loss, self.served.step_of(ticket), self._client.worker)
+            context.guard.gradients(self.served.step_of(ticket), self._client.worker)
         if context.noise is not None:
             context.noise.look(self._steps, batch, samples)
         self._meter.add(loss if context.reads else None)
@@ -266,90 +243,36 @@ class _Worker:
         self._note(await stage.step(batch, ticket, samples), ticket)
         return samples
 
-    async def _exchange_stage(self, late: LateGradient) -> None:
-        """What this stage does at an update of its parameters."""
-        context = self._context
-        self._replica.look_up()
-        versions = None if self._replica.is_apart else late.versions
-        self._client.begin((late.ticket.number,), self._rates(), late.samples, versions=versions)
-        if context.guard is not None:
-            context.guard.gradients(step_of(context, late.ticket), self._client.worker)
-        await self._exchange(empty=False)
-
     def _note(self, loss: Tensor | None, ticket: Ticket) -> None:
         """The loss of a batch, as far as this stage hears of it."""
         if self._context.guard is not None and loss is not None:
-            self._context.guard.loss(loss, step_of(self._context, ticket), self._client.worker)
+            self._context.guard.loss(loss, self.served.step_of(ticket), self._client.worker)
         self._meter.add(loss if self._context.reads else None)
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
         before_s = await self._port.now()
         done = await reassigned.gradients(ticket, self._rates_at, self._steps + 1)
-        self._idle_s += await self._port.now() - before_s - done.busy_s
+        self.served.idle_s += await self._port.now() - before_s - done.busy_s
         if done.loss is not None:
             self._meter.add(done.loss if self._context.reads else None)
         return done.samples
 
     async def push_all(self) -> None:
-        """Take back what is under way in the stages, and let the strategy push the gradients that it holds back, by
-        steps without a gradient; other workers of the host have none to add now."""
+        """Push all that is under way or held back; other workers of the host have none to add now."""
         self._client.alone = True
-        if self._context.stage is not None:
-            for loss in await self._context.stage.drain():
-                self._meter.add(loss if self._context.reads else None)
-        for _ in range(_MOST_EMPTY_STEPS):
-            if not self._client.held:
-                break
-            await self._exchange(empty=True)
-        else:
-            raise ValueError(
-                f"{self._context.strategy} holds gradients back for more than {_MOST_EMPTY_STEPS} steps; push "
-                "more often"
-            )
-        if self._begin_s is not None:
-            await self.waited(self._replica.settle())
-
-    async def _exchange(self, *, empty: bool) -> None:
-        """The strategy's two transforms with the local step between them, which an empty step leaves out."""
-        optimizer = self._context.optimizer
-        with self._context.step():
-            if self._context.decay is not None and not empty and self._replica.has_values:
-                self._context.decay.add_()
-            steps = await self.waited(self._replica.exchange_gradients(empty=empty))
-            if not empty:
-                if steps:
-                    flops, uses = _UPDATE_FLOPS * self._replica.numel, (update_use(optimizer),)
-                    update = optimizer.step if self._replica.has_values else _no_step
-                    await self._port.compute(update, flops, uses=uses)
-                if self._replica.has_values:
-                    optimizer.zero_grad()
-            await self.waited(self._replica.exchange_parameters())
+        for loss in await self.served.drain():
+            self._meter.add(loss if self._context.reads else None)
+        await self.served.push_held()
 
     def _rates_at(self, ticket: Ticket) -> tuple[float, ...]:
         """The learning rates for the server at the ticket's place in the run; the optimizer has them from now on."""
         schedule = self._context.schedule
         if schedule is not None:
             schedule.go_to(schedule.step_of(ticket.epoch, ticket.batch))
-        return self._rates()
-
-    def _rates(self) -> tuple[float, ...]:
-        """Those of the optimizer, for the server."""
-        service, rates = self._context.strategy.server, rates_of(self._context.optimizer)
-        if service is None or service.rate is None:
-            return rates
-        factor = service.rate(self._port.size)
-        return tuple(factor * rate for rate in rates)
+        return self.served.rates
 
     # ------------------------------------------------------------------ waiting, and what is told of it
-
-    async def waited(self, what: Program[Any]) -> Any:
-        """Await `what`; the time counts as idle once training has begun."""
-        before_s = await self._port.now()
-        answer = await what
-        if self._begin_s is not None:
-            self._idle_s += await self._port.now() - before_s
-        return answer
 
     def taken_rows(self) -> list[bytes]:
         """The rows of metrics that have not been taken yet."""
@@ -361,13 +284,13 @@ class _Worker:
         batches = self._context.batches
         stop = batches.pick(ticket.batch).stop
         self._position = {
-            "step": step_of(self._context, ticket) + 1,
+            "step": self.served.step_of(ticket) + 1,
             "epoch": ticket.epoch + stop / batches.num_samples,
             "samples": ticket.epoch * batches.num_samples + stop,
         }
         if self._steps % self._a_row_every:
             return
-        lived_s = self._end_s - (self._begin_s or 0.0)
+        lived_s = self._end_s - (self.served.begun_s or 0.0)
         loss, rate = self._meter.since_last(self._samples, lived_s)
         # The clock of the world, not of this life: rows of a worker that was started again go on where it was.
         facts = {"kind": "train", **self._position, "seconds": self._end_s, "loss": loss, "samples_per_s": rate}
@@ -376,7 +299,7 @@ class _Worker:
         told.clear()
         measured = self._context.noise
         noise = measured.row if measured is not None and measured.sends else {}
-        self._write(facts | {"idle_share": self._idle_s / max(lived_s, 1e-9), "staleness": staleness} | noise)
+        self._write(facts | {"idle_share": self.served.idle_s / max(lived_s, 1e-9), "staleness": staleness} | noise)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())
