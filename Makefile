@@ -19,7 +19,7 @@ WITHOUT_BROWSER := $(if $(BROWSER)$(CI),,-m "not browser")
 # files run at a time.
 ALONE := $(patsubst %,tests/native/test_%.py,group limit step)
 
-# These compile the native core anew, with sanitizers and as a wheel: minutes that only a change of native/ calls for.
+# These compile the native core anew, with sanitizers and as a wheel: minutes.
 COMPILED := $(patsubst %,tests/native/test_%.py,sanitizers build)
 
 # These start whole runs to end, kill or move them: agents as on several hosts, elastic runs, SIGTERM, folders at a URL;
@@ -42,9 +42,8 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_models attach_resume attach_
 	tests/laws/test_loops_of_two.py \
 	$(patsubst %,tests/unit/test_%.py,batch_growth cli_sharpness readme tune_batch weight_average)
 
-# Laws with many cases, of which `make test` looks at some, and `make test-runs` at all (tests/some_cases.py).
-LONG := $(patsubst %,tests/laws/test_%.py,combinations loops observation optimizers pipeline_laws placed_laws served_clock \
-	tentative unused)
+# `make test` leaves these out. How many cases it looks at of all others is said in tests/some_cases.py.
+LATER := $(ALONE) $(COMPILED) $(RUNS)
 
 # Without a C++ compiler everything works, more slowly. CI must have one, and takes a warning for an error.
 COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || command -v clang++)
@@ -53,7 +52,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-native test-runs test-integrations test-engines test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-all test-integrations test-engines test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -85,18 +84,15 @@ endif
 demo: install ## train digits with seven strategies and two real workers each; prints where the report lies
 	@$(BIN)/polytempo compare digits --workers 2
 
-test: install lint ## lint, types and tests (minutes)
-	$(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE) $(COMPILED) $(RUNS))
-	$(PYTEST) -q $(ALONE)
+test: install lint ## lint, types and every law on some of its cases (five minutes)
+	BUDGET=test $(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(LATER))
 
-test-runs: install ## whole runs: examples, agents, elastic, preempted, killed and resumed runs, reports in a browser (minutes)
+test-all: install lint ## everything, as CI runs it: all cases, whole runs, the native core with sanitizers and as a wheel (half an hour)
 ifneq ($(WITHOUT_BROWSER),)
 	@echo 'note: no Chromium here, so the tests marked "browser" are left out (with CI=1 they would fail)'
 endif
-	ALL_CASES=1 $(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(RUNS) $(LONG)
-
-test-native: install ## compile the native core with sanitizers and as a wheel, and test both (a minute or two)
-	$(PYTEST) -q -n 2 --dist loadfile $(COMPILED)
+	BUDGET=all $(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
+	BUDGET=all $(PYTEST) -q $(ALONE)
 
 test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo (minutes)
 	$(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
@@ -141,8 +137,8 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-check: install lint ## what to run before every commit: lint, types, architecture, unit, laws, virtual (minutes)
-	$(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS)) tests/test_architecture.py tests/unit tests/laws tests/virtual
+check: install lint ## what to run before every commit: lint, types, architecture, and tests that the change reaches (two minutes)
+	BUDGET=check $(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py $$($(BIN)/python tests/reached.py --later $(LATER))
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What all tests share: one thread for torch, Ctrl-C, one profile for hypothesis, and where the real data sets lie.
+"""What all tests share: one thread for torch, Ctrl-C, one profile for hypothesis, the budget, and the real data sets.
 
 Garbage is collected from the first test on, without a look at what is there by then: modules and thousands of tests
 are most of the memory's objects, and each full collection would look at them all.
@@ -9,18 +9,83 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("polytempo", deadline=None, print_blob=True)
+from some_cases import BUDGET, NAME, SEED, Values, chosen, examples
+
+settings.register_profile("polytempo", deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile("polytempo")
 torch.set_num_threads(1)
 gc.disable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins a background command, and all that it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+TABLES = BUDGET._replace(few=8 * BUDGET.few)
+"""For tests/unit: most of its cases are the rows of literal tables."""
+
+SECONDS = {"process": 1.0, "agreement": 1.0, "commands": 1.0, "laws": 0.12}
+"""About how long a case of a folder takes. All others take 0.04 s."""
+
+CHECK_S = 100.0
+"""How much of them `make check` starts, on two cores."""
+
+
+def pytest_report_header() -> str | None:
+    """The seed, so that another choice of cases can be made."""
+    return f"budget: {NAME} (SEED={SEED})" if NAME else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the cases that the budget does not pay for out. Those that failed last stay."""
+    if BUDGET.of == 1:
+        return
+    cache = getattr(config, "cache", None)  # not with `-p no:cacheprovider`
+    failed = set() if cache is None else set(cache.get("cache/lastfailed", {}))
+    kept = [item for item in _within_budget(items) if item.nodeid not in failed]
+    if NAME == "check":
+        kept = _nearest(kept)
+    staying = failed | {item.nodeid for item in kept}
+    left_out = [item for item in items if item.nodeid not in staying]
+    items[:] = [item for item in items if item.nodeid in staying]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _within_budget(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The items of each test that the budget chooses."""
+    files: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        file, _, test = item.nodeid.partition("[")[0].partition("::")
+        files[file][test].append(item)
+    kept = set()
+    for file, tests in files.items():
+        cases = {test: [_values(item) for item in those] for test, those in tests.items()}
+        numbers = chosen(cases, TABLES if file.startswith("tests/unit/") else BUDGET)
+        kept |= {tests[test][number].nodeid for test in tests for number in numbers[test]}
+    return [item for item in items if item.nodeid in kept]
+
+
+def _values(item: pytest.Item) -> Values:
+    """Parameters by name. Tests of a file share the objects of their lists, so an object is known by its id."""
+    case = getattr(item, "callspec", None)
+    values = {} if case is None else case.params
+    return {name: value if isinstance(value, (int, float, str)) else id(value) for name, value in values.items()}
+
+
+def _nearest(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The first items that there is time for: `make check` names the files nearest to the change first."""
+    kept, seconds = [], 0.0
+    for item in items:
+        seconds += SECONDS.get(item.nodeid.split("/")[1], 0.04)
+        if seconds > CHECK_S:
+            break
+        kept.append(item)
+    return kept
 
 
 def pytest_collection_finish() -> None:

@@ -1,16 +1,92 @@
-"""How many cases long laws look at: `make test` at some of each, `make test-runs`, which sets ALL_CASES=1, at all."""
+"""How many cases the tests look at, by the budget that the environment's BUDGET names.
+
+- `all` (`make test-all`): every case of every test.
+- `test` (`make test`): every test, of those with many cases some. In each file every value of each parameter is met.
+- `check` (`make check`): the same, with fewer cases.
+
+Without a budget all cases of tests are there, and laws that look at many cases inside look at half of them. Which cases
+are chosen follows from SEED alone, so that a failure is there again in the next run.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from random import Random
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+Values = Mapping[str, Hashable]
+"""A case: the value of each of its parameters."""
 
-ALL = os.environ.get("ALL_CASES") == "1"
+
+class Budget(NamedTuple):
+    """A test of more than `few` cases has one of each `of`; a test that looks at cases inside, one of each `inside`."""
+
+    few: int
+    of: int
+    inside: int
+
+
+BUDGETS = {
+    "all": Budget(few=1, of=1, inside=1),
+    "": Budget(few=1, of=1, inside=1),
+    "test": Budget(few=6, of=4, inside=3),
+    "check": Budget(few=3, of=12, inside=8),
+}
+NAME = os.environ.get("BUDGET", "")
+BUDGET = BUDGETS[NAME]
+ALL = NAME == "all"
+SEED = int(os.environ.get("SEED", "1"))
+SMALL = 12
+"""A parameter with so few values has each of them met in every test; one with more has each of them met in its file."""
 
 
 def some_of(cases: Sequence[T], number: int, of: int = 2) -> list[T]:
     """One of each `of` cases: another one for the next `number`. All of them where all are asked for."""
-    return list(cases) if ALL else list(cases[number % of :: of])
+    step = of * BUDGET.inside
+    return list(cases) if ALL else list(cases[number % min(step, len(cases)) :: step])
+
+
+def examples(number: int) -> int:
+    """The examples that hypothesis looks at, of `number` with all cases."""
+    return max(1, number // BUDGET.inside)
+
+
+def chosen(tests: Mapping[str, Sequence[Values]], budget: Budget = BUDGET) -> dict[str, list[int]]:
+    """Of the tests of a file, each with its cases, the numbers of those cases that are looked at."""
+    met: set[tuple[str, Hashable]] = set()
+    kept = {test: _some(test, cases, met, budget) for test, cases in tests.items()}
+    for test, cases in tests.items():  # values that no test of the file has met
+        for number, case in enumerate(cases):
+            if not met.issuperset(case.items()):
+                met.update(case.items())
+                kept[test].append(number)
+    return {test: sorted(numbers) for test, numbers in kept.items()}
+
+
+def _some(test: str, cases: Sequence[Values], met: set[tuple[str, Hashable]], budget: Budget) -> list[int]:
+    """Of one test's cases some, those first whose values no test has met; `met` gets what they meet."""
+    order = list(range(len(cases)))
+    Random(f"{SEED} {test}").shuffle(order)
+    order.sort(key=lambda number: met.issuperset(cases[number].items()))
+    most = max(budget.few, math.ceil(len(cases) / budget.of))
+    kept, others = order[:most], order[most:]
+    small = set(_small(cases)) - {value for number in kept for value in cases[number].items()}
+    for number in others:
+        if new := small & set(cases[number].items()):
+            small -= new
+            kept.append(number)
+    met.update(value for number in kept for value in cases[number].items())
+    return kept
+
+
+def _small(cases: Sequence[Values]) -> Iterator[tuple[str, Hashable]]:
+    """The values of all parameters that have few."""
+    values: dict[str, set[Hashable]] = defaultdict(set)
+    for case in cases:
+        for name, value in case.items():
+            values[name].add(value)
+    return ((name, value) for name, few in values.items() if len(few) <= SMALL for value in few)

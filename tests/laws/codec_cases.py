@@ -13,10 +13,11 @@ from torch import Tensor
 
 from laws.codecs import ROWS, text
 from polytempo.core import CodecState, Residual
+from some_cases import examples
 
 every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
 with_encode_ = pytest.mark.parametrize("row", [row for row in ROWS if not row.feeds_itself], ids=text)
-some = settings(max_examples=16, derandomize=True)
+some = settings(max_examples=examples(16), derandomize=True)
 
 SHAPES = [(), (0,), (1,), (2,), (7,), (5, 3), (4, 0), (3, 5, 2), (257,), (33, 17), (1, 70), (1025,), (64, 40)]
 """None, one, a few, and around what a vector register, a block and a bucket hold."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from laws.codecs import ROWS, Row, text
 from polytempo.compression import feedback, random_k, terngrad
 from polytempo.core import Codec, EncodeContext
+from some_cases import examples
 
 every_codec = pytest.mark.parametrize("row", ROWS, ids=text)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -85,7 +86,7 @@ def lost(codec: Codec, x: Tensor, times: int) -> tuple[float, float]:
     [*BOUNDED, *(terngrad(clip, seed=1) for clip in CLIPS)],
     ids=lambda codec: codec.facts.name,
 )
-@settings(max_examples=12, derandomize=True)
+@settings(max_examples=examples(12), derandomize=True)
 @given(numel=st.integers(1, 300), seed=st.integers(0, 999), power=st.sampled_from([0, 1, 3, 9]))
 def test_the_bound_of_what_conserves_only(codec: Codec, numel: int, seed: int, power: int) -> None:
     """E‖x̂ - x‖² ≤ bound · ‖x‖²: for equal elements, normal ones, and a few that are large."""

@@ -14,6 +14,7 @@ from laws.codec_cases import NORMAL, Case, every_codec, guarded, tensors_of, unt
 from laws.codecs import ROWS, Row, text
 from polytempo.compression.encoding.feedback import feedback
 from polytempo.core import EncodeContext, NotFinite
+from some_cases import examples
 
 # ---------------------------------------------------------------------- NaN and infinities
 
@@ -94,7 +95,7 @@ def damaged(wire: Tensor, how: str, number: int) -> Tensor:
 
 
 @every_codec
-@settings(max_examples=30, derandomize=True)
+@settings(max_examples=examples(30), derandomize=True)
 @given(
     shape=st.sampled_from([(), (0,), (7,), (33, 17), (1025,)]),
     dtype=st.sampled_from([torch.float32, torch.float64]),

@@ -1,6 +1,6 @@
 """Every pair of features: as plain torch, as in the other world, as if never saved or broken off; or refused.
 
-Rows are chosen by `combinations`. `make test` looks at some of them, `make test-runs` at all.
+Rows are chosen by `combinations`. `make test` looks at some of them, `make test-all` at all.
 """
 
 from __future__ import annotations

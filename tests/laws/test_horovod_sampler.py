@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.horovod.torch.elastic import ElasticSampler
+from some_cases import examples
 
 GROUPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=4)
 
@@ -32,7 +33,7 @@ def group_of(size: int, state: str, num_samples: int) -> list[ElasticSampler]:
     return made
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 50), st.integers(1, 6), GROUPS)
 def test_each_sample_counts_once_over_losses_and_joins(
     num_samples: int, batch_size: int, groups: list[tuple[int, int, bool]]

@@ -1,6 +1,6 @@
 """Every strategy under every loop of the catalogue, on one rank: as it means, or refused as it stands.
 
-In `make test` each loop meets half of the strategies, the next loop the other half.
+Without all cases each loop meets some of the strategies, the next loop others.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ IN_EVERY_WAY = {
     "hogwild(update='free')": "the score is of a copy that others write to",
 }
 """One row for each way in which a score or a checkpoint comes to be; the others are watched in pairs of settings, in
-`make test` every second row in the same one."""
+some of them in the same one."""
 
 
 @pytest.mark.parametrize("row", WATCHED_ROWS, ids=label)

@@ -16,6 +16,7 @@ from polytempo.server.rules.first_gradients import first
 from polytempo.server.rules.hardsync import hardsync
 from polytempo.server.rules.softsync import softsync
 from polytempo.server.rules.staleness import cutoff, inverse
+from some_cases import examples
 from virtual.learners import Desk
 
 WORKERS = 4
@@ -125,7 +126,7 @@ def forgetful(rule: Rule) -> Rule:
 
 
 @every_rule
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(story=happenings)
 def test_every_gradient_counts_or_is_dropped_once_and_every_request_is_answered_once(
     rule: Rule, story: list[tuple[str, int]]
@@ -140,7 +141,7 @@ def test_every_gradient_counts_or_is_dropped_once_and_every_request_is_answered_
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(story=happenings)
 def test_nobody_reads_who_is_further_ahead_than_the_bound(bound: int, story: list[tuple[str, int]]) -> None:
     crew = Crew(within(bound))
@@ -150,7 +151,7 @@ def test_nobody_reads_who_is_further_ahead_than_the_bound(bound: int, story: lis
     assert max(crew.slack, default=0) <= bound
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(story=happenings)
 def test_enough_backups_are_hardsync_action_by_action(story: list[tuple[str, int]]) -> None:
     """Among workers that wait for their answers; a push ahead of a step is late where there are backups."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polytempo.native import arena as arenas
 from polytempo.native.arena import Arena, Window, own_arena, window
+from some_cases import examples
 
 SEED = 20261120
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -60,7 +61,7 @@ def filled(arena: Arena, num_bytes: int, value: int = 7) -> Tensor:
 
 def test_blocks_of_any_order_merge_again() -> None:
     @seed(SEED)
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(st.lists(st.tuples(st.integers(0, 9 * KIB), st.randoms(use_true_random=False)), max_size=30))
     def law(steps: list[tuple[int, Any]]) -> None:
         arena = Arena(MIB)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from native.kernels import DTYPES, OPS, Buffer, assert_same_bits, choose, instruction_sets, library, reduce_
 from polytempo.native.kernels import twin
+from some_cases import examples
 
 NAN, INF = math.nan, math.inf
 COUNTS = (0, 1, 2, 7, 8, 31, 64, 257, 1023, 1025, 4096, 5003)
@@ -53,7 +54,7 @@ def outs_among(sources: list[Buffer], where: str) -> list[Buffer]:
     }[where]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @pytest.mark.parametrize("isa", instruction_sets())
 @given(
     dtype_and_op=st.sampled_from(SUPPORTED),

@@ -35,6 +35,7 @@ from polytempo.one_host.sparse_linear import Settings, logistic_loss, part_of, s
 from polytempo.runs.programs.hogwild_linear import LinearFit, fit_logistic
 from polytempo.worlds import ProcessWorld
 from process.crew import together
+from some_cases import examples
 
 SMALL = random_rows(400, 120, density=0.05, seed=1)
 MEDIUM = random_rows(4_000, 1_000, density=0.01, seed=2)
@@ -104,7 +105,7 @@ def problem_of(rows: SparseRows, l2: float = 0.0) -> Problem:
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**16), st.sampled_from([0.0, 0.01]), st.sampled_from([FREE, LOCKED, IN_TURN]))
 def test_a_pass_equals_its_twin(seed: int, l2: float, update: int) -> None:
     rows = random_rows(30, 20, density=0.2, seed=seed)

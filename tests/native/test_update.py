@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library, update_
 from polytempo.native.kernels import twin
 from polytempo.native.kernels.twin import TwinHyper
+from some_cases import examples
 
 HYPERS = {
     "sgd": TwinHyper(lr=0.1),
@@ -65,7 +66,7 @@ def applied(
     return [None if buffer is None else buffer.values() for buffer in buffers]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @pytest.mark.parametrize("isa", instruction_sets())
 @given(
     name=st.sampled_from(sorted(HYPERS)),

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from some_cases import examples
 from unit.crowd import Crowd, Deals
 
 # ---- any order of events ----
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**32),
     deals=st.sampled_from(["freely", "evenly"]),
@@ -81,7 +82,7 @@ def bring_to_its_end(crowd: Crowd, rng: random.Random) -> None:
     raise AssertionError("no end")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), workers=st.integers(2, 4), steps=st.integers(1, 5))
 def test_a_rule_that_waits_for_all_but_the_resting_never_waits_for_ever(seed: int, workers: int, steps: int) -> None:
     """Hardsync in small: pushes are answered once every member that does not rest has one waiting."""

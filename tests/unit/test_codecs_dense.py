@@ -15,6 +15,7 @@ from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, o
 from polytempo.compression.encoding.tree import Tree, nearest, tree
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native.kernels import codes_dense
+from some_cases import examples
 
 CODECS: list[Codec] = [bf16(), fp16(), int8(), int8(5), dynamic8(), dynamic8(16), one_bit(), sign(), sign(False)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -154,7 +155,7 @@ def test_the_largest_numbers_of_all_ranks_have_a_finite_sum(make: type, terms: i
 
 @every_codec
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(seed=st.integers(0, 10**6), shape=st.sampled_from([(), (0,), (1,), (37,), (4, 33), (2, 3, 4), (9, 2)]))
 def test_what_is_not_sent_is_the_residual(codec: Codec, dtype: torch.dtype, seed: int, shape: tuple[int, ...]) -> None:
     """The residual is v - decode(wire) to the bit, the loss is as declared, and add_ adds what decode gives."""

@@ -17,6 +17,7 @@ from polytempo.compression.encoding import entries, entropy
 from polytempo.compression.encoding.feedback import Fed
 from polytempo.core import Codec, EncodeContext, NotFinite, Residual
 from polytempo.native.kernels import codes_sparse
+from some_cases import examples
 from unit.sparse_wires import CODECS, DTYPES, every_codec, every_dtype, normal, t, words
 
 HALF = struct.unpack("<I", struct.pack("<f", 0.5))[0]
@@ -118,7 +119,7 @@ def test_random_k_is_the_same_for_all_ranks_and_another_each_step() -> None:
     assert torch.equal(codec.decode(total, x, when), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 200), st.floats(1e-3, 1.0), st.integers(1, 10**6))
 def test_the_drawn_are_distinct(n: int, ratio: float, step: int) -> None:
     codec, like = c.random_k(ratio), torch.empty(n)

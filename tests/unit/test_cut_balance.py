@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.partition.balance import SegmentBytes, prefix, slowest_least, total_least
+from some_cases import examples
 
 Ends = tuple[int, ...]
 
@@ -47,7 +48,7 @@ def check(found: Ends | None, cuts: list[Ends], rank: Callable[[Ends], tuple[flo
         assert rank(found) == min(map(rank, cuts))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(chains())
 def test_no_other_cut_is_better(chain: tuple[Tensor, Tensor, Tensor, int]) -> None:
     loads, traffic, allowed, stages = chain
@@ -58,7 +59,7 @@ def test_no_other_cut_is_better(chain: tuple[Tensor, Tensor, Tensor, int]) -> No
     check(least, cuts, lambda ends: (total(traffic, ends), most(loads, ends)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 5), st.sets(st.integers(0, 5)), st.integers(0, 6)), max_size=4))
 def test_a_segment_has_a_tensor_once(tensors: list[tuple[int, set[int], int]]) -> None:
     counted = SegmentBytes(6)

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from polytempo.data.plan import permutation, plan, slices
 from polytempo.data.shard import DataShard
+from some_cases import examples
 
 
 def numbers(count: int) -> TensorDataset:
@@ -117,7 +118,7 @@ def test_ranks_have_contiguous_slices_of_one_order() -> None:
     assert dealt == [[order[0:2], order[4:6], order[8:10]], [order[2:4], order[6:8], order[10:11]]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_every_sample_comes_once_an_epoch_however_often_a_run_stops(data: st.DataObject) -> None:
     """Stretches of a few steps, each with its own number of workers, passed on as saved JSON."""

@@ -19,6 +19,7 @@ from polytempo.server import message as messages
 from polytempo.server.message import Beat, Message, Pulled, Push, Replicate, Request, Rows, Ticket
 from polytempo.wire.frames import VERSION, FrameLimits, Malformed, decode, encode
 from polytempo.wire.message_parts import Frame
+from some_cases import examples
 
 LIMITS = FrameLimits(total_bytes=1 << 20, header_bytes=1 << 16, num_frames=16)
 DTYPES = [
@@ -104,7 +105,7 @@ def arrived(frames: Sequence[Frame]) -> list[Frame]:
 
 @pytest.mark.parametrize("kind", every_kind(), ids=lambda kind: kind.__name__)
 def test_every_message_comes_back_as_it_was(kind: type[Message]) -> None:
-    @settings(max_examples=12)
+    @settings(max_examples=examples(12))
     @given(values_of(kind))
     def there_and_back(message: Message) -> None:
         assert same(message, decode(arrived(encode(message)), LIMITS))

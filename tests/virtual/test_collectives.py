@@ -23,6 +23,7 @@ from polytempo.collectives import (
 )
 from polytempo.core import Port, Route
 from polytempo.worlds import Outcome, VirtualWorld
+from some_cases import examples
 
 ROUTES = [
     native,
@@ -59,7 +60,7 @@ def test_the_sum_is_right_and_bitwise_equal_on_all_ranks(route: Route, num_ranks
             assert_right(exchanged(route, num_ranks, numel, workers_per_host=workers_per_host), num_ranks, numel)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(ROUTES), st.integers(1, 33), st.integers(0, 40), st.integers(1, 5))
 def test_also_for_other_numbers(route: Route, num_ranks: int, numel: int, workers_per_host: int) -> None:
     assert_right(exchanged(route, num_ranks, numel, workers_per_host=workers_per_host), num_ranks, numel)

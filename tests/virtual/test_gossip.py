@@ -25,6 +25,7 @@ from polytempo.jobs.digits import job as digits
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.strategies import gossip
 from polytempo.synchronization import overlapped
+from some_cases import examples
 
 GRAPHS: list[Graph] = [ring_graph, complete, exponential_graph, random_pairs(), random_pairs(seed=7)]
 every_graph = pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
@@ -88,7 +89,7 @@ def at_step(histories: list[list[Tensor]], step: int) -> list[Tensor]:
     return [history[step] for history in histories]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(GRAPHS), st.integers(1, 12), st.integers(1, 20))
 def test_the_mean_over_ranks_is_conserved(graph: Graph, num_ranks: int, num_steps: int) -> None:
     start = normal(num_ranks)
@@ -148,7 +149,7 @@ def test_weights_that_would_lose_the_mean_are_refused(weights: list[list[float]]
 # ---------------------------------------------------------------------- directed graphs
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.sampled_from([random_targets(), random_targets(seed=4), exponential_graph]), st.integers(2, 9))
 def test_pushes_over_a_directed_graph_bring_all_to_the_mean(graph: Graph, num_ranks: int) -> None:
     start = normal(num_ranks)

@@ -15,6 +15,7 @@ from torch import Tensor
 from helpers import applied, bundles, flats, normal
 from polytempo.aggregation import Merge, bulyan, krum, mean, median, merged, multi_krum, trimmed_mean
 from polytempo.core import Transform
+from some_cases import examples
 
 
 def krum_by_definition(rows: list[Tensor], wrong: int) -> Tensor:
@@ -39,7 +40,7 @@ def bulyan_by_definition(rows: list[Tensor], wrong: int) -> list[float]:
     return merged_values
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 9), st.integers(0, 4), st.integers(0, 10**6))
 def test_robust_merges_are_their_definitions(num_ranks: int, cut: int, seed: int) -> None:
     rows = list(torch.randn(num_ranks, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
