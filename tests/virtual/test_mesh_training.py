@@ -24,6 +24,7 @@ from polytempo.training.job.evaluate import Evaluation
 from polytempo.training.job.program import TrainingContext, TrainingSummary, train
 from polytempo.training.model.clipping import clip_grad_norm_
 from polytempo.training.model.ports import ports_of
+from polytempo.training.observe.holding import Whole
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost
 from polytempo.training.virtual.virtual_observer import VirtualObserver
@@ -43,7 +44,7 @@ def context(port: Port, strategy: Strategy, options: RunOptions, observer: Virtu
         data.training(), rank=data_port.rank, size=data_port.size, batch_size=spec.batch_size, seed=spec.seed
     )
     take_step = priced_step(replica, job, StepCost(100.0), Updates(strategy.one_copy))
-    return TrainingContext(spec, replica, shard, data, take_step, observer)
+    return TrainingContext(spec, Whole(replica), shard, data, take_step, observer)
 
 
 def simulated(strategy: Strategy, mesh: dict[str, int], options: RunOptions) -> list[TrainingSummary]:

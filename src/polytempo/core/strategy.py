@@ -117,8 +117,8 @@ class Strategy:
     ranks compare it before they begin.
 
     `layout` places a model on workers, and `meeting` names their partners.
-    `synchronized`: all ranks hold equal parameters after every step. Where it is False, the mean of the ranks' models is
-    evaluated and handed out.
+    `synchronized`: all ranks hold equal parameters after every step. Where it is False, the mean of the ranks' models
+    is evaluated and handed out.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
     `momentum`: momentum within `gradients` (`dgc`). The optimizer must then have none, or it counts twice.
     `fit`: the strategy that this one is with a given optimizer; it raises ValueError for one that does not go with it.
@@ -182,7 +182,7 @@ class Strategy:
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of all that differs from messages between whole models; `core.calls.refusals` excludes pairs of them."""
+        """Names of its differences from messages between whole models; `core.calls.refusals` excludes pairs of them."""
         service = self.server
         found = {
             "server": service is not None,

@@ -48,11 +48,11 @@ from polytempo.training.model.model_broadcast import broadcast_model
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.observe.background_observer import BackgroundObserver
 from polytempo.training.observe.collective_observer import CollectiveObserver
+from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.observe.resumption import load
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
 from polytempo.training.parts.staged_training import cut_of, staged, staged_step
-from polytempo.training.pipeline.pipeline_stage import PipelineStage
 from polytempo.training.step.guard import unfinite_names
 from polytempo.training.step.replica import Replica
 from polytempo.wire.memory import keep_memory
@@ -122,15 +122,13 @@ class Trainer:
         )
         self.context = TrainingContext(
             spec=spec,
-            replica=part.replica,
+            holding=part.holding,
             shard=shard,
             data=self.data,
             take_step=part.take_step,
             observer=_observer(self.world, job, self.model, self.data, options, part.replica.strategy),
             scheduler=schedule_of(job, part.replica.optimizer, len(shard)),
             average=average_of(self.model, options),
-            stage=part.stage,
-            parts=part.parts,
             unchecked=unfinite_names(self.model),
             first_steps=len(shard) if options.batch_growth else 0,
             growth=norm_growth(spec, part.replica, shard),
@@ -183,7 +181,7 @@ class Trainer:
             **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),
             "bytes": world.trace.bytes_sent[world.rank] - self.context.observer.off_bytes,
             "share": communication_share,
-            "stage": None if self.context.stage is None else self.context.stage.report(),
+            "stage": self.context.holding.stage_report(),
         }
         ranks = world.drive(gather_json(world.port, mine))
         trace_hash = combined_hash(rank["hash"] for rank in ranks)
@@ -230,13 +228,16 @@ def held_by_first(world: ProcessWorld, options: RunOptions) -> Iterator[None]:
 
 
 class _Part(NamedTuple):
-    """What this rank trains: a replica of the model, or of a stage or parts of it."""
+    """This rank's share of the model, and how it takes a step."""
 
     port: Port
-    replica: Replica
+    holding: Holding
     take_step: TakeStep
-    stage: PipelineStage | None = None
-    parts: ModelParts | None = None
+
+    @property
+    def replica(self) -> Replica:
+        """The holding's."""
+        return self.holding.replica
 
 
 def _part(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer, data: Data) -> _Part:
@@ -252,7 +253,7 @@ def _in_parts(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) 
     own = parted_model(spec, deepcopy(model), data, world.port, world.drive)
     part = _attached(world, spec, own, optimizer_of(spec.job, own, spec.lr))
     names = [name for name, _ in model.named_parameters()]
-    return part._replace(parts=ModelParts(own, part.replica, world.port, names))
+    return part._replace(holding=HeldParts(ModelParts(own, part.replica, world.port, names)))
 
 
 def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> _Part:
@@ -269,7 +270,7 @@ def _attached(world: ProcessWorld, spec: RunSpec, model: nn.Module, optimizer: O
             noise_scale=None if (every := spec.options.looks_every) is None else NoiseProbe(1, every),
         ),
     )
-    return _Part(world.port, handle.replica, attached_step(handle, spec))
+    return _Part(world.port, Whole(handle.replica), attached_step(handle, spec))
 
 
 def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data) -> _Part:
@@ -279,7 +280,7 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
     world.drive(broadcast_model(port, model))
     stage = staged(spec, model, parts, port, series=next_series(world))
     stage.replica.drift = watch(world, stage.ports.data, stage.replica, spec.options.on_drift)
-    return _Part(port, stage.replica, staged_step(stage, spec.job), stage)
+    return _Part(port, HeldStage(stage), staged_step(stage, spec.job))
 
 
 def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
@@ -311,7 +312,7 @@ def result_of(
     score, shard = summary.score, context.shard
     learned, one_model = bool(summary.parameters), context.spec.strategy.groups == 1
     return Result(
-        layers=None if context.parts is None else context.parts.report(),
+        layers=context.holding.layers(),
         precision=None if context.replica.masters is None else context.replica.masters.report(),
         job=context.job.name,
         strategy=str(context.replica.strategy),

@@ -46,6 +46,7 @@ from polytempo.training.job.norm_growth import norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.job.scored_average import average_of
 from polytempo.training.model.ports import ports_of
+from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
 from polytempo.training.parts.staged_training import cut_of, staged, staged_step
@@ -188,7 +189,8 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None
-    stages = [context.stage.report() for context in contexts.values() if context.stage is not None]
+    reports = [context.holding.stage_report() for context in contexts.values()]
+    stages = [report for report in reports if report is not None]
     return _finish(contexts[0], summary, outcome, options.out, stages)
 
 
@@ -216,7 +218,7 @@ def _context(
     dealing: Dealing,
 ) -> TrainingContext:
     """`whole`: the model of this rank, and its stages, where it is cut."""
-    stage, parts = None, None
+    holding: Holding
     if whole is None:
         model, optimizer = replica_of(of_group(spec, port))
         names = [name for name, _ in model.named_parameters()]
@@ -232,8 +234,9 @@ def _context(
         )
         if masters is not None:
             masters.watch()
+        holding = Whole(replica)
         if isinstance(model, PartedModel):
-            parts = ModelParts(model, replica, port, names)
+            holding = HeldParts(ModelParts(model, replica, port, names))
         if together is None:
             take_step = priced_step(replica, spec.job, cost, updates, spec.seed)
         else:
@@ -241,19 +244,17 @@ def _context(
     else:
         model, found = whole
         stage = staged(spec, model, found, port, cost.flops_per_sample)
-        replica, take_step = stage.replica, staged_step(stage, spec.job)
+        holding, take_step = HeldStage(stage), staged_step(stage, spec.job)
     shard = _shard(spec, data, port, dealing)
     return TrainingContext(
         spec=spec,
-        replica=replica,
+        holding=holding,
         shard=shard,
         data=data,
         take_step=take_step,
         observer=observer,
-        scheduler=schedule_of(spec.job, replica.optimizer, len(shard)),
+        scheduler=schedule_of(spec.job, holding.replica.optimizer, len(shard)),
         average=average_of(model, spec.options),
-        stage=stage,
-        parts=parts,
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,
     )
@@ -288,11 +289,11 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     data = data_of(job, options.data)
     if spec.strategy.schedule is not None:
         outcome, stages = priced_stages(spec, cluster, data, steps)
-        return _only_time(spec, data, stages[0].replica, outcome, steps, [stage.report() for stage in stages])
+        return _only_time(spec, data, Whole(stages[0].replica), outcome, steps, [stage.report() for stage in stages])
     cost = step_cost(spec, replica_of(spec)[0], data, cluster)
     if spec.strategy.parted is not None:
         found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
-        return _only_time(spec, data, parts.replica, found, steps, parts=parts)
+        return _only_time(spec, data, HeldParts(parts), found, steps)
     global_batch = options.global_batch_size or workers * spec.batch_size
     with torch.device("meta"):
         model = model_of(job)
@@ -310,23 +311,23 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
         await updates.settle()
 
     priced = run_priced(cluster, workers, program, seed=spec.seed, alike=_equal_parts(spec))
-    return _only_time(spec, data, Replica(model, optimizer, spec.strategy, workers, masters=masters), priced, steps)
+    replica = Replica(model, optimizer, spec.strategy, workers, masters=masters)
+    return _only_time(spec, data, Whole(replica), priced, steps)
 
 
 def _only_time(
     spec: RunSpec,
     data: Data,
-    replica: Replica,
+    holding: Holding,
     outcome: Outcome[Any],
     steps: int,
     stages: Sequence[dict[str, Any]] = (),
-    parts: ModelParts | None = None,
 ) -> Result:
     """The result of so many steps in which nothing was computed."""
     shard = DataShard(
         data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
-    context = TrainingContext(spec, replica, shard, data, _no_step, VirtualObserver(spec.workers, None), parts=parts)
+    context = TrainingContext(spec, holding, shard, data, _no_step, VirtualObserver(spec.workers, None))
     samples = steps * (spec.options.global_batch_size or spec.replicas * spec.batch_size)
     summary = TrainingSummary(
         steps=steps,

@@ -39,6 +39,7 @@ from polytempo.training.job.gradients import gradients_of
 from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import gather_json
 from polytempo.training.observe.collective_observer import CollectiveObserver
+from polytempo.training.observe.holding import Whole
 from polytempo.training.observe.resumption import load
 from polytempo.training.step.guard import unfinite_names
 from polytempo.training.step.replica import Replica
@@ -172,7 +173,7 @@ class ElasticTraining:
         self._handle = handle
         self.context = TrainingContext(
             spec=spec,
-            replica=handle.replica,
+            holding=Whole(handle.replica),
             shard=self._shard(port.rank, port.size),
             data=self.data,
             take_step=self._take_step(handle),

@@ -34,8 +34,7 @@ from polytempo.training.job.norm_growth import NormGrowth
 from polytempo.training.job.sliced_step import next_slices
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
-from polytempo.training.parts.model_parts import ModelParts
-from polytempo.training.pipeline.pipeline_stage import PipelineStage
+from polytempo.training.observe.holding import Holding
 from polytempo.training.step.guard import check_final, check_score
 from polytempo.training.step.replica import Replica
 
@@ -103,7 +102,7 @@ class TrainingContext:
     """Everything that one rank needs for a run."""
 
     spec: RunSpec
-    replica: Replica
+    holding: Holding
     shard: DataShard
     data: Data
     take_step: TakeStep
@@ -115,10 +114,6 @@ class TrainingContext:
     """Training time so far, over all runs; a checkpoint carries it."""
     average: WeightAverage | None = None
     """Of this rank's weights over its steps, where that is scored in their place."""
-    stage: PipelineStage | None = None
-    """This rank's stage, where the model is cut; `replica` is then that of the stage."""
-    parts: ModelParts | None = None
-    """This rank's parts, where layers lie in parts; `replica` is then that of the model with them."""
     unchecked: frozenset[str] = frozenset()
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     leaves: Callable[[int], bool] = field(default=lambda step: False)
@@ -142,9 +137,9 @@ class TrainingContext:
         return self.spec.job
 
     @property
-    def cut(self) -> PipelineStage | ModelParts | None:
-        """What knows the whole model, where this rank has only a stage or parts of it."""
-        return self.stage or self.parts
+    def replica(self) -> Replica:
+        """Of the model, or of the share of it that this rank has."""
+        return self.holding.replica
 
     @property
     def options(self) -> RunOptions:
@@ -196,16 +191,15 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
             await _save(port, context, clock)
     if context.average is not None and context.data.test is not None and scored != context.replica.step:
         await context.observer.score(port, context, await _moment(port, context, clock))
-    if context.stage is not None:
-        for loss in await context.stage.finish():
-            if port.rank == 0:
-                meter.add(loss)
+    for loss in await context.holding.finish():
+        if port.rank == 0:
+            meter.add(loss)
     await port.barrier()  # waiting for the slowest is training time
     if context.replica.noise is not None:
         context.replica.noise.finish()
     moment = await _moment(port, context, clock)
     context.seconds = moment.seconds
-    parameters, buffers = await _final(context, ports)
+    parameters, buffers = await context.holding.whole(port)
     guard = context.replica.guard
     if guard is not None:
         guard.catch_up(port.world_rank)
@@ -224,15 +218,6 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
         parameters=parameters,
         buffers=buffers,
     )
-
-
-async def _final(context: TrainingContext, ports: Ports) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters of the model that is handed out, and those of its buffers on which ranks had to agree."""
-    cut = context.cut
-    if cut is not None:
-        return await cut.whole()
-    await context.replica.settle()
-    return await context.replica.consensus(ports.data), await context.replica.consensus_buffers(ports.data)
 
 
 async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, clock: _Clock) -> bool:
@@ -335,14 +320,14 @@ async def _moment(port: Port, context: TrainingContext, clock: _Clock) -> Moment
 
 
 async def _train_row(port: Port, context: TrainingContext, meter: Meter, clock: _Clock) -> None:
-    delays = {} if context.stage is None else {"delays": await context.stage.delays()}
+    held = await context.holding.row()
     if port.rank:
         return
     moment = await _moment(port, context, clock)
     loss, rate = meter.since_last(moment.samples, moment.seconds)
     noise = {} if context.replica.noise is None else context.replica.noise.row
     grown = {} if context.growth is None else {"global_batch_size": context.growth.global_batch_size}
-    more = delays | noise | grown | context.replica.row
+    more = held | noise | grown | context.replica.row
     context.record(moment.row("train") | {"loss": loss, "samples_per_s": rate} | more)
 
 

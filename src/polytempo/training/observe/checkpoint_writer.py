@@ -20,15 +20,12 @@ from polytempo.training.checkpoint.checkpoint_files import (
     write_part,
 )
 from polytempo.training.checkpoint.checkpoint_folders import partial_folder
-from polytempo.training.checkpoint.named_optimizer import NAMES, optimizer_names
 from polytempo.training.checkpoint.optimizer_state import optimizer_saved
 from polytempo.training.checkpoint.schedule_state import schedule_saved
 from polytempo.training.job.program import TrainingContext
 from polytempo.training.job.scored_average import AVERAGE, AVERAGED_STEPS
 from polytempo.training.model.agree import gather_json
-from polytempo.training.model.divided_tensors import PARTS
-from polytempo.training.model.ports import mesh_of, ports_of
-from polytempo.training.observe.staged_resumption import pipeline_part
+from polytempo.training.model.ports import mesh_of
 from polytempo.training.step.guard import MODEL, check_saved
 from polytempo.training.step.replica import saved_states
 
@@ -119,11 +116,7 @@ async def _landed(leaf: Late) -> tuple[Any]:
 
 def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
     """What the manifest of a checkpoint says of the run."""
-    more: dict[str, Scalar] = {} if context.stage is None else {"stages": context.stage.schedule.stages}
-    if context.stage is not None and context.stage.split:
-        more[PARTS] = context.stage.holders.size
-    if context.parts is not None:
-        more[PARTS] = context.parts.ports.model.size
+    more = context.holding.about()
     if context.average is not None:
         more["ema"] = context.average.decay
     return {"ranks": port.size, "strategy": str(context.replica.strategy), "job": context.job.name, **more}
@@ -132,8 +125,7 @@ def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
 def _writes_all(port: Port, context: TrainingContext) -> bool:
     """Whether this rank writes model and optimizer: one along "data" does for all where they are alike."""
     alike = context.replica.strategy.synchronized and not context.replica.exchanges_parameters  # else optimizers differ
-    ports = ports_of(port) if context.parts is None else context.parts.ports
-    return ports.data.rank == 0 or not alike
+    return context.holding.data(port).rank == 0 or not alike
 
 
 def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> CheckpointPart:
@@ -146,13 +138,9 @@ def _part(context: TrainingContext, strategy: Saved, *, whole: bool) -> Checkpoi
         scalars["growth"] = context.growth.saved()
     if context.replica.masters is not None:
         scalars |= context.replica.masters.saved()
-    if context.stage is not None:
-        pipeline = pipeline_part(context.stage, whole=whole)
-        tensors |= pipeline.tensors
-        scalars |= pipeline.scalars
-    if context.parts is not None:
-        scalars[PARTS] = context.parts.described()
-        scalars[NAMES] = json.dumps(optimizer_names(context.replica.optimizer, context.replica.model))
+    held = context.holding.saved(whole=whole)
+    tensors |= held.tensors
+    scalars |= held.scalars
     if whole:
         optimizer = optimizer_saved(context.replica.optimizer)
         tensors |= {f"{MODEL}{name}": tensor for name, tensor in context.replica.model.state_dict().items()}

@@ -18,6 +18,7 @@ from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.randomness import kept_random_states
 from polytempo.training.observe.checkpoint_writer import save
+from polytempo.training.observe.holding import Whole
 from polytempo.worlds import ProcessWorld
 
 
@@ -68,7 +69,7 @@ class CollectiveObserver:
             context.replica.drift.check(buffers=False)
         if self._evaluation is None:
             return None, None
-        if self._newest is None or self._newest[0] != moment.step or context.stage is not None:
+        if self._newest is None or self._newest[0] != moment.step or context.holding.stage_report():
             await self._outside(port, "score", self._score(port, context, moment, final))
         assert self._newest is not None
         return self._newest[1], self._reached
@@ -78,9 +79,9 @@ class CollectiveObserver:
     ) -> None:
         assert self._evaluation is not None
         replica, (_, data, model) = context.replica, ports_of(port)
-        if context.cut is not None:
+        if not isinstance(context.holding, Whole):
             if given is None:
-                parameters, buffers = await context.cut.whole()
+                parameters, buffers = await context.holding.whole(port)
                 given = parameters | buffers
             score = await evaluate(port, self._evaluation, given)
             return self._scored(port, context, moment, score)

@@ -23,9 +23,7 @@ from polytempo.training.job.program import TrainingContext
 from polytempo.training.job.scored_average import AVERAGE, AVERAGED_STEPS
 from polytempo.training.model.agree import agree
 from polytempo.training.model.ports import DATA, mesh_of, ports_of
-from polytempo.training.observe.parted_resumption import check_parted, cut_alike, restore_parts
 from polytempo.training.observe.saved_model import mean_of
-from polytempo.training.observe.staged_resumption import check_staged, restore_stage
 from polytempo.training.step.guard import MODEL
 
 V = TypeVar("V")
@@ -47,14 +45,14 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
     manifest = read_manifest(folder)
     _check(manifest, folder, context)
     with _fitting(folder):
-        alike = context.cut is None or (context.parts is not None and cut_alike(context.parts, folder, manifest))
+        alike = context.holding.goes_on(folder, manifest)
     saved_ranks = _saved_ranks(folder, manifest.mesh, port) if alike else []
     with _fitting(folder):
         if alike:
             fresh = _go_on(ports_of(port).data, context, folder, saved_ranks)
         else:
             fresh = _rates(context.replica.optimizer)
-            _take_position(context, _cut_anew(context, folder, manifest))
+            _take_position(context, context.holding.restore(folder, manifest))
     if context.options.lr is not None:
         _set_rates(context, fresh, folder)
     return context.replica.step
@@ -74,14 +72,6 @@ def _fitting(folder: Place) -> Iterator[None]:
         ) from error
 
 
-def _cut_anew(context: TrainingContext, folder: Place, manifest: Manifest) -> CheckpointPart:
-    """Let this rank have its stage, or its parts. Returns a part from which the run's position can be read."""
-    if context.stage is not None:
-        return restore_stage(context.stage, folder, manifest)
-    assert context.parts is not None
-    return restore_parts(context.parts, folder, manifest)
-
-
 async def _newest(port: Port, root: Place, strategy: Strategy) -> Place:
     """The newest checkpoint's folder, which must be the same on all ranks."""
     folder = latest(root)
@@ -97,13 +87,8 @@ async def _newest(port: Port, root: Place, strategy: Strategy) -> Place:
 
 
 def _check(manifest: Manifest, folder: Place, context: TrainingContext) -> None:
-    about, strategy, job = manifest.about, str(context.replica.strategy), context.job.name
-    if context.stage is not None:
-        check_staged(manifest, folder, strategy)
-    elif context.parts is not None:
-        check_parted(manifest, folder, strategy)
-    elif about.get("strategy") != strategy:
-        raise ValueError(f"{folder} was saved by {about.get('strategy')}, this run uses {strategy}; use the same")
+    about, job = manifest.about, context.job.name
+    context.holding.check(manifest, folder)
     saved, ours = (None if decay is None else float(decay) for decay in (about.get("ema"), context.options.ema))
     if saved != ours:
         said = [

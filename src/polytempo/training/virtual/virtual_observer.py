@@ -23,6 +23,7 @@ from polytempo.training.model.divided_tensors import Cuts
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.model.randomness import kept_random_states
 from polytempo.training.observe.checkpoint_writer import about, complete, write_when_landed
+from polytempo.training.observe.holding import Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage
 
@@ -98,8 +99,8 @@ class VirtualObserver:
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Take this rank's tensors, and score if no rank is missing. Awaits nothing."""
         replica, (_, data, model) = context.replica, ports_of(port)
-        if context.cut is not None:
-            self._add_part(context, moment, context.cut)
+        if not isinstance(context.holding, Whole):
+            self._add_part(context, moment, context.holding.divided)
             return
         if model.rank:
             return
@@ -144,7 +145,7 @@ class VirtualObserver:
             await work
         if port.rank or self._evaluation is None:
             return None, None
-        if context.cut is not None:
+        if not isinstance(context.holding, Whole):
             self._complete(context, moment, final, self.size)
         elif self._newest is None or self._newest[0] != moment.step:
             self._complete(context, moment, tensors_of(context.replica.model) | dict(final), ports_of(port).data.size)
