@@ -49,7 +49,7 @@ class Bundle:
 
     @property
     def packed(self) -> bool:
-        """Whether the flat buffer exists."""
+        """True once the flat buffer exists."""
         return self._flat is not None
 
     @property

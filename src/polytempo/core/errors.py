@@ -25,9 +25,9 @@ class PeerLost(PolytempoError):
 
 
 class TimedOut(PolytempoError):
-    """An operation did not finish before its deadline. Raised at its `await`. `reason`: who is missing, if known.
+    """An operation did not finish before its deadline. Raised at its `await`. `reason`: the missing ranks, if known.
 
-    The message says "timed out", as those of torch's own backends do: scripts look for it.
+    The message says "timed out", as torch's own backends do: scripts look for it.
     """
 
     def __init__(self, rank: int, step: int | None, operation: str, timeout_s: float, reason: str = "") -> None:
@@ -45,11 +45,11 @@ class JobFailed(PolytempoError):
 
 
 class Mismatch(PolytempoError):
-    """Ranks disagree about what they run (strategy, shapes, seed, version, operation)."""
+    """Ranks disagree about their run (strategy, shapes, seed, version, operation)."""
 
 
 class Drifted(PolytempoError):
-    """Ranks that promise equal models differ. `ranks`: those in the minority; empty where there is no majority."""
+    """Ranks that promise equal models differ. `ranks`: the minority; empty where there is no majority."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         self.ranks = list(ranks)
@@ -57,14 +57,13 @@ class Drifted(PolytempoError):
 
 
 class NotFinite(PolytempoError):
-    """NaN or an infinity in a loss, a gradient, a parameter, what a codec is to encode, or what is to be saved.
+    """NaN or an infinity in a loss, a gradient, a parameter, or a tensor to encode or to save.
 
-    `where` holds it, `index` is its element (None: a single number) and `value` its value. `step` and `rank` say which
-    rank brought it in which step (counted from 0), and `parameter` names the parameter, each as far as it is known.
-    `codec` is what could only hide the value ("": no codec). Of the ranks of a collective only those raise it that
-    found the value; the others lose a peer (`PeerLost`), so who skips the step alone leaves them waiting. `bf16()` and
-    `fp16()` between workers and without feedback hand such values on, for those who want to see them in the sum (loss
-    scaling).
+    `where` holds it, `index` is its element (None: a single number) and `value` its value. `rank` brought it in step
+    `step` (counted from 0), and `parameter` names the parameter, each as far as it is known. `codec` could only hide
+    the value ("": no codec). In a collective only the ranks that found the value raise it; the others lose a peer
+    (`PeerLost`), so a rank that skips the step alone leaves them waiting. `bf16()` and `fp16()` between workers and
+    without feedback pass such values on, so that they appear in the sum (loss scaling).
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class NotFinite(PolytempoError):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its arguments as plain values, for `from_facts` in another process."""
+        """The arguments as plain values, for `from_facts` in another process."""
         names = ("codec", "index", "where", "step", "rank", "parameter", "advice")
         return {name: getattr(self, name) for name in names} | {"value": str(self.value)}
 

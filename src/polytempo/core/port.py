@@ -114,28 +114,29 @@ class Port:
         return Recv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
 
     def lend(self, buffer: Tensor, to: int, tag: int = 0) -> Op[None]:
-        """As `send`, to a position that borrows it: copied once at most between ranks of one host.
+        """Send to a position that borrows the tensor: copied once at most between ranks of one host.
 
-        For tensors that the receiver uses for a while, as activations. Where a large one is lent through shared memory,
-        the operation is finished at once, and takes as much memory as the tensor until the receiver lets go of it.
+        Use it for tensors that the receiver keeps for a while, such as activations. A large tensor in shared memory
+        ends the operation without waiting, and takes its memory until the receiver lets go of it.
         """
         return LentSend(buffer, self._world_rank(to), tag, self.channel, timeout_s=self.timeout_s)
 
     def borrow(self, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
-        """As `recv`, of what position `source` lends."""
+        """Receive a tensor that position `source` lends."""
         return LentRecv(like, self._world_rank(source), tag, self.channel, timeout_s=self.timeout_s)
 
     def send_receive(self, buffer: Tensor, to: int, *, like: Tensor, source: int, tag: int = 0) -> Op[Tensor]:
-        """Hand `buffer` to position `to` and answer with a tensor shaped like `like` from position `source`, at once.
+        """Send `buffer` to position `to`, and receive a tensor shaped like `like` from position `source`, at the same
+        time.
 
-        The receive is begun first: ranks that all send first would wait for each other, and full-duplex links would
-        carry one direction after the other. Cost: one step; memory for what arrives. MPI calls it sendrecv.
+        The receive begins first: ranks that all send first would wait for each other, and full-duplex links would carry
+        one direction after the other. Cost: one step; memory for the received tensor. MPI calls it sendrecv.
         """
         there, here = self._world_rank(to), self._world_rank(source)
         return SendReceive(buffer, there, like, here, tag, self.channel, timeout_s=self.timeout_s)
 
     def all_reduce(self, buffer: Tensor) -> Op[Tensor]:
-        """The sum over the group, by whatever the world offers. `buffer` is given away."""
+        """The sum over the group, by the world's own way. `buffer` is given away."""
         return AllReduce(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
     def all_gather(self, buffer: Tensor) -> Op[list[Tensor]]:
@@ -151,7 +152,7 @@ class Port:
         return ReduceScatter(buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
     def all_to_all(self, pieces: Sequence[Tensor], likes: Sequence[Tensor]) -> Op[list[Tensor]]:
-        """`pieces[i]` to position i; answers what each position i sent to this one, flat and as long as `likes[i]`."""
+        """Send `pieces[i]` to position i; returns every position's piece for this one, each as long as `likes[i]`."""
         if not len(pieces) == len(likes) == self.size:
             raise ValueError(f"all_to_all needs {self.size} pieces and likes, got {len(pieces)} and {len(likes)}")
         return AllToAll(
@@ -165,7 +166,7 @@ class Port:
         )
 
     def whole_sum(self, route: Callable[..., object], buffer: Tensor) -> Op[bool]:
-        """Whether the time of all messages of `route` over an empty buffer has passed at once; see `WholeSum`."""
+        """True if the time of all messages of `route` over an empty buffer has passed; see `WholeSum`."""
         return WholeSum(route, buffer, members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
     def barrier(self) -> Op[None]:
@@ -173,9 +174,9 @@ class Port:
         return Barrier(members=self.members, channel=self.channel, timeout_s=self.timeout_s)
 
     def compute(self, work: Callable[[], T], flops: float, name: str = "compute", uses: Uses = ()) -> Op[T]:
-        """Run `work()`, which traces show as `name`; a virtual world charges `flops` floating-point operations.
+        """Run `work()`, shown as `name` in traces; a virtual world charges `flops` floating-point operations.
 
-        A virtual world whose kernels were measured charges `uses` instead, where there are some.
+        A virtual world with measured kernels charges `uses` instead, where there are some.
         """
         return Compute(work, flops, name, uses)
 
@@ -216,18 +217,18 @@ class Port:
         return Pull(clock, timeout_s=self.timeout_s)
 
     def along(self, *axes: str) -> Port:
-        """The group of ranks whose coordinates differ from this rank's on no other axes of the mesh.
+        """The group of ranks that differ from this rank in coordinates of `axes` only.
 
             along(A) of the rank with coordinates c  =  {ranks with coordinates d : d[a] = c[a] for every axis a ∉ A}
 
-        Its positions run in the mesh's order, the last axis fastest, in whatever order `axes` are named. It keeps the
-        mesh, and this rank its coordinates, so `along(A).along(B)` is `along(B)`. Without an axis it is this rank
-        alone; with all it is the whole group that was laid out.
+        Positions follow the mesh's order, the last axis fastest, in any order of `axes`. The group keeps the mesh, and
+        this rank its coordinates, so `along(A).along(B)` is `along(B)`. Without an axis it is this rank alone; with all
+        axes it is the whole group.
 
-        Groups with other members have messages of their own, and may talk at the same time. A group that names axes of
-        length 1 besides has the same members and is the same group.
+        Groups with other members have messages of their own, and may talk at the same time. An additional axis of
+        length 1 changes no member, and so no group.
 
-        Raises ValueError for an axis that the mesh lacks, and for one that is named twice.
+        Raises ValueError for an axis that the mesh lacks, and for an axis that is named twice.
         """
         lengths = {} if self.mesh is None else self.mesh.lengths
         for axis in axes:
@@ -286,9 +287,9 @@ class Port:
         return replace(self, channel=channel)
 
     def on_channel_of_series(self, number: int = 0, of: int = 1) -> Port:
-        """As `on_channel`, for messages that are under way past a step: channel `number` of those that each model has.
+        """Select a channel for messages under way past a step: channel `number` of each model's own series.
 
-        Models whose numbers are 1023 // `of` apart have the same ones.
+        Models with numbers 1023 // `of` apart have the same channels.
         """
         return self.on_channel(self.series % max(1, (_CHANNELS - 1) // of) * of + number)
 

@@ -121,7 +121,7 @@ class Strategy:
     is evaluated and handed out.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
     `momentum`: momentum within `gradients` (`dgc`). The optimizer must then have none, or it counts twice.
-    `fit`: the strategy that this one is with a given optimizer; it raises ValueError for one that does not go with it.
+    `fit`: this strategy with a given optimizer; it raises ValueError for an optimizer that does not suit it.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Strategy:
 
     @property
     def schedule(self) -> Staged | None:
-        """The order in which stages work; None where the model is not cut into stages."""
+        """The order of stages' work; None where the model is not cut into stages."""
         return self.layout.schedule if isinstance(self.layout, InStages) else None
 
     @property
@@ -162,7 +162,7 @@ class Strategy:
 
     @property
     def one_copy(self) -> Turn | None:
-        """The turn by which ranks write to one copy of the parameters; None where each has its own."""
+        """The turn of ranks that write to one copy of the parameters; None where each has its own."""
         return self.meeting.turn if isinstance(self.meeting, OnOneCopy) else None
 
     @property

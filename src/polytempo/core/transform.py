@@ -32,28 +32,27 @@ AtOnce = Callable[[Port, Bundle, State, int], Applied]
 
 
 class Transform(NamedTuple):
-    """A pair of functions, after optax, whose second may communicate.
+    """A pair of functions, after optax: `init(parameters) -> state`, and
+    `await apply(port, bundle, state) -> (bundle, state)`.
 
-    `init(parameters) -> state`, and `await apply(port, bundle, state) -> (bundle, state)`.
-    `apply` owns the bundle that it is given and may overwrite it. It returns that same object when
-    it did nothing, and None in its place when this step must have no update at all.
+    `apply` may communicate. It owns its bundle and may overwrite it. It returns the same object if it did nothing, and
+    None if this step must have no update.
 
-    An optimizer step may need several exchanges, of which one counts. So `apply` may be called again from the same
-    state, and then does what it did. Of the state it overwrites nothing but what is `Residual`, and its
-    caller does not overwrite what it answers and the state still holds; a caller that applies twice gives it a
-    `duplicate`.
+    A step may need several exchanges, and only the last one counts. So `apply` may be called again from the same state,
+    with the same result. It overwrites only `Residual` leaves of the state, and its caller does not overwrite an answer
+    that the state still holds; a caller that applies twice passes a `duplicate`.
 
-    `separable`: applying it to parts of a model one by one equals applying it to the whole, so a
-    part may be exchanged while the rest is still being computed.
+    `separable`: applying it to parts of a model one by one equals applying it to the whole, so a part may be exchanged
+    while the rest is still being computed.
     `idle_alone`: with one rank it does nothing.
     `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
-    `linear`: all ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So what they add to an answer may be
-    exchanged together with it (gradients of a second backward pass), and a factor that all have comes out again (a loss
-    scale).
-    `cost`: what it sends, computes and remembers, worked out from shapes (`polytempo.explain`). None: it does not say.
-    `beside`: how running statistics meet in a step in which the transform let ranks meet; `state` is the one that
-    `apply` was given in that step. None: it talks to no rank itself, or to all, and `averaging(native)` will do.
-    `at_once`: of a transform that lets ranks meet after some steps alone, what lets them meet now. None: `apply` does.
+    `linear`: all ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So gradients of a second backward pass may
+    be added to an answer and exchanged together with it, and a common factor comes out again (a loss scale).
+    `cost`: messages, computations and memory, computed from shapes (`polytempo.explain`). None: unknown.
+    `beside`: exchanges running statistics in a step with an exchange; `state` is the state that `apply` received in
+    that step. None: the transform talks to no rank itself, or to all, and `averaging(native)` will do.
+    `at_once`: for a transform that lets ranks meet after some steps only, the transform that lets them meet now. None:
+    `apply` does.
     """
 
     init: Callable[[Bundle], State]

@@ -23,7 +23,7 @@ def launch(
     timeout_s: float | None = None,
     tick: Callable[[], object] | None = None,
 ) -> list[Any]:
-    """Call `work(rank_info)` in `workers` processes of this host; return what they returned, in the order of ranks.
+    """Call `work(rank_info)` in `workers` processes of this host; return their results, in the order of ranks.
 
     Workers are forked, so `work` may be a closure, and they start in milliseconds. Results travel as
     JSON (a tuple arrives as a list). A worker has `threads` threads: by default its share of the

@@ -284,17 +284,17 @@ def comm_hook(
         ddp = DistributedDataParallel(net)
         ddp.register_comm_hook(None, pt.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
 
-    `codec`, `merge`, `route` and `exact_below` are those of `compression.through`; a transform of gradients goes as it
-    is: `pt.aggregation.low_rank(2)` makes PowerSGD of it. `.grad` is what the transform answers: the mean over the
-    ranks (each counts the same), unless a merge says otherwise. A merge that looks at whole vectors sees buckets.
+    `codec`, `merge`, `route` and `exact_below` are as in `compression.through`. A transform of gradients may take the
+    codec's place: `pt.aggregation.low_rank(2)` makes PowerSGD of it. `.grad` is the transform's answer: the mean over
+    the ranks (each counts the same), unless a merge says otherwise. A merge that looks at whole vectors sees buckets.
 
-    `model`: what DDP wraps, to know parameters by name in errors and saved states. Without it they have the numbers in
-    which they came first, which the sizes of DDP's first buckets decide: they are the same in every run with the same
-    model and `bucket_cap_mb`. `group` (or the `state` of register_comm_hook): the process group that DDP was given,
-    the default one where it was given none. One hook serves one DDP; all its parameters must be dense.
+    `model`: the wrapped module, for parameters' names in errors and saved states. Without it they have numbers in their
+    first order, as given by the sizes of DDP's first buckets: they are the same in every run with the same model and
+    `bucket_cap_mb`. `group` (or the `state` of register_comm_hook): the process group that DDP was given, the default
+    one where it was given none. One hook serves one DDP; all its parameters must be dense.
 
     State belongs to parameters, so it survives that DDP cuts other buckets after the first step. `hook.state_dict()`
-    and `hook.load_state_dict()` save it; each rank keeps its own. A DDP that is made anew begins with its first buckets
+    and `hook.load_state_dict()` save it; each rank keeps its own. A new DDP object begins with its first buckets
     again: with `route=all_gather`, where nothing depends on buckets, a run that goes on makes the same steps to the
     bit, and otherwise steps as good (codes of other stripes, sums in another order).
 
@@ -307,7 +307,7 @@ def comm_hook(
     Errors come out of `backward()`: `NotFinite` names parameter, element and rank, `PeerLost` and `TimedOut` the rank,
     the step and the operation. The hook is of no use afterwards: its ranks leave, and the others raise `PeerLost` (in
     DDP's own group and on CUDA only when a process has ended, or after the group's timeout).
-    Raises ValueError for what `through` refuses and for a transform that needs the whole gradient at once.
+    Raises ValueError for arguments that `through` refuses and for a transform that needs the whole gradient together.
     """
     if not (model is None or isinstance(model, nn.Module)):
         raise TypeError(f"model is what DDP wraps, an nn.Module, or left out, got {model!r}")

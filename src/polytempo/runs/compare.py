@@ -49,7 +49,7 @@ def compare(
     """Train `job` with one strategy after the other, and report them side by side in `out`.
 
     Every strategy is checked on the job before the first one runs. A strategy that diverges (`NotFinite`) does not end
-    the others: `diverged` of its result says what was not finite. Nor does one that fails: at the end
+    the others: `diverged` of its result names the value that was not finite. Nor does a failing strategy: at the end
     `ComparisonIncomplete` names it, and holds the others' results. However it ends, `out` has `compare.json`, a page
     and a picture of the strategies that have ended, and `resume` goes on with the others.
     """

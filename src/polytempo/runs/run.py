@@ -58,7 +58,7 @@ def run(
     `pt.engines.subprocess()` starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other
     hosts; those find the job by its name (`pt.jobs.find`).
 
-    Options are those of `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
+    Options are `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
 
     With `min_workers` or `max_workers` the run is elastic: workers that are killed are replaced while the others go on

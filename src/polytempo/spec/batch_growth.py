@@ -32,9 +32,9 @@ def norm_test(theta: float = 0.5, every: int = 8) -> NormTest:
     `theta`: θ; a smaller one grows earlier. `every`: steps between two looks at the gradients. All workers exchange
     8 KiB in a step that is looked at, and wait for it, so that they grow in the same step of every run.
 
-    Deviations: tr Σ and |G|² are the averages over some twenty looks, without bias, where the paper takes those of one
-    batch. The batch grows in whole multiples of the first one, to twice its size at most at a time, not before ten
-    looks, and to the whole training set at most.
+    Deviations: tr Σ and |G|² are the averages over some twenty looks, without bias, where the paper takes one batch's.
+    The batch grows in whole multiples of the first one, to twice its size at most at a time, not before ten looks, and
+    to the whole training set at most.
 
     Errors: ValueError unless θ is positive, and there is at least one step between two looks.
     Source: R. H. Byrd, G. M. Chin, J. Nocedal and Y. Wu, "Sample size selection in optimization methods for machine

@@ -108,26 +108,26 @@ def explain(
     *,
     hosts: Sequence[int] | None = None,
 ) -> Explanation:
-    """What each step of `strategy` sends, computes and remembers, for a model's parameters.
+    """Predict the messages, operations and memory of each step of `strategy`, for a model's parameters.
 
         found = pt.explain(pt.strategies.local_sgd(period=8), workers=16, parameters=model)
         found.mean.busiest_bytes        # a step, over a long run
         found.at(8).rounds              # the step in which models meet
         found.memory_bytes
 
-    `parameters`: a model, tensors by name (they may lie on the meta device), or how many float32 there are, as one
-    vector. `hosts[r]`: the host of worker r, for routes and pushes that are `hierarchical`; None: a host each.
+    `parameters`: a model, tensors by name (also on the meta device), or a number of float32 values, as one vector.
+    `hosts[r]`: the host of worker r, for routes and pushes that are `hierarchical`; None: a host each.
 
-    Units: messages, bytes, floating-point operations, each of one step; `memory_bytes` of one worker. Numbers are those
-    that the virtual world counts when the strategy exchanges all parameters at once (a world that overlaps exchanges
-    with the backward pass sends each bucket by itself: as many bytes, more messages). Where `exchange.exact` is False,
-    values decide, and bytes are the most there can be. Not counted: running statistics, an optimizer's state that
-    travels (`strategy.carries_optimizer`), and what a parameter server's protocol sends besides gradients and
-    parameters (acknowledgements, tickets, copies of shards). A graph that changes from step to step (`gossip`) counts
-    as in its first step. Where the model is cut into stages, exchanges are those between replicas of a stage, of stages
-    with equally many parameters; what crosses the cuts depends on the batch (`polytempo cut`). Where layers lie in
-    parts, exchanges are those between workers with the same parts, as if all layers were in equal parts (of `hybrid`,
-    as if none was divided); what layers exchange depends on the batch.
+    Units: messages, bytes, floating-point operations, each of one step; `memory_bytes` of one worker. Numbers equal the
+    virtual world's counts for an exchange of all parameters together (a world that overlaps exchanges with the backward
+    pass sends each bucket separately: as many bytes, more messages). Where `exchange.exact` is False, values decide,
+    and bytes are an upper bound. Not counted: running statistics, an optimizer's state that travels
+    (`strategy.carries_optimizer`), and other messages of a parameter server's protocol (acknowledgements, tickets,
+    copies of shards). A graph that changes from step to step (`gossip`) counts as in its first step. Where the model is
+    cut into stages, exchanges between replicas of a stage count, for stages with equally many parameters; traffic
+    across the cuts depends on the batch (`polytempo cut`). Where layers are in parts, exchanges between workers with
+    the same parts count, as if all layers were in equal parts (of `hybrid`, as if none was divided); traffic between
+    parts depends on the batch.
 
     Errors: ValueError where `workers` is less than 1, where there are no parameters, and for a transform or a route of
     one's own that does not say its cost.

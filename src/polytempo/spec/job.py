@@ -23,11 +23,11 @@ _CALLED = {
 
 
 class Data(NamedTuple):
-    """What a job learns from, and what it is measured on (None: nothing).
+    """The samples that a job learns from, and the samples that measure it (None: nothing).
 
-    A sample is anything that `collate` makes a batch of, a list of samples at a time. Without one it is torch's
-    `default_collate`: tensors, numbers, tuples and dicts of these, of equal shapes. Ragged samples need a function
-    that pads them. The job's loss says what a batch has to be.
+    A sample is anything that `collate` makes a batch of, a list of samples at a time. The default is torch's
+    `default_collate`: tensors, numbers, tuples and dicts of these, of equal shapes. Ragged samples need a function that
+    pads them. The form of a batch must suit the job's loss.
     """
 
     train: Dataset[Any]
@@ -60,7 +60,8 @@ class OfBatch:
 
 
 def of_batch(function: Callable[[nn.Module, Any], Tensor]) -> OfBatch:
-    """Mark a job's `loss` or `correct` as one that is called as `function(model, batch)`, whatever a batch is.
+    """Mark a job's `loss` or `correct` as a function of the model and the batch: `function(model, batch)`, for any
+    batch.
 
         pt.Job(
             loss=pt.of_batch(lambda model, batch: model(**batch).loss),

@@ -48,15 +48,15 @@ class DividedLoss:
 
 
 def divided_by(loss: Callable[..., Tensor], divisor: DivisorOf | None) -> Callable[..., Tensor]:
-    """Say what `loss` divides by, where it is not the number of samples: `divisor(target)`; None for a sum.
+    """Declare the divisor of `loss` if it is not the number of samples: `divisor(target)`; None for a sum.
 
         loss = lambda output, target: functional.cross_entropy(output, target, ignore_index=0)
         loss = pt.divided_by(loss, lambda target: (target != 0).sum())
 
-    Pipelines cut a batch into micro-batches, and batches that grow come in pieces: the loss of each part counts by what
-    it divides by, so that they add up to the batch's. torch's own losses are known, also with `functools.partial`: with
-    class weights, `ignore_index` and `reduction="sum"`. Others are taken for means over samples. Of a loss that is
-    marked by `pt.of_batch`, `divisor` is called with the batch. Ranks count by their samples, as in torch's DDP.
+    Pipelines cut a batch into micro-batches, and batches that grow come in pieces: the loss of each part counts by its
+    divisor, so that they add up to the batch's. torch's own losses are known, also with `functools.partial`: with class
+    weights, `ignore_index` and `reduction="sum"`. Others are taken for means over samples. For a loss marked by
+    `pt.of_batch`, `divisor` is called with the batch. Ranks count by their samples, as in torch's DDP.
     """
     known = Divisor(divisor)
     return replace(loss, divisor=known) if isinstance(loss, OfBatch) else DividedLoss(loss, known)

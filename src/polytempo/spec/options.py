@@ -22,7 +22,7 @@ _BOUNDS = ("min_workers", "max_workers")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of a run. What is None is taken from the job."""
+    """Options of a run. None takes the job's value."""
 
     epochs: float | None = None
     steps: int | None = None
@@ -142,7 +142,7 @@ class RunOptions:
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may be lost, leave and join while the run goes on, without a parameter server."""
+        """True if workers may be lost, leave and join while the run goes on, without a parameter server."""
         return self.min_workers is not None or self.max_workers is not None
 
     @property

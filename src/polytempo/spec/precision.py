@@ -85,7 +85,7 @@ def precision(dtype: Dtype, *, loss_scale: float | Literal["dynamic"] | None = N
         w ← optimizer(w, g)     g = float32(mean of g16) / S
 
     `w`, and the optimizer's state, are float32; `round` is to nearest even. Parameters of normalization layers, and
-    their running statistics, stay float32. What models answer is float32. `loss_scale` S multiplies the loss before
+    their running statistics, stay float32. A model's answer is float32. `loss_scale` S multiplies the loss before
     backward, so that small gradients are not zero in fp16: a number, or "dynamic", which begins at 2^16, halves where a
     gradient on any worker overflows (all workers then leave out that step), and doubles after 2,000 steps without.
 
@@ -95,7 +95,7 @@ def precision(dtype: Dtype, *, loss_scale: float | Literal["dynamic"] | None = N
     Errors: ValueError for another dtype, for fp16 without a scale, and for bf16 with one.
 
     Source: P. Micikevicius et al., "Mixed precision training", 2018, sections 3.1 and 3.2. Deviations: normalization
-    layers keep float32 parameters, and the first scale and its growth are those of torch's GradScaler.
+    layers keep float32 parameters, and the first scale and its growth are as in torch's GradScaler.
     """
     return Precision(dtype, loss_scale)
 

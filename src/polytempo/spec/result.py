@@ -77,7 +77,7 @@ class Result:
     how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`; what is not finite (a run that diverged) is null."""
+        """Plain values, ready for `json.dumps`; values that are not finite (a run that diverged) are null."""
         plain = asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 

@@ -63,19 +63,19 @@ _MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every", "ema", "noise_sc
 
 
 class Trainer:
-    """Trains `job` by `strategy` in the world that `pt.init()` joined, or alone.
+    """Train `job` by `strategy` in the world that `pt.init()` joined, or alone.
 
         pt.init()
         result = pt.Trainer(job, pt.strategies.local_sgd(period=8), epochs=3).fit()
 
-    Every rank makes one. Options are those of `RunOptions`, as an object or by name. With `out`, rank 0
+    Every rank makes one. Options are `RunOptions`, as an object or by name. With `out`, rank 0
     leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
     Where SIGTERM comes and there is an `out`, all ranks save the same step and `fit` raises `Preempted` (exit code 75).
     Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
 
-    Where `pt.init(mesh=…)` has laid out the ranks, those along "data" train one part of a model: the job's `model()`
-    makes the part of `world.port.coordinates`, and its `loss` is that part's. The parameters in the result are those of
-    this rank's part, scores are those of the first part.
+    Where `pt.init(mesh=…)` has laid out the ranks, ranks along "data" train one part of a model: the job's `model()`
+    makes the part of `world.port.coordinates`, and its `loss` is the part's loss. The result has this rank's part's
+    parameters, and the first part's scores.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ os.register_at_fork(before=_AT_FORK.acquire, after_in_parent=_AT_FORK.release, a
 
 
 class FolderTaken(PolytempoError):
-    """Another run writes to the folder: that of process `pid` on `host`, since `since_s` (seconds since 1970)."""
+    """Another run writes to the folder: process `pid` on `host`, since `since_s` (seconds since 1970)."""
 
     def __init__(self, folder: Place, owner: Owner) -> None:
         self.folder, self.host, self.pid, self.since_s = folder, owner.host, owner.pid, owner.since_s

@@ -48,14 +48,14 @@ def init(
 ) -> ProcessWorld:
     """Join the world that torchrun, Slurm, MPI, Ray or Polytempo's own engine has set up around this process.
 
-    torchrun may be elastic (`--nnodes=1:4`): its ranks meet anew after each restart. MPI is the `mpirun` of Open MPI,
-    MPICH or Intel MPI. Says on rank 0's standard error which it recognised. Without any of them it is a world of one.
+    torchrun may be elastic (`--nnodes=1:4`): its ranks meet again after each restart. MPI is the `mpirun` of Open MPI,
+    MPICH or Intel MPI. Rank 0's standard error names the launcher. Without one it is a world of one.
     A process group that exists already is used as it is. Calling it again returns the same world.
 
     `mesh` lays the ranks out on named axes, the last one varying fastest: `mesh={"data": 2, "stage": 2}` makes rank 2
     data 1, stage 0. Ranks along "data" hold the same parameters and see other samples; without a mesh these are all.
     Ranks along other axes hold parts of one model, and see the same samples. `attach`, `shard` and `Trainer` follow
-    it, and refuse one without "data" whose axes are not "model" or "stage"; the parts talk to each other over
+    it, and refuse a mesh without "data" unless its axes are "model" or "stage"; the parts talk to each other over
     `world.port.along("stage")`. Raises ValueError where the lengths do not
     multiply to the number of ranks, and where the world has another mesh already.
 

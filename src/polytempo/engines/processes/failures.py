@@ -22,8 +22,8 @@ _LAST_BYTES = 64 << 10
 class WorkerDied(PolytempoError):
     """A worker ended without a result, and so did the run.
 
-    `exit_code` is None where a signal killed it, and `signal` its name, like "SIGKILL", else None.
-    `last_lines` are the last of its log. `not_finite` is what it raised, where that was a `NotFinite`.
+    `exit_code` is None where a signal killed it, and `signal` its name, like "SIGKILL", else None. `last_lines` are the
+    last of its log. `not_finite` is its `NotFinite`, if it raised one.
     """
 
     not_finite: NotFinite | None = None

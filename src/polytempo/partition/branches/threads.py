@@ -64,17 +64,17 @@ class ThreadedModel:
 
 
 def threads(intra: int | None = None, inter: int = 1, *, least_operations: float = WORTH) -> Threads:
-    """How many threads a worker computes with: TensorFlow's two knobs.
+    """Set a worker's numbers of threads: TensorFlow's two knobs.
 
         handle = pt.attach(model, optimizer, strategy, threads=pt.threads(intra=1, inter=2))
         result = pt.run(job, strategy, workers=2, threads=pt.threads(intra=1, inter=2))
         threaded = pt.threads(inter=2).apply(model)           # in a loop of your own, without attach
 
-    `intra`: threads of one operation, such as a matrix product (torch's own; None: as they are). `inter`: threads on
-    which the model's independent branches run, forward and backward, each with `intra` of its own. Calls of the model
-    compute the same bits as without: gradients are summed in one order, random numbers are drawn in the order of the
-    program. The model is traced when it is first called; a region with branches is used where it saves at least
-    `least_operations` (floating-point operations and bytes, as `pt.partition.cut` counts them) of a step.
+    `intra`: threads of one operation, such as a matrix product (torch's own; None: unchanged). `inter`: threads for the
+    model's independent branches, forward and backward, each with `intra` of its own. Calls of the model compute the
+    same bits as without: gradients are summed in one order, random numbers are drawn in the order of the program. The
+    model is traced when it is first called; a region with branches is used where it saves at least `least_operations`
+    (floating-point operations and bytes, as `pt.partition.cut` counts them) of a step.
 
     Calls run as they are under `torch.func` transforms, other tracers, hooks for saved tensors (`save_on_cpu`,
     checkpoints around the model), hooks on containers of layers and on gradients of single parameters, and where

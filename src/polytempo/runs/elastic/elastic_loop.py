@@ -69,8 +69,8 @@ def elastic(
 
         score = pt.elastic(train, pt.ElasticState(model, optimizer, position=None), workers=3, min_workers=2)
 
-    Returns what `train` returns on the first worker, which JSON can hold. With a commit after each step, and the
-    position of the data in the state, each sample of an epoch counts once. `logs`: where workers' output is kept.
+    Returns the result of `train` on the first worker; JSON must be able to hold it. With a commit after each step, and
+    the position of the data in the state, each sample of an epoch counts once. `logs`: where workers' output is kept.
     Hooks that `pt.attach` has set on the state's model are taken off between two groups.
 
     Errors: `WorkerDied` where `train` raises on a worker, `WorkersLost` where fewer than `min_workers` are left.

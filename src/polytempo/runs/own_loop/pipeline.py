@@ -36,7 +36,7 @@ def pipeline(
     on_drift: Literal["stop", "ignore"] = "stop",
     world: ProcessWorld | None = None,
 ) -> Pipeline | ServedPipeline:
-    """Cut `model` into the stages of `schedule`, and give this rank its own.
+    """Cut `model` into the stages of `schedule`, and return this rank's stage.
 
         pt.init()
         pipe = pt.pipeline(
@@ -51,26 +51,27 @@ def pipeline(
 
     `schedule` is a strategy with stages, or a schedule of `pt.partition.schedules`. Every rank makes the whole model,
     takes rank 0's parameters, and keeps its stage. Rank r is stage r mod K of replica r // K, unless
-    `pt.init(mesh={"data": …, "stage": …})` says otherwise. All stages of a replica are given the same batches, replicas
+    `pt.init(mesh={"data": …, "stage": …})` says otherwise. Give all stages of a replica the same batches, and replicas
     different ones, as `pt.shard` deals them after that `pt.init`; gradients of replicas go by `inner` (`sync_sgd()`).
 
-    With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, each stage is held by two
-    ranks, between which its layers are split (`pt.split`): a mesh of data, stages and parts of layers.
+    With an `inner` strategy `split(rules, parts=2)`, also inside of a strategy with stages, two ranks hold each stage,
+    and its layers are split between them (`pt.split`): a mesh of data, stages and parts of layers.
 
     With an `inner` that has a parameter server (`downpour()`, …) each stage has its own, which rank 0 starts beside
-    itself; rank r is stage r // D of replica r mod D, of D replicas. Batches are those of `pt.shard(loader)`, which
-    deals them by tickets, the same to all stages of a replica; see `ServedPipeline`.
+    itself; rank r is stage r // D of replica r mod D, of D replicas. `pt.shard(loader)` deals batches by tickets, the
+    same to all stages of a replica; see `ServedPipeline`.
 
-    `sample` is what the model is called with, a tensor or a tuple; `by` how it is cut (see `partition.cut`). `max_norm`
-    clips by the whole model's gradient's norm, under schedules that wait. Gradients of tied weights are summed.
-    `activations` and `gradients` are codecs (`pt.compression`), also as text such as "int8", by which tensors pass from
-    stage to stage, and their gradients back; None: as they are. A strategy may have them itself. See `partition.wires`.
+    `sample` holds the model's arguments, a tensor or a tuple; `by` is the way of cutting (see `partition.cut`).
+    `max_norm` clips by the whole model's gradient's norm, under schedules that wait. Gradients of tied weights are
+    summed. `activations` and `gradients` are codecs (`pt.compression`), also as text such as "int8", for tensors from
+    stage to stage, and for their gradients back; None: as they are. A strategy may have them itself. See
+    `partition.wires`.
 
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
     raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
 
-    Errors: ValueError where the ranks are no multiple of the stages, a late schedule shares weights between stages, or
-    a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
+    Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
+    or a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
     """
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()

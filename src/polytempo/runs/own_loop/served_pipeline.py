@@ -41,7 +41,7 @@ _NONE_YET = "the server begins with the first epoch of pt.shard(loader)"
 
 
 class ServedPipeline:
-    """One rank's stage. `model` holds its parts, `optimizer` those of its parameters that this rank steps itself.
+    """One rank's stage. `model` holds its parts, `optimizer` the parameters that this rank steps itself.
 
     Rank r is stage r // D of replica r mod D. A step trains on the batch that `pt.shard` has just dealt: the same on
     all stages of a replica, drawn alike where reading it draws random numbers. Dropout draws by the ticket.
@@ -137,7 +137,9 @@ class ServedPipeline:
 
     @property
     def account(self) -> dict[str, Any] | None:
-        """On rank 0 after `detach`: the ledger of samples, the staleness of gradients, and what became of processes."""
+        """The account of the run, on rank 0 after `detach`: ledger of samples, staleness of gradients, ends of
+        processes.
+        """
         return self._epochs.account
 
     # ------------------------------------------------------------------ saving
@@ -156,11 +158,12 @@ class ServedPipeline:
         return {name: every[name] for name in self._whole.state_dict() if name in every}
 
     def training_state(self) -> dict[str, Any]:
-        """What a new loop needs to go on after the last epoch; `torch.save` can write it. Between epochs, all call it.
+        """The state that a new loop needs to go on after the last epoch, for `torch.save`. All ranks call it, between
+        epochs.
 
-        Rank 0's has what the servers remember: weights, momentum, versions, tickets; save the position of `pt.shard`
-        beside it. What ranks have themselves (the momentum of `downpour`'s own steps, residuals of codecs, estimators
-        of gradients) begins anew, as in a job that is resumed. Memory on rank 0: all shards' states.
+        Rank 0's part has the servers' state: weights, momentum, versions, tickets; save the position of `pt.shard` with
+        it. The ranks' own state (the momentum of `downpour`'s own steps, residuals of codecs, estimators of gradients)
+        begins again, as in a resumed job. Memory on rank 0: all shards' states.
         """
         loop = self._between_epochs("training_state")
         if loop is None or self._epochs.batches is None:
@@ -173,7 +176,7 @@ class ServedPipeline:
         return state
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `training_state` answered on this rank, before the first epoch.
+        """Go on from this rank's `training_state`, before the first epoch.
 
         Errors: ValueError where it was saved by another rank, schedule, cut or strategy.
         """

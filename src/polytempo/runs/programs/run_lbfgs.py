@@ -73,11 +73,11 @@ def lbfgs(
 
         found = pt.lbfgs(job, workers=4, shards=2, iterations=30)
 
-    The parameters, the last `history` steps and changes of the gradient lie on the shards, in parts of one size. The
+    The shards hold the parameters, the last `history` steps and changes of the gradient, in parts of one size. The
     coordinator asks them for dot products, scalings and additions of their parts, and has no parameter itself. Replicas
-    compute the gradient in `portions` (8 for each replica): one that is fast computes more of them, and those that have
-    nothing left compute again what others have not finished. A replica that is killed costs the time of its portion.
-    The job's optimizer, rate, batch size and schedule have no meaning here.
+    compute the gradient in `portions` (8 for each replica): a fast replica computes more of them, and idle replicas
+    compute unfinished portions again. A replica that is killed costs the time of its portion. The job's optimizer,
+    rate, batch size and schedule have no meaning here.
 
     Each iteration is a step along the L-BFGS direction to a point that has the weak Wolfe conditions, found in at most
     `searches` evaluations. It ends after so many iterations, where ‖g‖ ≤ tolerance, or where no lower point is found.
@@ -86,9 +86,9 @@ def lbfgs(
     parameters once, and sends a gradient for each portion. Where a message does not come: TimedOut after `timeout_s`.
 
     Errors: ValueError for batch norms, more shards than parameters, or a first loss that is not finite; `WorkerDied`
-    where a shard or the last replica is lost, or a replica fails of itself.
-    Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.2. Deviations: the line search, of
-    which the paper says nothing; replicas send each portion's gradient at once.
+    where a shard or the last replica is lost, or a replica fails with an error. Source: J. Dean et al., "Large scale
+    distributed deep networks", 2012, section 4.2. Deviations: the line search, because the paper does not describe one;
+    replicas send each portion's gradient immediately.
     """
     numbers = {"workers": workers, "shards": shards, "iterations": iterations, "history": history, "searches": searches}
     for name, number in {**numbers, "portions": _PORTIONS * workers if portions is None else portions}.items():

@@ -88,17 +88,17 @@ def simulate(
 
         pt.simulate(job, pt.strategies.local_sgd(period=8), workers=256, cluster=pt.cluster.ethernet(gbit_per_s=1))
 
-    Gradients are real, each worker's computed by itself; loss and accuracy are what they would be.
-    Time is virtual: computations cost their floating-point operations at the cluster's speed, messages what
-    its links say. The same arguments give the same trace, to the bit. With `meta` nothing is computed and
-    only the time is told; it needs `steps` (default 10), and there may be more workers than samples.
+    Gradients are real, each worker's computed separately, and so are loss and accuracy. Time is virtual: computations
+    cost their floating-point operations at the cluster's speed, messages the time of its links. The same arguments give
+    the same trace, to the bit. With `meta` nothing is computed but the time; it needs `steps` (default 10), and there
+    may be more workers than samples.
 
     With `batched` the gradients of all workers are computed in one pass (`torch.func.vmap`), and their optimizer steps
     in one, for one model where workers are in step (`runs.in_step`): the same times and messages, and the same numbers
     up to rounding. ValueError where that is not possible: batch norm with running statistics, parameter servers, …
 
     Scores, rows and checkpoints (only where `checkpoint_every` asks for them) cost no virtual time and change nothing.
-    A checkpoint is one of a real run, which `run` can resume.
+    A checkpoint is as in a real run: `run` can resume it.
 
     `cluster` defaults to `ethernet()`, and to `one_host()` for strategies with one copy of the parameters. Where
     workers write to that copy on their own (Hogwild!), steps take up to a tenth longer or shorter, drawn from the
@@ -106,7 +106,7 @@ def simulate(
 
     With a parameter server shards' copies and the coordinator have hosts of their own, unless cores are counted.
 
-    Memory: one model and one optimizer state for each worker, but for those that have one between them.
+    Memory: one model and one optimizer state for each worker, except workers that share one.
     """
     job, strategy = checked_job(job), strategy_from(strategy)
     check_workers(strategy, workers)

@@ -39,7 +39,7 @@ def parse_strategy(text: str) -> Strategy:
     `str(strategy)` is such a text: `parse_strategy(str(strategy))` makes the same strategy again, in any process.
     Nothing in the text is evaluated as Python.
 
-    Errors: ValueError where there is no such strategy, codec, route, … or argument; it lists those that there are.
+    Errors: ValueError where there is no such strategy, codec, route, … or argument; it lists the existing names.
     """
     strategy = NAMES.strategy(text)
     assert isinstance(strategy, Strategy)

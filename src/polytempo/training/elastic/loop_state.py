@@ -22,7 +22,7 @@ class ElasticState:
         state.epoch += 1
 
     `commit` keeps a copy of it all in memory; after a change of workers all go on from their last common commit.
-    Values are what JSON can hold. Memory: a copy of the model and of the optimizer's state. Cost of a commit: that
+    Values must suit JSON. Memory: a copy of the model and of the optimizer's state. Cost of a commit: that
     copy, and an all-reduce of 32 bytes.
     """
 
@@ -41,8 +41,8 @@ class ElasticState:
     def commit(self) -> None:
         """Keep the present state, together with all workers. They call it at the same places of their loops.
 
-        Where the group of workers is to change it raises what ends the loop, which `pt.elastic` begins again: let it
-        pass.
+        Before a change of the group it raises an exception that ends the loop, and `pt.elastic` begins the loop again:
+        let it pass.
         """
         if self.arrive is None:
             self.keep()

@@ -34,7 +34,7 @@ from polytempo.worlds import ProcessWorld
 
 
 class Handle:
-    """What `attach` returns: the replica, the hooks, and the ways to pause, join, score, save and end."""
+    """The answer of `attach`: the replica, the hooks, and methods to pause, join, score, save and end."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Handle:
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """What has been measured of it so far, the same on all ranks; None where `attach` was not asked to."""
+        """The noise scale as measured so far, the same on all ranks; None unless `attach` was asked to measure it."""
         return None if self.replica.noise is None else self.replica.noise.noise
 
     def _after_step(self, *_: Any) -> None:
@@ -107,14 +107,14 @@ class Handle:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is the one that the ranks have agreed on, to be scored or saved: their mean.
+        """Lend the ranks' common model to the block, to be scored or saved: their mean.
 
             with handle.consensus():
                 evaluate(model)
 
-        Where models differ between their meetings (`local_sgd`, `gossip`, …) its parameters, and the buffers that
-        meet, are the means over the ranks, in memory of their own; afterwards the rank's own are there again. All
-        ranks must call it. Training does not notice. `optimizer.step()` inside raises RuntimeError.
+        Where models differ between their meetings (`local_sgd`, `gossip`, …) its parameters, and the buffers that meet,
+        are the means over the ranks, in memory of their own; afterwards the rank's own are there again. All ranks must
+        call it. Training does not notice. `optimizer.step()` inside raises RuntimeError.
 
         Cost: one mean over the parameters, and memory for it; nothing where all ranks hold the same model anyway.
         """
@@ -141,15 +141,16 @@ class Handle:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Ranks may leave the loop inside after different numbers of steps; no rank hangs.
+        """Let ranks leave the loop inside after different numbers of steps; no rank hangs.
 
-        A rank that leaves goes on taking part with weight zero until all have left; those that are still
-        active count the same, whatever `pt.shard` says. All end with the same parameters and running
-        statistics: where a strategy lets models differ, with the mean of those that trained to the last step.
-        Each step costs one more all-reduce of one number for each rank, which tells who is active.
+        A rank that leaves takes part with weight zero until all have left; the active ranks count the same, for any
+        share from `pt.shard`. All end with the same parameters and running statistics: where a strategy lets models
+        differ, with the mean of the ranks that trained to the last step. Each step costs one more all-reduce of one
+        number for each rank, which tells the active ranks.
 
-        Raises ValueError where the strategy would hear those that have left (gossip, adasum, robust merges), and with
-        `scaler=`; RuntimeError for a backward pass whose gradients no step uses: those that have left take it for one.
+        Raises ValueError where the strategy would hear ranks that have left (gossip, adasum, robust merges), and with
+        `scaler=`; RuntimeError for a backward pass without a step, because ranks that have left take it for a step's
+        pass.
         """
         masters = self.replica.masters
         if self._has_scaler or (masters is not None and masters.scaling.dynamic):
@@ -171,12 +172,12 @@ class Handle:
             yield
 
     def complete(self) -> None:
-        """Exchange now what the next step is made of, as `optimizer.step()` would do, unless that has been done."""
+        """Exchange the next step's gradients now, as `optimizer.step()` would do, unless that has been done."""
         if self.replica.exchanges_gradients:
             self._backward.complete()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale of `precision`: what `backward()` is called of under fp16.
+        """The loss times the loss scale of `precision`; call `backward()` on it under fp16.
 
             handle.scaled(loss).backward()
 
@@ -187,7 +188,7 @@ class Handle:
     # ------------------------------------------------------------------ saving and ending
 
     def preempted(self) -> bool:
-        """Whether to save and leave now, because SIGTERM has come to this process or to another rank.
+        """True if the loop should save and leave now, because SIGTERM has come to this process or to another rank.
 
             if handle.preempted():
                 save()
@@ -195,7 +196,7 @@ class Handle:
 
         All ranks call it at the same places of their loop, once a step, and get the same answer. From the first call on
         SIGTERM does not end this process; a second one, a second later, does. Cost: 16 bytes a rank each quarter of a
-        second, which no rank waits for.
+        second, without waiting.
         """
         if self._watch is None:
             notice = Notice(float(os.environ.get("POLYTEMPO_GRACE_S", "30")))
@@ -223,7 +224,7 @@ class Handle:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank."""
+        """Go on from this rank's `state_dict`."""
         if state["strategy"] != str(self.replica.strategy):
             raise ValueError(
                 f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the one "
@@ -235,13 +236,13 @@ class Handle:
         self.world.step = self.replica.step
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Let the coming step have a gradient of norm at most `max_norm`; returns the norm that it has now.
+        """Limit the norm of the coming step's gradient to `max_norm`; returns its present norm.
 
-        The norm is that of the ranks' mean gradient. `.grad` holds it where the strategy exchanges gradients in
-        `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Where a model lies in parts on several
-        ranks, it is the norm of all parts, and all of these ranks call this. Under `shared_memory()` `.grad` is this
-        rank's own: all ranks call this, and the step does the scaling. So does a step of float32 masters: `.grad` stays
-        as it is, and the norm is that of what the optimizer will see, without the loss scale.
+        The norm is the norm of the ranks' mean gradient. `.grad` holds it where the strategy exchanges gradients in
+        `backward`, and is scaled as `torch.nn.utils.clip_grad_norm_` does. Where several ranks hold parts of a model,
+        it is the norm of all parts, and all of these ranks call this. Under `shared_memory()` `.grad` is this rank's
+        own: all ranks call this, and the step does the scaling. So does a step of float32 masters: `.grad` does not
+        change, and the norm is of the optimizer's gradients, without the loss scale.
         """
         if self.one_copy is None:
             parameters = self.replica.trainable.values()
@@ -260,9 +261,9 @@ class Handle:
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again.
 
-        What is under way is let go of (`delayed_sgd`): call `state_dict` first, which finishes it, where the ranks are
-        to exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each
-        gets parameters of its own.
+        Exchanges under way are dropped (`delayed_sgd`): call `state_dict` first to finish them, where the ranks are to
+        exchange something else afterwards. Where ranks share one copy of the parameters all must call it, and each gets
+        parameters of its own.
         """
         for hook in [*self._hooks, *self.replica.hooks]:
             hook.remove()

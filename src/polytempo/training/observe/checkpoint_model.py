@@ -20,12 +20,12 @@ def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
 
         net.load_state_dict(pt.checkpoint_model("runs/mine"))
 
-    `path`: a run's folder, its `checkpoint` folder, or one step in it; without a step, the newest. Whatever the run's
-    strategy was, and however its model was cut, the answer is the whole model: stages and parts of layers are put
-    together, and where workers hold models that differ, it is their mean. Memory: all that the checkpoint holds.
+    `path`: a run's folder, its `checkpoint` folder, or one step in it; without a step, the newest. For every strategy
+    and every cut the answer is the whole model: stages and parts of layers are put together, and where workers hold
+    models that differ, it is their mean. Memory: all that the checkpoint holds.
 
-    Errors: ValueError where there is no checkpoint, and for one of `pt.init(mesh=…)` whose parts a job has made;
-    `CheckpointError` for a damaged one.
+    Errors: ValueError where there is no checkpoint, and for a checkpoint of `pt.init(mesh=…)` with parts that a job has
+    made; `CheckpointError` for a damaged one.
     """
     folder = _step(place(path))
     manifest = read_manifest(folder)

@@ -31,7 +31,7 @@ from polytempo.worlds import ProcessWorld
 
 
 class ServedHandle:
-    """What `attach` returns where the strategy has a parameter server. Its processes start with the first epoch."""
+    """The answer of `attach` for a strategy with a parameter server. Its processes start with the first epoch."""
 
     def __init__(
         self,
@@ -72,7 +72,9 @@ class ServedHandle:
 
     @property
     def account(self) -> dict[str, Any] | None:
-        """On rank 0 after `detach`: the ledger of samples, the staleness of gradients, and what became of processes."""
+        """The account of the run, on rank 0 after `detach`: ledger of samples, staleness of gradients, ends of
+        processes.
+        """
         return self._epochs.account
 
     def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
@@ -99,7 +101,7 @@ class ServedHandle:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Changes nothing: gradients are exchanged by `step` alone, so those of several passes add up by themselves."""
+        """Do nothing: `step` alone exchanges gradients, so gradients of several passes add up automatically."""
         yield
 
     @contextmanager
@@ -109,11 +111,11 @@ class ServedHandle:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is the server's, to be evaluated or saved.
+        """Lend the server's model to the block, to be evaluated or saved.
 
-        Where workers step by themselves (`downpour`, `easgd`), the rank's own parameters are there again afterwards.
-        Where they do not, the model keeps the newer weights: it is a copy of the server's in any case. Each rank may
-        call it by itself. `optimizer.step()` inside raises RuntimeError.
+        Where workers make steps of their own (`downpour`, `easgd`), the rank's own parameters are there again
+        afterwards. Otherwise the model keeps the newer weights: it is a copy of the server's in any case. A rank may
+        call it alone. `optimizer.step()` inside raises RuntimeError.
 
         Cost: one pull.
         """

@@ -114,11 +114,11 @@ def shard(
 ) -> WorldShard:
     """This rank's batches of `source`, an epoch for every iteration.
 
-    All ranks follow one permutation that depends on (seed, epoch) alone, so every sample is used once an
-    epoch whatever the number of workers; see `polytempo.data.DataShard` for the remainder and for resuming.
-    `batch_size` is per rank; a DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)`
-    has laid out the ranks, the batches are dealt along "data": ranks that hold parts of one model get the same ones.
-    `pt.pipeline` takes those of `pt.init(mesh={"data": …, "stage": …})`, and refuses others.
+    All ranks follow one permutation that depends on (seed, epoch) alone, so every sample is used once an epoch for any
+    number of workers; see `polytempo.data.DataShard` for the remainder and for resuming. `batch_size` is per rank; a
+    DataLoader brings its own, and its collate function and workers. Where `pt.init(mesh=…)` has laid out the ranks, the
+    batches are dealt along "data": ranks that hold parts of one model get the same ones. `pt.pipeline` takes batches of
+    `pt.init(mesh={"data": …, "stage": …})`, and refuses others.
 
     Where a model is attached with a parameter server, the first shard that is iterated in training mode is dealt by
     tickets: a rank that is free gets the next batch, so ranks may have different numbers of them, and an epoch ends

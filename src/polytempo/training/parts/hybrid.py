@@ -30,7 +30,7 @@ def hybrid(
     world: ProcessWorld | None = None,
     port: Port | None = None,
 ) -> HybridModel:
-    """Divide the weights of `layers` over all ranks, each of which sees its own samples; it takes the place of `model`.
+    """Divide the weights of `layers` over all ranks, with own samples on each; returns a module in place of `model`.
 
         plan = pt.plan_layers(net, images, workers=4, link="1gbit")
         model = pt.hybrid(net, plan)                # or the names: pt.hybrid(net, ["classifier.*"])
@@ -38,24 +38,25 @@ def hybrid(
         pt.attach(model, optimizer, pt.strategies.sync_sgd())
 
     A divided layer gets all ranks' samples, computes its part of the output features with them, and each rank gets all
-    features of its samples. So its weights are used where they lie, and their gradient is sent nowhere; the strategy
+    features of its samples. So its weights are used on their own rank, and their gradient is not sent; the strategy
     exchanges the gradients of all other layers. A rank's loss is the mean over its samples, which `pt.shard` deals, and
-    the gradients are those of one process with all samples. Parameters keep their names; `full_parameters()` shows all.
+    the gradients equal one process's with all samples. Parameters keep their names; `full_parameters()` shows all.
 
-    `exchange`: in which rounds samples travel: all at once ("joined"), one rank's after the other's ("turns"), or a
-    part of every rank's at a time ("slices"); `partition.hybrid.rounds` has their source. `port`: this rank's place in
-    another world than a process world, inside of `await suspendable(…)` (`polytempo.core.suspension`).
+    `exchange`: the rounds of samples: all together ("joined"), one rank's after the other's ("turns"), or a part of
+    every rank's at a time ("slices"); `partition.hybrid.rounds` has their source. `port`: this rank's place in another
+    world than a process world, inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
-    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", by which divided layers
-    exchange these, samples and outputs and their gradients (`partition.hybrid.exchange`). A rank that sends encodes,
-    and all compute with what they decode; outputs and gradients for a rank itself are as they are, and so are indices
-    of an embedding. Without one the plan's are taken.
+    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", for the divided layers'
+    exchanges of samples and outputs, and of their gradients (`partition.hybrid.exchange`). A rank that sends encodes,
+    and all compute with decoded values; outputs and gradients for a rank itself are not encoded, and so are indices of
+    an embedding. Without one the plan's are taken.
 
-    Of `Linear`, `Embedding` and convolutions of one group. All ranks call the model together, in evaluation, too.
+    Layers may be `Linear`, `Embedding` and convolutions of one group. All ranks call the model together, in evaluation,
+    too.
 
     Errors: `Mismatch` where ranks give other layers, codecs or models; ValueError for names that fit no layer, for
     layers that cannot be divided or share weights, for a plan of another number of workers, for a mesh of more than
-    data ranks, and for codecs that remember something or have wires of varying length.
+    data ranks, and for codecs with a memory or with wires of varying length.
     """
     whole = port or (world or current()).port
     ports = ports_of(whole)

@@ -46,21 +46,21 @@ def plan_layers(
     activations: Codec | str | None = None,
     gradients: Codec | str | None = None,
 ) -> LayerPlan:
-    """Each layer of `model` by data or by model parallelism, whichever sends less; `pt.hybrid` takes the plan.
+    """Plan each layer of `model` by data or by model parallelism, the one that sends less; `pt.hybrid` takes the plan.
 
         plan = pt.plan_layers(net, images, workers=32, link="10gbit", batch_size=1024)
         plan.model_parallel, plan.seconds_of("data"), plan.seconds_of("hybrid")
 
-    `sample`: what the model is called with; its values and number of samples do not matter. `batch_size`: samples of a
+    `sample`: the model's arguments; its values and number of samples do not matter. `batch_size`: samples of a
     step of all workers. `link`: its rate, with 50 microseconds of latency, or a `pt.cluster.Link`. `reduction`: how
     gradients of layers by data parallelism are summed: "tree", "server" (a parameter server of `shards`), "ring" or
-    "halving_doubling". `by`: what is compared, the source's |D| with |W| ("bytes"), or the cost model's times
-    ("seconds"). `activations` and `gradients`: codecs by which divided layers are to exchange these, also as text such
+    "halving_doubling". `by`: the compared sizes, the source's |D| with |W| ("bytes"), or the cost model's times
+    ("seconds"). `activations` and `gradients`: codecs for the divided layers' exchanges, also as text such
     as "int8"; `pt.hybrid` takes them with the plan.
 
     Nothing is computed: layers are seen on tensors without values. Source: F. Iandola et al., "FireCaffe", 2016.
-    Errors: ValueError for names that there are not, numbers below 1, and codecs that remember something or have wires
-    of varying length; those of `partition.plan.volumes`.
+    Errors: ValueError for names that there are not, numbers below 1, and codecs with a memory or with wires of varying
+    length; also the errors of `partition.plan.volumes`.
     """
     known = reductions(shards)
     if reduction not in known:

@@ -26,14 +26,14 @@ def place(model: nn.Module, *, sample: Any, world: ProcessWorld | None = None, p
     The branches that `pt.threads` finds for threads go to the ranks along the axis "model" of the mesh instead, each
     where it ends the soonest. A tensor that passes between two ranks is sent once to each that needs it, and its
     gradient once back; the model's answer is on all ranks, which compute the same loss and all call backward. Every
-    rank makes the whole model and takes the parameters of the first; then it keeps those of its own branches, under
-    their names. `full_parameters()` and `full_gradients()` show the whole model's, `places` who has what.
+    rank makes the whole model and takes the parameters of the first; then it keeps its own branches' parameters, under
+    their names. `full_parameters()` and `full_gradients()` show the whole model's, `places` the rank of each branch.
 
-    `sample` is what the model is called with; batches may have other sizes. `port`: this rank's place in another world
+    `sample` holds the model's arguments; batches may have other sizes. `port`: this rank's place in another world
     than a process world, such as a virtual one. There, `place`, forward and backward passes are called inside of
     `await suspendable(…)` (`polytempo.core.suspension`).
 
-    What is computed is what one process computes, but for random numbers: a dropout draws from its own rank's. Clipping
+    The results equal one process's, except for random numbers: a dropout draws from its own rank's. Clipping
     by `handle.clip_grad_norm_`, or by torch's, which all ranks call, is by the whole model's norm. The first pass with
     inputs of new sizes sends the sizes.
 
@@ -41,8 +41,7 @@ def place(model: nn.Module, *, sample: Any, world: ProcessWorld | None = None, p
     traced, for a parameter that branches of two ranks would share, and, in a pass, for inputs that need a gradient.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 3: a model partitioned across
-    machines, each of which computes its nodes and sends values to the machines that need them. There the user says
-    which node lies where.
+    machines; each computes its nodes and sends values to the machines that need them. There the user places the nodes.
     """
     whole = port or (world or current()).port
     group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive)

@@ -48,10 +48,10 @@ def split(
         pt.attach(model, optimizer, pt.strategies.sync_sgd())
 
     Every rank makes the whole model and takes the parameters of the first rank along the axis "model" of the mesh.
-    Ranks along that axis are given the same batches, which `pt.shard` does, and the same random seed. Parameters keep
+    Ranks along that axis need the same batches, as `pt.shard` deals them, and the same random seed. Parameters keep
     their names; `full_parameters()` and `full_gradients()` show the whole model's.
 
-    | way | layers | what a rank has |
+    | way | layers | a rank's part |
     |---|---|---|
     | "column" | `Linear`, convolutions, `Embedding`, `Dropout` | some output features, or channels |
     | "row" | `Linear`, convolutions | some input features, or channels |
@@ -64,12 +64,12 @@ def split(
     `pt.partition.tensor.column(heads=8, packed=3)` and `row(heads=8)` split by whole heads the linear layers of an
     attention of one's own. With `sequence` each rank has some positions between split layers, so norms and dropouts are
     computed once and not on all ranks; tensors are then (batch, positions, features). "auto" in place of rules splits
-    all layers that can be by the fewest bytes (`partition.plan.split_choice`), as `sample` shows, which the model is
-    called with.
+    all layers that can be by the fewest bytes (`partition.plan.split_choice`), as `sample`, the model's arguments,
+    shows.
 
-    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", by which the layers exchange
-    these. A sum over ranks of p_r is Q(s_j) for each piece j, with s_j = p_j[j] + Σ_{r≠j} Q(p_r[j]), in the order of
-    ranks, so that all ranks hold the same bits (`partition.tensor.model_group`).
+    `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", for the layers' exchanges. A
+    sum over ranks of p_r is Q(s_j) for each piece j, with s_j = p_j[j] + Σ_{r≠j} Q(p_r[j]), in the order of ranks, so
+    that all ranks hold the same bits (`partition.tensor.model_group`).
 
     `link`: the network between these ranks, as its rate, such as "1gbit" (with 50 microseconds of latency), or a
     `pt.cluster.Link`. With it and a `sample`, which then has a whole batch, a UserWarning says where exchanges take
@@ -79,7 +79,7 @@ def split(
 
     Errors: `Mismatch` where ranks of a model give other rules, codecs or models; ValueError for names that fit no
     layer, layers that cannot be split so, tied parameters that are not split alike, ranks without a mesh that has the
-    axis "model", and codecs that remember something or have wires of varying length.
+    axis "model", and codecs with a memory or with wires of varying length.
     """
     group = _group(world, port, sequence, Wires(codec_of(activations), codec_of(gradients)))
     named, plan = _named(model, rules, sample, group)

@@ -97,7 +97,7 @@ class Pipeline:
     def sent_bytes(self, *batch: Any) -> list[int]:
         """Bytes that each stage of a replica sends to the others in a step with a batch of these sizes.
 
-        What replicas of a stage exchange is not among them: see `Strategy.gradients.cost`.
+        Exchanges between replicas of a stage are not among them: see `Strategy.gradients.cost`.
         """
         split = self._stage.micro_batches(batch[:-1], batch[-1])
         each = [sent_bytes(self.cut, part.layouts, self.schedule.stages, self.schedule.wires) for part in split]
@@ -113,7 +113,7 @@ class Pipeline:
             self._stage.replica.drift.check(buffers=False)
 
     def watch(self, on_drift: Literal["stop", "ignore"]) -> None:
-        """From now on compare this stage with its replicas; see `pipeline`. All ranks call it before the first step."""
+        """Compare this stage with its replicas from now on; see `pipeline`. All ranks call it before the first step."""
         if on_drift not in ("stop", "ignore"):
             raise ValueError(
                 f"on_drift={on_drift!r}: what is under way in a replica of a stage that has drifted could not be "
@@ -131,10 +131,11 @@ class Pipeline:
         return self._world.drive(self._stage.state_dict())
 
     def training_state(self) -> dict[str, Any]:
-        """What this rank needs to go on after the last step, to the same bits; `torch.save` can write it. All call it.
+        """The state that this rank needs to go on after the last step, to the same bits, for `torch.save`. All ranks
+        call it.
 
-        Its stage's parameters and buffers, its optimizer, what replicas of the stage remember, batches that are under
-        way with the versions of the parameters that they began with, and what was sent and is not used yet.
+        It has the stage's parameters and buffers, its optimizer, the state of the strategy between replicas, batches
+        under way with the versions of the parameters that they began with, and sent messages that are not used yet.
         """
         stage = self._stage
         self._world.drive(stage.replica.settle())
@@ -151,7 +152,7 @@ class Pipeline:
         return {"of": self._identity, **plain}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `training_state` answered on this rank, in a pipeline that has made no step yet.
+        """Go on from this rank's `training_state`, in a pipeline that has made no step yet.
 
         Errors: ValueError where it was saved by another rank, schedule, cut or strategy; the whole model's
         `state_dict`, loaded into the model before it is cut, goes on in other stages.

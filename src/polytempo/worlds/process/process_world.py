@@ -93,7 +93,7 @@ class ProcessWorld:
         return value
 
     def launch(self, coroutine: Program[Any]) -> Strand:
-        """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
+        """Run a coroutine until it has to wait; `wait()` on the returned value finishes it."""
         strand = Strand(self, coroutine, self.progress)
         if self.progress is None:
             strand.advance(block=False)
@@ -106,12 +106,12 @@ class ProcessWorld:
 
     @property
     def in_program(self) -> bool:
-        """Whether this is called by the program itself, not by the thread that goes on meanwhile."""
+        """True if the program itself calls this, not the thread that goes on meanwhile."""
         return self.progress is None or self.progress.here() is None
 
     @staticmethod
     def waits_for(answer: Any) -> bool:
-        """Whether what `perform` returned has to be waited for."""
+        """True if the result of `perform` has to be waited for."""
         return isinstance(answer, PendingOp | Pair | Strand)
 
     # ------------------------------------------------------------------ operations
@@ -162,7 +162,7 @@ class ProcessWorld:
             self.waited_s += self.now_s() - since_s
 
     def perform(self, op: Op[Any]) -> Any:
-        """The answer to an operation, or what has to be waited for."""
+        """The answer to an operation, or an object to wait for."""
         match op:
             case Alone(work):
                 with self.alone(op.timeout_s):
@@ -232,7 +232,7 @@ class ProcessWorld:
 
     @property
     def reads_arenas(self) -> bool:
-        """Whether the transport reads tensors in shared memory in place, so that it is worth having them there."""
+        """True if the transport reads tensors in shared memory in place, so that it pays to have them there."""
         return self.size > 1 and isinstance(getattr(dist.group.WORLD, "group", None), Group)
 
     def host_group(self) -> Group | None:

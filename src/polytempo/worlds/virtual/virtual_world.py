@@ -71,12 +71,12 @@ class VirtualWorld:
 
     A world runs one program; make another for another run.
 
-    `whole_sums`: sums of tensors without values pass at once (`worlds.whole_sums`); the trace then has one line for
-    each rank's messages. `run` raises `Contended` where it turns out that this is not exact.
-    `acting`: the ranks whose programs run; the others do the same at the same times (`worlds.symmetry`, which makes
-    sure that they do).
-    `groups`: all ranks, in groups of which the first acts so; lines of the trace are written for all. There are values,
-    and what an acting rank sums is what its group sums (`runs.in_step`).
+    `whole_sums`: sums of tensors without values pass in one operation (`worlds.whole_sums`); the trace then has one
+    line for each rank's messages. `run` raises `Contended` if this is not exact.
+    `acting`: the ranks that run their programs; the others do the same at the same times (`worlds.symmetry` checks that
+    they do).
+    `groups`: all ranks, in groups with the first acting so; lines of the trace are written for all. There are values,
+    and the sums of an acting rank are its group's sums (`runs.in_step`).
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class VirtualWorld:
             self._lose(rank)
 
     def land(self, flight: Flight, value: Any, error: Exception | None) -> None:
-        """An operation has its answer: resume what waits for it."""
+        """Deliver an operation's answer: resume its waiting coroutine."""
         if flight.done or flight.rank in self.lost:
             return
         flight.done, flight.value, flight.error = True, value, error
