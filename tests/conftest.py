@@ -1,6 +1,6 @@
-"""What all tests share: one thread for torch, Ctrl-C, one profile for hypothesis, the budget, and the real data sets.
+"""Set-up of all tests: one thread for torch, Ctrl-C, one profile for hypothesis, the budget, and the real data sets.
 
-Garbage is collected from the first test on, without a look at what is there by then: modules and thousands of tests
+Garbage is collected from the first test on, without a look at earlier objects: modules and thousands of tests
 are most of the memory's objects, and each full collection would look at them all.
 """
 
@@ -27,13 +27,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins a bac
 
 
 TABLES = BUDGET._replace(few=8 * BUDGET.few)
-"""For tests/unit: most of its cases are the rows of literal tables."""
+"""The budget of tests/unit: most of its cases are the rows of literal tables."""
 
 SECONDS = {"process": 1.0, "agreement": 1.0, "commands": 1.0, "laws": 0.12}
-"""About how long a case of a folder takes. All others take 0.04 s."""
+"""Estimated time of a case, by folder. All others take 0.04 s."""
 
 CHECK_S = 100.0
-"""How much of them `make check` starts, on two cores."""
+"""Seconds of cases that `make check` starts, on two cores."""
 
 
 def pytest_report_header() -> str | None:
@@ -42,7 +42,7 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the cases that the budget does not pay for out. Those that failed last stay."""
+    """Leave the cases that the budget does not pay for out. Cases that failed last stay."""
     if BUDGET.of == 1:
         return
     cache = getattr(config, "cache", None)  # not with `-p no:cacheprovider`

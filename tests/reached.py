@@ -1,11 +1,11 @@
 """Tests that a change reaches, the nearest first: `python tests/reached.py` prints their files, for `make check`.
 
-`python tests/reached.py PATH …` prints what a change of these paths would reach; after `--later` come the files of long
-tests, which are left out unless it is they that changed or failed.
+`python tests/reached.py PATH …` prints the files that a change of these paths would reach; after `--later` come the
+files of long tests, which are left out unless it is they that changed or failed.
 
 A test file is reached by a changed file that its imports lead to. A name imported from a package leads to the module
 that defines it, not to all that the package exports; `import polytempo as pt` leads to the names used: `pt.run`. A
-path or a module's name in a string leads there, too. What failed last is reached at once.
+path or a module's name in a string leads there, too. Tests that failed last come first.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def _sources() -> Sequence[str]:
 
 
 MOST = 80
-"""Files named: to import more takes longer than to run what `make check` has time for."""
+"""Most files named: to import more takes longer than `make check` has."""
 
 
 class Facts(NamedTuple):
-    """What is read from a file: names that imports bind, uses of names with and without attributes, and strings."""
+    """Facts read from a file: names that imports bind, uses of names with and without attributes, and strings."""
 
     bound: dict[str, tuple[str, str]]
     attributes: dict[str, set[str]]
@@ -120,7 +120,7 @@ def _facts(path: str) -> Facts:
 
 
 def _mentions(path: str) -> set[str]:
-    """Tests that open a file, or its folder, by its path: those that are no modules of the library."""
+    """Tests that open a file, or its folder, by its path, if it is not a module of the library."""
     if path.startswith("src/polytempo/") and path.endswith(".py"):
         return set()
     folder, _, name = path.rpartition("/")
@@ -164,7 +164,7 @@ def _used(path: str) -> Iterator[str]:
 
 
 def _defined(module: str, dotted: str) -> Iterator[str]:
-    """The files that define what `module` calls so: of packages, through all that they only hand on."""
+    """The files that define `dotted` of `module`, through packages that only hand it on."""
     name, _, rest = dotted.partition(".")
     path = _path(module)
     if path is None:

@@ -1,8 +1,7 @@
-"""How many cases the tests look at, by the budget that the environment's BUDGET names.
+"""Numbers of cases that the tests look at, by the budget that the environment's BUDGET names.
 
-- `all` (`make test-all`): every case of every test.
-- `test` (`make test`): every test, of those with many cases some. In each file every value of each parameter is met.
-- `check` (`make check`): the same, with fewer cases.
+- `all` (`make test-all`): every case of every test. - `test` (`make test`): every test, and some cases of a test with
+many. In each file every value of each parameter is met. - `check` (`make check`): the same, with fewer cases.
 
 Without a budget all cases of tests are there, and laws that look at many cases inside look at half of them. Which cases
 are chosen follows from SEED alone, so that a failure is there again in the next run.
@@ -56,7 +55,7 @@ def examples(number: int) -> int:
 
 
 def chosen(tests: Mapping[str, Sequence[Values]], budget: Budget = BUDGET) -> dict[str, list[int]]:
-    """Of the tests of a file, each with its cases, the numbers of those cases that are looked at."""
+    """Numbers of the cases to look at, for the tests of a file, each with its cases."""
     met: set[tuple[str, Hashable]] = set()
     kept = {test: _some(test, cases, met, budget) for test, cases in tests.items()}
     for test, cases in tests.items():  # values that no test of the file has met
@@ -68,7 +67,7 @@ def chosen(tests: Mapping[str, Sequence[Values]], budget: Budget = BUDGET) -> di
 
 
 def _some(test: str, cases: Sequence[Values], met: set[tuple[str, Hashable]], budget: Budget) -> list[int]:
-    """Of one test's cases some, those first whose values no test has met; `met` gets what they meet."""
+    """Some of one test's cases, first the cases with values that no test has met; `met` gets their values."""
     order = list(range(len(cases)))
     Random(f"{SEED} {test}").shuffle(order)
     order.sort(key=lambda number: met.issuperset(cases[number].items()))

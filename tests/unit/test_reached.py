@@ -27,7 +27,7 @@ def test_reaches(path: str, test: str, most: int) -> None:
 
 
 def test_a_package_does_not_lead_to_all_that_it_exports() -> None:
-    """`from polytempo.compression import natural` is no use of `pca`."""
+    """`from polytempo.compression import natural` is not a use of `pca`."""
     of_natural, of_pca = (direct(f"src/polytempo/compression/codecs/{codec}.py") for codec in ("natural", "pca"))
     assert "tests/virtual/test_passing.py" in of_natural - of_pca
     assert "tests/unit/test_pca.py" in of_pca - of_natural
@@ -48,7 +48,7 @@ def test_long_tests_come_later_unless_they_changed(capsys: pytest.CaptureFixture
 
 
 def test_changed_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of commits since the branch was left, of the working tree, and new ones; git's ignored ones are not."""
+    """Changed are paths of commits since the branch was left, of the working tree, and new ones that git does not ignore."""
     monkeypatch.setattr(reached, "ROOT", tmp_path)
     git = reached.git
     git("init", "-q", "-b", "main")

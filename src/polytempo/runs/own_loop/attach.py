@@ -56,33 +56,28 @@ def attach(
     rank 0's parameters, buffers and optimizer state, once all have the same strategy, model and versions (`Mismatch`
     names both values). In a mesh (`pt.init(mesh=…)`) "all ranks" are the ranks along "data", for each part.
 
-    One model has one optimizer, and the optimizer trains parameters of this model only: put two models that train
-    together into one nn.ModuleList, and different settings into parameter groups. Parameters that begin to train later
-    (thawed layers, a new optimizer) need detach() and a new attach; `step` says so. Of nested optimizers, such as SAM,
-    attach the optimizer that your loop steps. The strategy's state is tentative until `step()`, closures included: a
-    backward pass without a step (a GAN's other loss, SAM's first pass) leaves nothing behind. Accumulate inside
+    One model has one optimizer: put two models that train together into one nn.ModuleList, and different settings into
+    parameter groups. Thawed layers or a new optimizer need detach() and a new attach. Of nested optimizers, such as
+    SAM, attach the optimizer that your loop steps. The strategy's state is tentative until `step()`, closures included:
+    a backward pass without a step (a GAN's other loss, SAM's first pass) leaves nothing behind. Accumulate inside
     `no_sync()`: only plain means take gradients that were added to an answer (else RuntimeError). Frozen layers stay
-    unchanged. `step` exchanges gradients that were set by hand if no backward pass came since the last step; otherwise
-    they are edits of its answer, so run that pass inside `no_sync()`. After `model.load_state_dict()` (by all ranks)
-    the strategy begins again; other changes in place, such as clipped weights, are movements of the step. A parameter
-    that this rank did not use counts as a zero gradient; a parameter that no rank used keeps `.grad` None. Under
-    `shared_memory()` `.grad` is this rank's own gradient, `step` does the rest and waits for all, clipping is the
-    handle's `clip_grad_norm_`, and other changes of parameters are one rank's.
+    unchanged. `step` exchanges gradients set by hand if no backward pass came since the last step; else they edit its
+    answer: run that pass inside `no_sync()`. After `model.load_state_dict()` (by all ranks) the strategy begins again;
+    other changes in place (clipped weights) belong to the step. A parameter unused on this rank counts as a zero
+    gradient; unused on all ranks it keeps `.grad` None. Under `shared_memory()` `.grad` is this rank's own gradient,
+    `step` does the rest and waits for all; clip by the handle's `clip_grad_norm_`.
 
     `buffers`: with "average", running statistics of torch's batch and instance norms meet when ranks meet, between the
     same ranks; other buffers and counts of batches do not change. "broadcast": all ranks get all of rank 0's buffers.
-    "leave": nothing.
-    `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the same steps. Cost:
-    one small all-reduce a backward pass, unless the strategy is a plain mean. Other strategies refuse a GradScaler that
-    is not passed here.
-    `on_drift`: where a strategy promises equal models, ranks compare hashes of them (`training.drift_watch`). Ranks
-    that differ raise `Drifted` ("stop"), their minority takes over the others' state ("restore"), or nothing is
-    compared ("ignore").
-    `allow_nan`: NaN and infinities travel as in DDP. With False the rank that brings one raises `NotFinite` before
-    another rank gets it (on the CPU; a `scaler` skips steps that overflow).
-    `seed`: equal on all ranks. `threads`: this rank's (`pt.threads`). `noise_scale`: estimated from own gradients, for
-    `handle.noise_scale`. `precision`: 16-bit parameters with float32 masters. `world`: by default the world of
-    `pt.init()`, or a world of one.
+    "leave": nothing. `scaler`, the loop's GradScaler: gradients are exchanged without its scale, and all ranks skip the
+    same steps. Cost: one small all-reduce a backward pass, unless the strategy is a plain mean; only a plain mean works
+    without passing it. `on_drift`: where a strategy promises equal models, ranks compare hashes of them
+    (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), their minority takes over the others' state
+    ("restore"), or nothing is compared ("ignore"). `allow_nan`: NaN and infinities travel as in DDP. With False the
+    rank that brings one raises `NotFinite` before another rank gets it (on the CPU; a `scaler` skips steps that
+    overflow). `seed`: equal on all ranks. `threads`: this rank's (`pt.threads`). `noise_scale`: estimated from own
+    gradients, for `handle.noise_scale`. `precision`: 16-bit parameters with float32 masters. `world`: by default the
+    world of `pt.init()`, or a world of one.
 
     A parameter server (`downpour`, …) runs beside rank 0, or on processes of `pt.init(servers=…)`; `pt.shard` deals its
     batches. Memory: one flat copy of the gradients.

@@ -64,14 +64,13 @@ def pipeline(
     `sample` holds the model's arguments, a tensor or a tuple; `by` is the way of cutting (see `partition.cut`).
     `max_norm` clips by the whole model's gradient's norm, under schedules that wait. Gradients of tied weights are
     summed. `activations` and `gradients` are codecs (`pt.compression`), also as text such as "int8", for tensors from
-    stage to stage, and for their gradients back; None: as they are. A strategy may have them itself. See
-    `partition.wires`.
+    stage to stage, and for their gradients back (`partition.wires`); None: as they are.
 
     `on_drift`: replicas of a stage that must hold equal parameters compare hashes of them (`training.drift_watch`), and
     raise `Drifted` where these differ; "ignore" compares nothing. `pipe.state_dict()` is the whole model.
 
     Errors: ValueError where the ranks are not a multiple of the stages, a late schedule shares weights between stages,
-    or a codec remembers something or has wires of varying length; `Mismatch` where ranks disagree.
+    or a codec has a memory or wires of varying length; `Mismatch` where ranks disagree.
     """
     inner = None if inner is None else strategy_from(inner)
     whole, world = strategy_of(schedule, inner, Wires(codec_of(activations), codec_of(gradients))), world or current()
