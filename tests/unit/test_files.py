@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -169,3 +170,17 @@ def test_json_that_no_run_has_written_is_refused_by_name(tmp_path: Path, content
     path.write_text(content)
     with pytest.raises(ValueError, match=rf"result.json cannot be read as JSON: .*{problem}"):
         files.parsed(path, 1000 if "large" in problem or "more than" in problem else 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "full"), "free space"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "free space"),
+        (OSError(errno.EACCES, "denied"), "let this process write"),
+        (RuntimeError("Read-only file system (os error 30)"), "let this process write"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "answers"),
+    ],
+)
+def test_a_failed_write_has_the_remedy_of_its_cause(error: Exception, remedy: str) -> None:
+    assert remedy in files.remedy(error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ MAX_JSON_BYTES = 1 << 30
 FOLDERS = ("checkpoint", "logs", "record")
 """The folders that a run makes in its own."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """What a full disk answers, and a user's full share of it."""
 
 _CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -76,6 +78,16 @@ def replace(path: Place, content: str | bytes) -> None:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
+def remedy(error: Exception) -> str:
+    """What lets a write succeed that failed with `error`. Of what is no OSError, the system's number is in its text."""
+    number = getattr(error, "errno", None)
+    if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(found[1])
+    if number in _LOCKED:
+        return "let this process write there"
+    return "free space there" if number in FULL else "see that it answers"
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """A write that fails inside names `path`, and where the disk is full the remedy."""
@@ -84,8 +96,8 @@ def named(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        remedy = "; free space there, then go on with --resume" if error.errno in FULL else ""
-        raise OSError(error.errno, f"{os.strerror(error.errno)}{remedy}", str(path)) from error
+        then = f"; {remedy(error)}, then go on with --resume" if error.errno in FULL else ""
+        raise OSError(error.errno, f"{os.strerror(error.errno)}{then}", str(path)) from error
 
 
 def write(stream: BinaryIO, content: bytes | bytearray, path: Path) -> None:

@@ -24,7 +24,7 @@ from polytempo.engines.processes import janitor
 from polytempo.engines.processes.fork import default_signals, die_with
 
 MAX_RESULT_BYTES = 64 << 20
-_MOST_SAID = 200
+_MOST_SAID = 400
 """So many characters of an exception's message are told with its name."""
 
 
@@ -99,7 +99,8 @@ def _in_short(error: BaseException) -> str:
         said = str(error)
     except Exception:  # an exception of the user's that cannot say what it is
         return ""
-    return " ".join(said.split())[:_MOST_SAID]
+    said = " ".join(said.split())
+    return said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID - 1]}…"
 
 
 def _environment(rank_info: RankInfo) -> dict[str, str]:

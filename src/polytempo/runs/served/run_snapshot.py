@@ -25,6 +25,7 @@ import msgspec
 
 from polytempo.core import PolytempoError
 from polytempo.core.arithmetic.ranges import Range, Ranges
+from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.data.batches import Batches
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
@@ -352,7 +353,7 @@ class SnapshotSaves:
             write_run_snapshot(self._folder, run_snapshot)
         except OSError as error:
             raise PolytempoError(
-                f"cannot write to {self._folder} ({error}); free space there, then resume from the last snapshot"
+                f"cannot write to {self._folder} ({error}); {files.remedy(error)}, then resume from the last snapshot"
             ) from error
 
     def discard(self, number: int) -> None:

@@ -30,6 +30,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from polytempo.core.errors import NotFinite, PolytempoError
+from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.server.snapshots.disk import Disk
 from polytempo.server.snapshots.object_disk import disk_of
@@ -96,7 +97,8 @@ def write(
             with suppress(OSError):
                 disk.remove(path)
         raise SnapshotError(
-            f"cannot write {file}: {error}; free space there or choose another folder. Earlier snapshots are untouched."
+            f"cannot write {file}: {error}; {files.remedy(error)}, or choose another folder. Earlier snapshots are "
+            "untouched."
         ) from error
     with suppress(OSError):  # an old part that cannot be removed does no harm; the next write tries again
         _prune(disk, folder, number, shard)
