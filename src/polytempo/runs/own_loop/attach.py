@@ -120,7 +120,7 @@ def attach_served(
             "another model is attached with a parameter server, which deals the batches; put both models into one "
             "nn.ModuleList, or call detach() on the other's handle first"
         )
-    check_served(model, optimizer, strategy, options.buffers)
+    check_served(model, optimizer, strategy, strategy.features, options.buffers)
     _check_servers(world, strategy)
     if world.life == 1:  # one that comes back gets all of it from the server
         world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))

@@ -270,7 +270,7 @@ def _check(
     """ValueError for what stages with servers cannot have in a loop of one's own."""
     assert strategy.server is not None
     check_service(strategy.server)
-    check_served(model, optimizer, strategy, "average")
+    check_served(model, optimizer, strategy, strategy.features - {"stages"})
     stages = schedule_of(strategy).stages
     if world.size % stages:
         raise ValueError(

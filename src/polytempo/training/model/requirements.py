@@ -41,12 +41,18 @@ def check_momentum(optimizer: Optimizer, momentum: float, who: str) -> None:
         )
 
 
-def check_served(model: nn.Module, optimizer: Optimizer, strategy: Strategy, buffers: str) -> None:
-    """Raise ValueError where a loop of one's own cannot train `model` by a parameter server."""
+def check_served(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, features: frozenset[str], buffers: str = "average"
+) -> None:
+    """Raise ValueError where a loop of one's own cannot train `model` by a parameter server.
+
+    `features`: those of `strategy` that the loop does not see to itself, as a pipeline sees to stages.
+    """
     service = strategy.server
     assert service is not None
-    features = strategy.features | {"own loop"} | ({"buffers"} if buffers != "average" else set())
-    refuse(features, strategy=strategy, buffers=buffers)
+    refuse(
+        features | {"own loop"} | ({"buffers"} if buffers != "average" else set()), strategy=strategy, buffers=buffers
+    )
     devices = {str(p.device) for p in model.parameters()} - {"cpu"}
     if devices:
         raise ValueError(f"a parameter server stays on the CPU, and this model is on {sorted(devices)}; use sync_sgd()")
