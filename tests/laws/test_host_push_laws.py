@@ -21,7 +21,7 @@ from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.shard.node import Node
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
-from polytempo.server.worker.pending_exchange import PendingExchange
+from polytempo.server.worker.next_push import PendingExchange
 
 WORKERS, SHARDS, ROUNDS = (0, 1, 2), 2, 3
 TICKETS = len(WORKERS) * ROUNDS

@@ -14,7 +14,7 @@ from laws.codecs import ROWS, Row, text
 from laws.test_hybrid_laws import batch, images, loss, made, on_ranks, words
 from polytempo import compression as c
 from polytempo.core import Codec, NotFinite, Port
-from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange, rounds
+from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange, rounds
 from polytempo.partition.plan import volumes
 from polytempo.partition.plan.choice import exchange_bytes
 from polytempo.partition.wires import Wires

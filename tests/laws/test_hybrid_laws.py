@@ -15,7 +15,7 @@ from polytempo.cluster import one_host
 from polytempo.core import Port
 from polytempo.core.suspension import suspendable
 from polytempo.one_host.hogwild import Updates
-from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange, rounds
+from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange, rounds
 from polytempo.partition.plan import volumes
 from polytempo.partition.plan.choice import exchange_bytes
 from polytempo.training.step.replica import Replica

@@ -8,14 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo.core.rule import Rule
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.asynchronous import on_arrival, softsync, within
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.elastic import elastic
-from polytempo.server.rules.first_gradients import first
-from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.rules.softsync import softsync
 from polytempo.server.rules.staleness import cutoff, inverse
+from polytempo.server.rules.synchronous_step import first, hardsync
 from some_cases import examples
 from virtual.learners import Desk
 

@@ -15,7 +15,7 @@ from polytempo.compression import natural, qsgd
 from polytempo.compression.codecs.qsgd import levels_drawn, steps_between_levels
 from polytempo.compression.encoding.draw import draws
 from polytempo.compression.encoding.fields import Fields, dense_fields, num_words, packed, unpacked, whole_fields
-from polytempo.compression.encoding.ternary import own_scaler, ternaries
+from polytempo.compression.kernels.drawn import own_scaler, ternaries
 from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from native.kernels import choose, instruction_sets, library
-from polytempo.native.copy import copy_
 from polytempo.native.kernels.step import RULES, Hyper
-from polytempo.native.kernels.update import Updater
+from polytempo.native.kernels.update import Updater, copy_
 from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")

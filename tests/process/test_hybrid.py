@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import polytempo as pt
 from laws.test_hybrid_laws import batch, images, loss, made, on_ranks
-from polytempo.partition.hybrid.rounds import EXCHANGES
+from polytempo.partition.hybrid.traffic import EXCHANGES
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 

@@ -18,13 +18,13 @@ from polytempo.cluster import ethernet
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import over_stages
 from polytempo.runs.served import run_served
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.server.message import Deal, Outbox
-from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

@@ -14,7 +14,7 @@ from parted_job import far, text_loss, texts
 from polytempo.cluster import one_host
 from polytempo.core import Port, Strategy
 from polytempo.partition.cutting import cut
-from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.tensor.way import SplitLayers
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, laid_out
 from polytempo.worlds import ProcessWorld, VirtualWorld
 from process.crew import together

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, one_bit, sign
-from polytempo.compression.encoding.tree import Tree, nearest, tree
+from polytempo.compression.encoding.blocks import Tree, nearest, tree
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native.kernels import codes_dense
 from some_cases import examples

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polytempo.partition.balance import SegmentBytes, prefix, slowest_least, total_least
+from polytempo.partition.chain import SegmentBytes, prefix, slowest_least, total_least
 from some_cases import examples
 
 Ends = tuple[int, ...]

@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 
-from polytempo.flexrr.help_message import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Progress
 from polytempo.flexrr.helping import Helping, Position
 from polytempo.flexrr.protocol import Do, Peer
 from polytempo.flexrr.reassignment import Reassignment, helpees_of, helpers_of
-from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of
+from polytempo.flexrr.slices import (
+    BegunHelping,
+    Cancel,
+    CancelGranted,
+    DoThis,
+    Helped,
+    Progress,
+    Slice,
+    closing_of,
+    cut,
+    ticket_of,
+)
 from polytempo.server.message import Message, Ticket
 
 TENTHS = Reassignment(helpers=1, grain=0.1, first_offer=0.1, later_offers=0.2, patience=2.0)

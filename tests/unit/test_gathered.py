@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from polytempo.data.gathered import Gathered
 from polytempo.data.shard import DataShard
+from polytempo.data.source import Gathered
 
 
 def shards(data: TensorDataset, gathered: Gathered | None, *, shuffle: bool) -> list[DataShard]:

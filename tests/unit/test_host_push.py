@@ -14,8 +14,7 @@ from polytempo.compression import bf16
 from polytempo.core.rule import Add, Answer, Arrival, Rule, Situation, Update
 from polytempo.jobs.digits import job
 from polytempo.server.message import COORDINATOR, Members, Push, PushAlone, Pushed, PushPart, Reply
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import on_arrival, softsync
 from polytempo.server.shard.shard import Shard
 
 NUMEL = sum(p.numel() for p in job.model().parameters())

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 import polytempo as pt
-from polytempo.server.lbfgs.coordinator import LbfgsCoordinator
+from polytempo.server.lbfgs.coordinator import LbfgsCoordinator, Portions
 from polytempo.server.lbfgs.messages import Contribute, Contributed, Fetched, Open, PortionDone, PortionTask
 from polytempo.server.lbfgs.operations import Iteration, LossAt, VectorOperation, X, lbfgs
-from polytempo.server.lbfgs.portions import Portions
 from polytempo.server.lbfgs.replica import LbfgsReplica
 from polytempo.server.lbfgs.vector_shard import Vectors, VectorShard
 from polytempo.server.loop import Machine

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import polytempo as pt
 from polytempo.cli.main import app
 from polytempo.cluster import Cluster, Link, ethernet
-from polytempo.cluster.faults import Crash
+from polytempo.cluster.cluster import Crash
 from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of, from_toml, to_toml
 from polytempo.cluster.slow_spells import measured_steps
 from polytempo.jobs import find

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polytempo.core import Mesh, Port, world_port
-from polytempo.worlds.process.wire_tag import wire_tag
+from polytempo.worlds.process.transport import wire_tag
 
 meshes = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(
     lambda lengths: Mesh(tuple((f"axis{i}", length) for i, length in enumerate(lengths)))

@@ -12,8 +12,8 @@ import polytempo as pt
 from polytempo.core.port import world_port
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor import column, row
-from polytempo.partition.tensor.rule_text import rule_text, rules_of
-from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.tensor.rules import rule_text, rules_of
+from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.text.catalogue import parse_strategy
 
 s = pt.strategies

@@ -24,7 +24,7 @@ from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
 from polytempo.server.worker.client import Client
-from polytempo.server.worker.pending_exchange import PendingExchange
+from polytempo.server.worker.next_push import PendingExchange
 
 TIMING = Timing(retry_s=0.1, longest_retry_s=0.2, beat_s=0.1, lost_s=5.0, worker_lost_s=5.0, starting_s=20.0)
 TICKETS, REPEATS, HUB = 60, 3, 100

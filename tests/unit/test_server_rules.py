@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Mix, Rule, Situation, Staleness, Update
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.asynchronous import on_arrival, softsync, within
 from polytempo.server.rules.corrections import clip, compensate
 from polytempo.server.rules.coverage import covered
 from polytempo.server.rules.elastic import elastic
-from polytempo.server.rules.first_gradients import first
-from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.rules.softsync import softsync
 from polytempo.server.rules.staleness import constant, cutoff, exponential, inverse, power
+from polytempo.server.rules.synchronous_step import first, hardsync
 
 Line = tuple[Arrival, list[Action]]
 

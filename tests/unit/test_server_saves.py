@@ -15,7 +15,7 @@ from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import Ask, Deal, Message, Noted, Request, Save
-from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.snapshot import newest_whole, write
 

@@ -12,8 +12,7 @@ from polytempo.core.rule import Add, Arrival, Rule, Service, Update, UpdateRule
 from polytempo.native.library import available
 from polytempo.server.layout import Parameter, shard_map
 from polytempo.server.message import COORDINATOR, Lend, Lent, Members, Push, Reshape, Rows
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import on_arrival, softsync
 from polytempo.server.rules.staleness import inverse
 from polytempo.server.shard.shard import Shard
 from polytempo.server.step_rates import Multiples, StepRates

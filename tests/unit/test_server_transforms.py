@@ -15,9 +15,7 @@ from helpers import bundle
 from polytempo.core import Bundle, Program, Transform, world_port
 from polytempo.core.op import Op, Pull, Push, Start, Work
 from polytempo.core.state import restored, saved, settled
-from polytempo.server.worker.elastic_exchange import exchange
-from polytempo.server.worker.pull import pull
-from polytempo.server.worker.push import push
+from polytempo.server.worker.transforms import exchange, pull, push
 
 PORT = world_port(0, (0,))
 

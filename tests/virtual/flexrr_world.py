@@ -1,6 +1,6 @@
 """A small world for FlexRR: workers, a network that loses and doubles, one shard with a ledger, and a barrier.
 
-It drives the production loop, `flexrr.step.covered_step`. What `VirtualWorld` lacks and this needs: a bad network,
+It drives the production loop, `flexrr.protocol.covered_step`. What `VirtualWorld` lacks and this needs: a bad network,
 and pauses at any moment.
 """
 
@@ -15,11 +15,9 @@ from typing import Any
 
 from polytempo.core import Op, Port, Program, world_port
 from polytempo.core.op import Compute, Now, Post, Take
-from polytempo.flexrr.help_message import DoThis
-from polytempo.flexrr.protocol import Do, Peer
+from polytempo.flexrr.protocol import CoveredWork, Do, Peer, covered_step
 from polytempo.flexrr.reassignment import Reassignment
-from polytempo.flexrr.slices import Slice, cut
-from polytempo.flexrr.step import CoveredWork, covered_step
+from polytempo.flexrr.slices import DoThis, Slice, cut
 
 MOST_EVENTS = 1_000_000
 

@@ -13,10 +13,9 @@ import pytest
 
 from polytempo.cluster import Cluster, Link, slow_host
 from polytempo.core import Port
-from polytempo.flexrr.protocol import Do, Peer
+from polytempo.flexrr.protocol import CoveredWork, Do, Peer, covered_step
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice
-from polytempo.flexrr.step import CoveredWork, covered_step
 from polytempo.worlds import VirtualWorld
 from virtual.flexrr_world import Delays, Scene, World
 

@@ -25,7 +25,7 @@ from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.run import join, run
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulate_served import simulate_served
-from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job
 from polytempo.spec.options import RunOptions

@@ -34,9 +34,8 @@ from polytempo.server.message import (
     Push,
     View,
 )
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import on_arrival, softsync
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard

@@ -12,10 +12,10 @@ import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.core.rule import Service
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules import Schedule, pipemare, spectrain
 from polytempo.partition.schedules.facts import facts
-from polytempo.server.rules.hardsync import hardsync
+from polytempo.partition.staged_strategy import over_stages
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from staged_job import plain, points
 

@@ -19,7 +19,7 @@ from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulate_served import simulate_served
-from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job, most_likely
 from polytempo.spec.options import RunOptions

@@ -17,10 +17,10 @@ from polytempo.compression import bf16, feedback
 from polytempo.core import PolytempoError, Strategy
 from polytempo.core.rule import Service
 from polytempo.partition import schedules
-from polytempo.partition.over_stages import over_stages
+from polytempo.partition.staged_strategy import over_stages
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.layout import Parameter, Span
-from polytempo.server.rules.hardsync import hardsync
+from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.server.stage_layout import stage_spans
 from polytempo.spec.options import RunOptions

@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.cluster import one_host
 from polytempo.core import Port, Strategy
 from polytempo.core.suspension import drive, suspendable
-from polytempo.large_batch.lars import LARS
+from polytempo.large_batch.layer_wise import LARS
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.tensor import SplitModel
 from polytempo.training.model.clipping import clip_grad_norm_

@@ -14,7 +14,7 @@ import pytest
 
 from polytempo import data
 from polytempo.core.rule import Staleness
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import softsync
 from polytempo.server.rules.staleness import constant, inverse
 from virtual.learners import Desk, simulate
 

@@ -13,9 +13,8 @@ from statistics import fmean
 import pytest
 
 from polytempo.core.rule import Rule
-from polytempo.server.rules.first_gradients import first
-from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import softsync
+from polytempo.server.rules.synchronous_step import first, hardsync
 from virtual.learners import Desk, simulate
 
 LEARNERS = 30

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from pipelines import batches, perceptron, plainly_trained, trained
 from polytempo.partition.schedules import synthetic_gradients
-from polytempo.partition.schedules.estimation import Estimation
+from polytempo.partition.schedules.correction import Estimation
 from polytempo.partition.schedules.facts import facts
 from polytempo.training.pipeline.late.estimators import Estimators
 from polytempo.training.pipeline.late.gradient_estimator import GradientEstimator

@@ -3,14 +3,11 @@
 from polytempo.aggregation.adasum import adaptive_sum, adasum
 from polytempo.aggregation.graphs import Graph, complete, exponential_graph, random_pairs, random_targets, ring_graph
 from polytempo.aggregation.low_rank import low_rank
-from polytempo.aggregation.mean import mean
-from polytempo.aggregation.mix import mix
-from polytempo.aggregation.moving_average import moving_average
+from polytempo.aggregation.mean import mean, moving_average
+from polytempo.aggregation.mix import mix, push_sum
 from polytempo.aggregation.outer import from_anchor, heavy_ball, nesterov
 from polytempo.aggregation.peer_models import peer_models
-from polytempo.aggregation.push_sum import push_sum
-from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean
-from polytempo.aggregation.vote import vote
+from polytempo.aggregation.robust import bulyan, krum, median, merged, multi_krum, trimmed_mean, vote
 from polytempo.core.arithmetic.merge import Merge
 
 __all__ = [

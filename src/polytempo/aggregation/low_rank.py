@@ -35,7 +35,7 @@ from polytempo.core import (
     native,
 )
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
 

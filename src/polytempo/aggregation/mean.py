@@ -1,4 +1,4 @@
-"""The mean over ranks, weighted by how many samples each one saw.
+"""Means: over ranks, weighted by the samples of each one, and over the steps of one rank.
 
 Source: for gradients, synchronous SGD as in J. Chen et al., "Revisiting distributed synchronous
 SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradient descent", 2010.
@@ -6,8 +6,10 @@ SGD", 2016; for parameters, M. Zinkevich et al., "Parallelized stochastic gradie
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from polytempo.core import Bundle, Cost, Port, Route, Transform, averaging, native, stateless
-from polytempo.core.cost import summed
+from polytempo.core.cost import num_bytes, summed
 from polytempo.core.route import check_route
 
 
@@ -31,3 +33,27 @@ def mean(route: Route = native) -> Transform:
         return Cost((summed(parameters, route),))
 
     return stateless(apply, weighs=True, linear=True, cost=cost, beside=average)
+
+
+class MovingAverageState(NamedTuple):
+    """m, the average so far."""
+
+    average: Bundle
+
+
+def moving_average(momentum: float) -> Transform:
+    """m ← β m + (1 - β) g; what goes on is m. β = `momentum`. Cost: memory for m."""
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
+
+    def init(parameters: Bundle) -> MovingAverageState:
+        return MovingAverageState(parameters.map(lambda flat: flat.new_zeros(flat.shape)))
+
+    async def apply(port: Port, bundle: Bundle, state: MovingAverageState) -> tuple[Bundle | None, MovingAverageState]:
+        average = bundle.with_flat(state.average.flat.lerp(bundle.flat, 1 - momentum))
+        return average.copy(), MovingAverageState(average)
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return Cost(memory_bytes=num_bytes(parameters))
+
+    return Transform(init, apply, cost=cost)

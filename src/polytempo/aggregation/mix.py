@@ -1,19 +1,25 @@
-"""Gossip: each rank mixes with its neighbours of the step's graph, and no one talks to everyone.
+"""Gossip: each rank mixes with its neighbours of the step's graph. No rank talks to all others.
 
-Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017.
+`mix` needs an undirected graph. `push_sum` works on a directed one, in which a rank may hear more ranks than it tells.
+
+Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017; for push-sum,
+M. Assran, N. Loizou, N. Ballas and M. Rabbat, "Stochastic gradient push for distributed deep learning", 2019.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, mixing_neighbours
+from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, mixing_neighbours, pushing_neighbours
 from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
-from polytempo.core.arithmetic.addition import add_
+from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.arithmetic.kernel_use import KernelUse
+from polytempo.core.arithmetic.merge import add_
 from polytempo.core.cost import num_bytes
 
 _IN_TURN_BYTES = 1 << 18
@@ -94,3 +100,85 @@ def sum_cost(found: Neighbours, message_bytes: int) -> Sent:
     listeners = [len(each) for each in found.listeners]
     edges = sum(listeners)
     return Sent(edges, edges * message_bytes, busiest_bytes=max(listeners) * message_bytes, rounds=1 if edges else 0)
+
+
+_WEIGHT_BYTES = 8
+
+
+class PushSumState(NamedTuple):
+    """How often ranks have pushed, and where that has brought them: a rank's numerator x was w z then."""
+
+    step: int
+    weights: Tensor
+    """w of all ranks, float64, shape (N,); empty before the first exchange."""
+    last: AnchorState
+    """z after the last exchange."""
+
+
+def push_sum(graph: Graph) -> Transform:
+    """xᵢ ← Σⱼ Pᵢⱼ xⱼ, wᵢ ← Σⱼ Pᵢⱼ wⱼ, zᵢ = xᵢ / wᵢ, with the P of `graph` at this step, whose columns sum to 1.
+
+    z are the parameters; what has moved them since is added to x. Σᵢ xᵢ stays, and Σᵢ wᵢ = N, so every z tends to the
+    mean. Running statistics sᵢ become Σⱼ Pᵢⱼ wⱼ sⱼ / Σⱼ Pᵢⱼ wⱼ. Where another number of ranks goes on, all w are
+    1 again.
+    Cost: as `mix`; memory for one more copy of the parameters. The graph is known to all ranks, so each computes all w
+    itself, and none is sent.
+    """
+    check_graph(graph)
+
+    def begin(port: Port, state: PushSumState) -> tuple[Neighbours, Tensor]:
+        """(P, w) before the exchange."""
+        known = len(state.weights) == port.size
+        weights = state.weights if known else _ones(port.size)
+        return pushing_neighbours(graph, state.step, port.size), weights
+
+    async def apply(port: Port, bundle: Bundle, state: PushSumState) -> tuple[Bundle | None, PushSumState]:
+        if port.size == 1:
+            return bundle, state._replace(step=state.step + 1)
+        found, weights = begin(port, state)
+        known = len(state.weights) == port.size
+        missing = float(weights[port.rank]) - 1  # x = w z + what has moved z since
+        moved = known and missing and not bundle.flat.is_meta
+        x = bundle.flat.add(state.last.anchor.flat, alpha=missing) if moved else bundle.flat
+        mixed = await weighted_sum(port, x, found.sources[port.rank], found.listeners[port.rank])
+        weights = _pushed(graph, state.step, weights)
+        z = mixed if mixed.is_meta else mixed / float(weights[port.rank])
+        return bundle.with_flat(z), PushSumState(
+            state.step + 1, weights, AnchorState(bundle.with_flat(z.clone()), None)
+        )
+
+    async def beside(port: Port, bundle: Bundle, state: PushSumState) -> Bundle:
+        found, weights = begin(port, state)
+        shares = {j: part * float(weights[j]) for j, part in found.sources[port.rank].items()}
+        total = sum(shares.values())
+        sources = {j: share / total for j, share in shares.items()}
+        return bundle.with_flat(await weighted_sum(port, bundle.flat, sources, found.listeners[port.rank]))
+
+    def init(parameters: Bundle) -> PushSumState:
+        return PushSumState(0, torch.ones(0, dtype=torch.float64), AnchorState(parameters.copy(), None))
+
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        """In the graph's first step."""
+        size = num_bytes(parameters)
+        return Cost(
+            (Exchange("push_sum", sum_cost(pushing_neighbours(graph, 0, num_ranks), size)),),
+            memory_bytes=size + _WEIGHT_BYTES * num_ranks,
+        )
+
+    return Transform(init, apply, idle_alone=True, cost=cost, beside=beside)
+
+
+@lru_cache(maxsize=4)
+def _ones(size: int) -> Tensor:
+    """w before the first exchange, one tensor for all ranks of a virtual world. Do not write to it."""
+    return torch.ones(size, dtype=torch.float64)
+
+
+@lru_cache(maxsize=4)
+def _pushed(graph: Graph, step: int, before: Tensor) -> Tensor:
+    """w after the exchange of `step`, from w. Tensors are known by identity here, and the ranks of a virtual world have
+    the same ones, so they share one answer."""
+    weights = before.tolist()
+    found = pushing_neighbours(graph, step, len(weights))
+    after = [sum(part * weights[j] for j, part in row.items()) for row in found.sources]
+    return torch.tensor(after, dtype=torch.float64)

@@ -1,15 +1,23 @@
 """A disk in memory that fills up, flips bits, and loses what a process was writing when it died.
 
-Production's `snapshot.write` and `read` use it in place of the machine's own, see `server.shard.disk.Disk`.
+Production's `snapshot.write` and `read` use it in place of the machine's own, see `server.snapshots.disk.Disk`. Shards
+save during a run, and at its end the newest whole snapshot is read back.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from torch import Tensor
+
+from polytempo.chaos.world import Violation
 from polytempo.core.system.url_path import Place
+from polytempo.server.shard.shard import Shard
+from polytempo.server.snapshots import snapshot
 from polytempo.server.snapshots.disk import Content
 
 _ENOSPC, _EIO = 28, 5
@@ -113,3 +121,38 @@ class FaultyWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """See `Writer`."""
+
+
+_FOLDER = Path("/snapshots")
+
+
+class ScenarioSaves:
+    """The disk, and the weights that should be on it."""
+
+    def __init__(self, disk: FaultyDisk) -> None:
+        """No snapshot has been saved."""
+        self._disk = disk
+        self._weights: dict[tuple[int, int], tuple[int, Tensor]] = {}
+
+    def save(self, number: int, shard: Shard) -> None:
+        """Write the part of `shard`; a failure is allowed."""
+        self._disk.dead = False  # another process
+        self._weights[number, shard.number] = shard.index, shard.weights.clone()
+        with suppress(snapshot.SnapshotError):
+            snapshot.write(_FOLDER, number, shard.number, *shard.dump(), disk=self._disk)
+
+    def check(self, blanks: list[Shard]) -> int | None:
+        """Read the newest whole snapshot into `blanks`, one for each shard; each must be what its shard was."""
+        self._disk.dead = False
+        try:
+            number = snapshot.newest_whole(_FOLDER, len(blanks), self._disk)
+            for shard in blanks if number is not None else ():
+                assert number is not None
+                part = snapshot.read(_FOLDER, number, shard.number, self._disk)
+                shard.load(part.state, part.tensors)
+                index, weights = self._weights[number, shard.number]
+                if (shard.index, shard.weights.tolist()) != (index, weights.tolist()):
+                    raise Violation(f"snapshot {number} of shard {shard.number} is not what was saved")
+        except (ValueError, snapshot.SnapshotError) as error:
+            raise Violation(f"a snapshot was taken for whole and cannot be read: {error}") from error
+        return number

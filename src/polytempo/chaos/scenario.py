@@ -13,11 +13,10 @@ from torch import Tensor
 
 from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, counted, new_shard, node_of
-from polytempo.chaos.disk import DiskFaults, FaultyDisk
+from polytempo.chaos.disk import DiskFaults, FaultyDisk, ScenarioSaves
 from polytempo.chaos.launcher import ChaosLauncher
 from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
 from polytempo.chaos.planted.bugs import planted
-from polytempo.chaos.saves import ScenarioSaves
 from polytempo.chaos.scenario_rules import draw_hosts, draw_rule, undivided
 from polytempo.chaos.storm import Participants, StormLimits, storm
 from polytempo.chaos.worker import ChaosWorker, Habits, spans

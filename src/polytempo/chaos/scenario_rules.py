@@ -7,12 +7,8 @@ from typing import Literal, NamedTuple
 
 from polytempo.chaos.checkers import Promises
 from polytempo.core.rule import Action, Arrival, Rule, RuleState, Situation, Update
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.backups import all_but
-from polytempo.server.rules.bounded_staleness import within
-from polytempo.server.rules.first_gradients import first
-from polytempo.server.rules.hardsync import hardsync
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import on_arrival, softsync, within
+from polytempo.server.rules.synchronous_step import all_but, first, hardsync
 
 
 class RULES:

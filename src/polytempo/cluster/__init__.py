@@ -1,8 +1,6 @@
 """What a virtual world is made of: hosts, links, speeds, stragglers, failures."""
 
-from polytempo.cluster.cluster import Cluster, Link
-from polytempo.cluster.collective_link import CollectiveLink
-from polytempo.cluster.faults import Crash, Fault, Pause
+from polytempo.cluster.cluster import Cluster, CollectiveLink, Crash, Fault, Link, Pause
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host
 from polytempo.cluster.slow_spells import CorrelatedStragglers, correlated, slow_spells
 from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds

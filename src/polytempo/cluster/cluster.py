@@ -1,17 +1,17 @@
-"""`Cluster`: the machines of a virtual world. Hosts, links, speeds, stragglers."""
+"""`Cluster`: the machines of a virtual world: hosts, links, speeds, stragglers and injected faults."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
-from polytempo.cluster.collective_link import CollectiveLink
-from polytempo.cluster.faults import Fault
 from polytempo.cluster.speeds import MESSAGE, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
-if TYPE_CHECKING:  # this is read before torch is loaded
+if TYPE_CHECKING:
     from polytempo.core.arithmetic.kernel_use import Uses
 
 
@@ -123,3 +123,67 @@ class Cluster:
                 if each == name:
                     return Link(link.latency_s(num_bytes), link.bytes_per_s)
         return self.memory if within else self.network
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Rank `rank` dies: when it marks step `step`, or at time `at_s`. Give exactly one of the two."""
+
+    rank: int
+    step: int | None = None
+    at_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless exactly one of step and time is given."""
+        if (self.step is None) == (self.at_s is None):
+            raise ValueError(f"a crash happens at a step or at a time: give one of them, got {self}")
+        if self.at_s is not None and self.at_s < 0:
+            raise ValueError(f"a crash needs at_s >= 0, got {self}")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Rank `rank` stands still for `seconds` when it marks step `step`."""
+
+    rank: int
+    step: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a negative duration."""
+        if self.seconds < 0:
+            raise ValueError(f"a pause needs seconds >= 0, got {self}")
+
+
+Fault = Crash | Pause
+
+
+@dataclass(frozen=True)
+class CollectiveLink:
+    """Latencies of each round, by the bytes of a rank's message, and the bytes a second of large ones.
+
+    Libraries cut messages of some sizes into segments, each with a latency of its own: gloo's sum of 4 KiB may take
+    five times as long as that of 8 bytes, and no longer than that of 256 KiB.
+    """
+
+    bytes_per_s: float
+    sizes: tuple[float, ...]
+    """Ascending, in bytes."""
+    latencies_s: tuple[float, ...]
+    """At those sizes; in between on a straight line, beyond them that of the nearest."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that do not ascend, another number of latencies, or no rate."""
+        ascending = all(a < b for a, b in pairwise(self.sizes))
+        if not self.sizes or not ascending or self.sizes[0] < 0 or len(self.sizes) != len(self.latencies_s):
+            raise ValueError(f"a collective's link needs a latency for each of its ascending sizes, got {self}")
+        if not all(0 <= each < inf for each in self.latencies_s) or not self.bytes_per_s > 0:
+            raise ValueError(f"a collective's link needs latencies_s >= 0 and bytes_per_s > 0, got {self}")
+
+    def latency_s(self, num_bytes: float) -> float:
+        """Of a round in which each rank's message has so many bytes."""
+        place = bisect_left(self.sizes, num_bytes)
+        if place == 0 or place == len(self.sizes):
+            return self.latencies_s[max(0, place - 1)]
+        (low, high), (before_s, after_s) = self.sizes[place - 1 : place + 1], self.latencies_s[place - 1 : place + 1]
+        return before_s + (num_bytes - low) / (high - low) * (after_s - before_s)

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polytempo.cluster.cluster import Cluster
-from polytempo.cluster.collective_link import CollectiveLink
+from polytempo.cluster.cluster import Cluster, CollectiveLink
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps, steps_of
 from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers

@@ -15,8 +15,7 @@ from polytempo.collectives.halving import halving_doubling, halving_doubling_pri
 from polytempo.collectives.hierarchy import hierarchical, hierarchical_price
 from polytempo.collectives.invariant import invariant
 from polytempo.collectives.ring import ring, ring_price
-from polytempo.collectives.star import star, star_price
-from polytempo.collectives.tree import tree, tree_price
+from polytempo.collectives.tree import star, star_price, tree, tree_price
 from polytempo.core.route import native
 
 __all__ = [

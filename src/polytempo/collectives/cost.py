@@ -9,8 +9,7 @@ from polytempo.collectives.halving import halving_doubling
 from polytempo.collectives.hierarchy import Hierarchical
 from polytempo.collectives.invariant import Invariant
 from polytempo.collectives.ring import ring, ring_price
-from polytempo.collectives.star import star
-from polytempo.collectives.tree import num_pieces, tree
+from polytempo.collectives.tree import num_pieces, star, tree
 from polytempo.core import Route, Sent, native
 from polytempo.core.cost import route_name
 

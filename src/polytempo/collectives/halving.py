@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor
 
-from polytempo.collectives.rounds import IntArray, Round
+from polytempo.collectives.ring import IntArray, Round
 from polytempo.core import Port, Price
-from polytempo.core.arithmetic.addition import add_
+from polytempo.core.arithmetic.merge import add_
 
 
 async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ async def _halve_and_double(port: Port, buffer: Tensor, num_ranks: int) -> None:
 
 
 def halving_doubling_rounds(num_ranks: int, numel: int) -> Iterator[Round]:
-    """What `halving_doubling` sends, round by round, for a power of two of ranks."""
+    """Messages of `halving_doubling`, round by round, for a power of two of ranks."""
     ranks, held, kept = np.arange(num_ranks), np.full(num_ranks, numel), list[tuple[int, IntArray]]()
     distance = num_ranks // 2
     while distance:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from polytempo.collectives.rounds import Round, stripe_sizes
+from polytempo.collectives.ring import Round, stripe_sizes
 from polytempo.core import Port, Route, call_name
 from polytempo.core.arithmetic.slice_tree import along_tree
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 
 
 def invariant(slices: int = 8) -> Route:
@@ -86,7 +86,7 @@ class Invariant:
 
 
 def invariant_rounds(num_ranks: int, numel: int) -> Iterator[Round]:
-    """What `invariant` sends, round by round."""
+    """Messages of `invariant`, round by round."""
     ranks, sizes = np.arange(num_ranks), stripe_sizes(num_ranks, numel)
     for k in range(1, num_ranks):
         yield Round((ranks + k) % num_ranks, sizes[(ranks + k) % num_ranks])

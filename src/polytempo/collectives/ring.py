@@ -1,4 +1,4 @@
-"""Ring all-reduce: every link busy all the time, the fewest bytes possible.
+"""Ring all-reduce: every link busy all the time, the fewest bytes possible. It is made of rounds, as other routes are.
 
 Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009; A. Gibiansky, "Bringing HPC techniques to deep learning", 2017.
@@ -7,13 +7,14 @@ workstations", 2009; A. Gibiansky, "Bringing HPC techniques to deep learning", 2
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from polytempo.collectives.rounds import Round, stripe_sizes
 from polytempo.core import Port, Price
-from polytempo.core.arithmetic.addition import add_
+from polytempo.core.arithmetic.merge import add_
 
 
 async def ring(port: Port, buffer: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ async def ring(port: Port, buffer: Tensor) -> Tensor:
 
 
 def ring_rounds(num_ranks: int, numel: int) -> Iterator[Round]:
-    """What `ring` sends, round by round."""
+    """Messages of `ring`, round by round."""
     ranks = np.arange(num_ranks)
     twice, after = np.tile(stripe_sizes(num_ranks, numel), 2), (ranks + 1) % num_ranks
     for first in (0, 1):  # rank r sends stripe r + first - k
@@ -61,3 +62,21 @@ def ring_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: 
     rounds = 2 * (num_ranks - 1)
     chunk = num_bytes / num_ranks
     return Price(rounds, rounds * chunk, rounds * (latency_s + chunk / bytes_per_s))
+
+
+IntArray = NDArray[np.int64]
+
+
+class Round(NamedTuple):
+    """One message from each rank."""
+
+    to: IntArray
+    """The receiver of each rank's message: a permutation of the ranks."""
+    numel: IntArray
+    """The count of numbers."""
+
+
+def stripe_sizes(num_ranks: int, numel: int) -> IntArray:
+    """How `tensor_split` cuts `numel` numbers: the first ones are one longer where they do not divide evenly."""
+    each, longer = divmod(numel, num_ranks)
+    return each + (np.arange(num_ranks) < longer)

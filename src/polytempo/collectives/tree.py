@@ -1,7 +1,7 @@
-"""Binomial tree: reduce to a root, then broadcast; few steps, so small buffers like it.
+"""Sums at a root: the binomial tree has few steps, which suits small buffers; the star is a single parameter server.
 
-Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication
-operations in MPICH", 2005; as "reduction tree" in F. Iandola et al., "FireCaffe", 2016.
+Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH", 2005;
+F. Iandola et al., "FireCaffe", 2016: "reduction tree" and, in section 4, the star.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from polytempo.core import Port, Price, Work
-from polytempo.core.arithmetic.addition import add_
+from polytempo.core.arithmetic.merge import add_
 
 _MOST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
-"""Of a buffer on its way down."""
+"""Bounds of the pieces of a buffer on its way down."""
 
 
 async def tree(port: Port, buffer: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def _piece_numel(numel: int, itemsize: int) -> int:
 
 
 def num_pieces(numel: int, itemsize: int) -> int:
-    """In how many messages such a buffer goes down."""
+    """The number of messages by which such a buffer goes down."""
     return max(1, -(-numel // _piece_numel(numel, itemsize)))
 
 
@@ -99,3 +99,29 @@ def tree_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: 
     """
     rounds = (num_ranks - 1).bit_length()
     return Price(2 * rounds, rounds * num_bytes, 2 * rounds * (latency_s + num_bytes / bytes_per_s))
+
+
+async def star(port: Port, buffer: Tensor) -> Tensor:
+    """The sum of all ranks' buffers, added at rank 0 in the order of ranks.
+
+    Cost: 2 steps, but the root receives and sends (N-1)·K bytes through one link: time
+    2α + 2(N-1)·K/B. Every other rank sends K.
+    """
+    if buffer.is_meta and await port.whole_sum(star, buffer):
+        return buffer
+    if port.rank:
+        return buffer.copy_(await port.send_receive(buffer, 0, like=buffer, source=0))
+    for source in range(1, port.size):
+        add_(buffer, await port.recv(buffer, source))
+    sending = [await port.start(port.send(buffer, to)) for to in range(1, port.size)]
+    for work in sending:
+        await work
+    return buffer
+
+
+def star_price(num_ranks: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> Price:
+    """(N-1)·K through the root's link in each direction."""
+    through_root = (num_ranks - 1) * num_bytes
+    if num_ranks == 1:
+        return Price(0, 0.0, 0.0)
+    return Price(2, through_root, 2 * latency_s + 2 * through_root / bytes_per_s)

@@ -14,7 +14,7 @@ from polytempo.compression.codecs.sign import sign
 from polytempo.compression.codecs.terngrad import terngrad
 from polytempo.compression.codecs.threshold import threshold
 from polytempo.compression.codecs.top_k import top_k
-from polytempo.compression.encoding.exact import exact
+from polytempo.compression.encoding.coded import exact
 from polytempo.compression.encoding.feedback import feedback
 from polytempo.compression.exchange.all_gather import all_gather
 from polytempo.compression.exchange.point_to_point import recv, send

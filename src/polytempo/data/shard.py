@@ -1,22 +1,40 @@
-"""`DataShard`: one rank's part of a data set, epoch after epoch, whose position can be saved."""
+"""`DataShard`: one rank's part of a data set or stream, epoch after epoch, whose position can be saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import islice
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from polytempo.core.arithmetic.slice_tree import subtree
 from polytempo.data.batches import Batches
-from polytempo.data.gathered import Gathered
-from polytempo.data.plan import Deals, Pick, check_enough, check_global_batch, global_batches, own_picks, permutation
-from polytempo.data.source import Chosen, chosen_loader, from_tensors, read_source, sampler_epoch, tensors_of
+from polytempo.data.plan import (
+    Deals,
+    Pick,
+    check_enough,
+    check_global_batch,
+    global_batches,
+    own_picks,
+    permutation,
+    pick,
+)
+from polytempo.data.source import (
+    Chosen,
+    Gathered,
+    Source,
+    chosen_loader,
+    from_tensors,
+    read_source,
+    sampler_epoch,
+    tensors_of,
+    worker_settings,
+)
 from polytempo.data.spans import PlaceSpan, num_places, parted
-from polytempo.data.stream import from_stream
 
 
 @final
@@ -274,3 +292,41 @@ def _count(dataset: Dataset[Any]) -> int | None:
     if not hasattr(dataset, "__len__"):
         raise ValueError(f"{type(dataset).__name__} has no __len__; give it one, or make it an IterableDataset")
     return len(dataset)
+
+
+def groups(samples: Iterator[Any], size: int, batch_size: int) -> Iterator[list[Any]]:
+    """A stream's samples in global batches: the sizes are those of `plan`. Reads one group ahead."""
+    held = list(islice(samples, size * batch_size))
+    while held:
+        following = list(islice(samples, size * batch_size))
+        if len(following) < size:
+            yield held + following
+            return
+        yield held
+        held = following
+
+
+def from_stream(source: Source, consumed: int, size: int, rank: int) -> Iterator[tuple[Pick, Any]]:
+    """One rank's batches of a stream that every rank reads in full, after `consumed` samples."""
+    collate = default_collate if source.loader is None else source.loader.collate_fn
+    samples = islice(iter(_samples(source)), consumed, None)
+    start = consumed
+    for group in groups(samples, size, source.batch_size):
+        if start == 0:
+            check_enough(len(group), size)
+        step = pick(start, len(group), size, rank)
+        yield step, collate(group[step.start - start : step.stop - start])
+        start += len(group)
+    if start == 0:
+        check_enough(0, size)
+
+
+def _samples(source: Source) -> Iterable[Any]:
+    """The samples of a stream one by one, through the loader's worker processes where it has some."""
+    if source.loader is None:
+        return source.dataset  # type: ignore[return-value]  # an IterableDataset
+    return DataLoader(source.dataset, batch_size=None, collate_fn=_as_it_is, **worker_settings(source.loader))
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample

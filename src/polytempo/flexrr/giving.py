@@ -8,10 +8,9 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple
 
-from polytempo.flexrr.help_message import Cancel, DoThis
 from polytempo.flexrr.helping import Position
 from polytempo.flexrr.reassignment import Reassignment
-from polytempo.flexrr.slices import Slice, cut
+from polytempo.flexrr.slices import Cancel, DoThis, Slice, cut
 from polytempo.server.message import Outbox, Ticket
 
 _MOST_DOUBLINGS = 5

@@ -6,8 +6,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import NamedTuple
 
-from polytempo.flexrr.help_message import BegunHelping, Cancel, CancelGranted, DoThis, Helped
-from polytempo.flexrr.slices import Slice
+from polytempo.flexrr.slices import BegunHelping, Cancel, CancelGranted, DoThis, Helped, Slice
 from polytempo.server.message import Message, Ticket
 
 

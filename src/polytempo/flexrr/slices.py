@@ -1,4 +1,4 @@
-"""A worker's share of one clock, cut into slices.
+"""A worker's share of one clock, cut into slices, and the messages about them (see `flexrr.protocol`).
 
     share   [ 0 | 1 | 2 | 3 | … | 37 | 38 | 39 ]      its own worker begins here ▶      ◀ given away from here
 
@@ -8,6 +8,8 @@ The cut follows from (samples, slices) alone, so a slice is the same samples for
 from __future__ import annotations
 
 import msgspec
+
+from polytempo.server.message import Message, Ticket
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -50,3 +52,50 @@ def ticket_of(piece: Slice, ticket: int, slices: int) -> int:
 def closing_of(ticket: int, slices: int) -> int:
     """The last of the batch's numbers: with its push all slices of the batch are at the shards, or in this push."""
     return ticket * (slices + 1) + slices
+
+
+class Progress(Message, frozen=True, eq=False):
+    """The sender has done `fraction` of its share of `clock`. 1.0: all of it is covered."""
+
+    incarnation: int
+    clock: int
+    fraction: float
+    asks: bool = False
+    """Whether the sender waits for the receiver, and asks for an answer once the receiver is covered."""
+
+
+class DoThis(Message, frozen=True, eq=False):
+    """The sender gives these slices to the receiver's life `incarnation`. A repeat also asks for their state."""
+
+    incarnation: int
+    slices: tuple[Slice, ...]
+    ticket: Ticket | None = None
+    """The ticket of their batch, where batches are dealt."""
+
+
+class BegunHelping(Message, frozen=True, eq=False):
+    """The sender has begun with `slice`; the rest is its own progress. Refuses a `Cancel`."""
+
+    slice: Slice
+    incarnation: int
+    clock: int
+    fraction: float
+
+
+class Helped(Message, frozen=True, eq=False):
+    """The gradient of `slice` is pushed, and reaches the shards if the sender lives. Refuses a `Cancel`."""
+
+    slice: Slice
+
+
+class Cancel(Message, frozen=True, eq=False):
+    """The sender wants `slice` back if the receiver (in life `incarnation`) has not begun it."""
+
+    incarnation: int
+    slice: Slice
+
+
+class CancelGranted(Message, frozen=True, eq=False):
+    """The sender returns `slice`: it has not begun it and never does."""
+
+    slice: Slice

@@ -1,17 +1,28 @@
 """Large batches, well tuned: learning rates, optimizers and measures for many workers."""
 
-from polytempo.large_batch.churn import churn
-from polytempo.large_batch.curvature import Eigenvalue, top_eigenvalue
-from polytempo.large_batch.groups import decayed, zero_gains_
-from polytempo.large_batch.lamb import LAMB
-from polytempo.large_batch.lars import LARS
-from polytempo.large_batch.noise_scale import NoiseScale, Squares, dynamic_batch, of_workers, speed_up, squares
-from polytempo.large_batch.probe import NoiseProbe
+from polytempo.large_batch.layer_wise import LAMB, LARS
+from polytempo.large_batch.noise_scale import (
+    NoiseProbe,
+    NoiseScale,
+    Squares,
+    dynamic_batch,
+    of_workers,
+    sketch,
+    speed_up,
+    squares,
+)
 from polytempo.large_batch.rates import adam, cosine, falling, linear, polynomial, schedule, square_root, warm_up
-from polytempo.large_batch.recipe import Recipe, firecaffe, norms_of_few, same_decay
-from polytempo.large_batch.sections import filter_direction, losses_around, losses_between
-from polytempo.large_batch.sharpness import neighbourhood_loss, sharpness
-from polytempo.large_batch.sketch import sketch
+from polytempo.large_batch.recipe import Recipe, decayed, firecaffe, norms_of_few, same_decay, zero_gains_
+from polytempo.large_batch.sharpness import (
+    Eigenvalue,
+    churn,
+    filter_direction,
+    losses_around,
+    losses_between,
+    neighbourhood_loss,
+    sharpness,
+    top_eigenvalue,
+)
 from polytempo.large_batch.weight_average import WeightAverage
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`LayerWise`: what LARS and LAMB share. Each tensor's step is as long as a fixed part of the tensor's own norm."""
+"""LARS and LAMB: momentum SGD and Adam whose step in a tensor is as long as a fixed part of the tensor's own norm."""
 
 from __future__ import annotations
 
@@ -144,3 +144,155 @@ def dense(gradient: Tensor, optimizer: str) -> Tensor:
             f"{optimizer} takes dense gradients, and one is {gradient.layout}; make the embedding with sparse=False"
         )
     return gradient
+
+
+class LARS(LayerWise):
+    """Layer-wise adaptive rate scaling, for large batches with momentum SGD.
+
+        λ = η ‖w‖ / (‖g‖ + β ‖w‖)        v ← m v + γ λ (g + β w)        w ← w - v
+
+    for every parameter tensor w by itself, with its gradient g, learning rate γ, momentum m, weight decay β and trust
+    coefficient η. λ = 1 where ‖w‖ or ‖g‖ is 0. Tensors of one dimension or none (biases, gains of norms) are stepped as
+    by SGD, with λ = 1 and β = 0, unless their parameter group says `adapts=True`; False is for all of a group.
+
+    The learning rate stands inside the momentum, as in the paper: under a schedule, earlier steps keep the rate that
+    they were made with (`torch.optim.SGD` multiplies afterwards). With `corrects_momentum` they get the present one: v
+    is multiplied by m γₜ / γₜ₋₁ in the place of m (P. Goyal et al., 2017, remark 2).
+
+    State: v, as large as the parameters, and with `corrects_momentum` the last rate.
+    Cost: two norms and one update a tensor.
+    Errors: ValueError for a number out of its range; RuntimeError for a sparse gradient.
+    Source: Y. You, I. Gitman and B. Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        *,
+        adapts: bool | None = None,
+        corrects_momentum: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        check_numbers(lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust)
+        if trust == 0:
+            raise ValueError("trust is 0, and each layer's step would be; give a positive one, such as 0.001")
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapts": adapts}
+        super().__init__(params, options | {"corrects_momentum": corrects_momentum}, fused=fused)
+
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels) -> None:
+        """See `LayerWise`."""
+        of_w, of_g = kernels.norms(w, g) if adapts(w, group) else (0.0, 0.0)
+        rate, decay = _scaled(w, group, of_w, of_g)
+        (v,) = self.kept(w, "momentum_buffer")
+        numbers = {"lr": 1.0, "momentum": self._momentum(w, group), "weight_decay": rate * decay}
+        kernels.update_("sgd", w, g, rate, w.view(-1), v, **numbers)
+
+    def descend_together(self, ws: list[nn.Parameter], gs: list[Tensor], group: dict[str, Any]) -> None:
+        """See `LayerWise`."""
+        values = list[Tensor](ws)
+        each = [_scaled(w, group, *norms) for w, *norms in zip(ws, norms_of(values), norms_of(gs), strict=True)]
+        vs = [self.kept(w, "momentum_buffer")[0] for w in ws]
+        moved = torch._foreach_add(gs, torch._foreach_mul(values, [decay for _, decay in each]))
+        torch._foreach_mul_(moved, [rate for rate, _ in each])
+        torch._foreach_mul_(vs, [self._momentum(w, group) for w in ws])
+        torch._foreach_add_(vs, moved)
+        torch._foreach_sub_(values, vs)
+
+    def _momentum(self, w: nn.Parameter, group: dict[str, Any]) -> float:
+        """What v is multiplied by in this step."""
+        momentum = float(group["momentum"])
+        if not group["corrects_momentum"]:
+            return momentum
+        now, state = float(group["lr"]), self.state[w]
+        before, state["lr"] = state.get("lr", now), now
+        return momentum * now / before if before > 0 else momentum
+
+
+def _scaled(w: nn.Parameter, group: dict[str, Any], of_w: float, of_g: float) -> tuple[float, float]:
+    """γλ and β of a tensor, from its norm and that of its gradient."""
+    rate = float(group["lr"])
+    if not adapts(w, group):
+        return rate, 0.0
+    decay = float(group["weight_decay"])
+    return rate * trust_ratio(of_w * group["trust"], of_g + decay * of_w if of_g > 0 else 0.0), decay
+
+
+class LAMB(LayerWise):
+    """Layer-wise adaptive moments, for large batches with Adam.
+
+        m ← β₁ m + (1 - β₁) g            m̂ = m / (1 - β₁ᵗ)
+        v ← β₂ v + (1 - β₂) g²           v̂ = v / (1 - β₂ᵗ)
+        u = m̂ / (√v̂ + ε) + λ w           w ← w - γ ‖w‖ / ‖u‖ · u
+
+    for every parameter tensor w by itself, with its gradient g, learning rate γ and weight decay λ. The ratio is 1
+    where ‖w‖ or ‖u‖ is 0. Tensors of one dimension or none (biases, gains of norms) are stepped as by Adam, with ratio
+    1 and λ = 0, unless their parameter group says `adapts=True`; False is for all of a group.
+
+    Deviation: the paper's φ(‖w‖), a norm within bounds that it leaves open, is ‖w‖, as in its experiments.
+
+    State: m and v, each as large as the parameters. Cost: a pass over all that also sums the squares,
+    another one over w and u, and memory for the largest u.
+    Errors: ValueError for a number out of its range; RuntimeError for a sparse gradient.
+    Source: Y. You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        adapts: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are at least 0 and below 1, got {betas}")
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapts": adapts}
+        super().__init__(params, options, fused=fused)
+
+    def descend(self, w: nn.Parameter, g: Tensor, group: dict[str, Any], kernels: LayerKernels) -> None:
+        """See `LayerWise`."""
+        (m, v), (beta1, beta2), decay = self._moments(w), group["betas"], _decay(w, group)
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": decay, "step": self._counted(w)}
+        u, of_w, of_u = kernels.lamb_(w, g, m, v, **numbers)
+        w.sub_(u, alpha=group["lr"] * (trust_ratio(of_w, of_u) if adapts(w, group) else 1.0))
+
+    def descend_together(self, ws: list[nn.Parameter], gs: list[Tensor], group: dict[str, Any]) -> None:
+        """See `LayerWise`."""
+        ms, vs = (list(each) for each in zip(*map(self._moments, ws), strict=True))
+        steps, (beta1, beta2) = [self._counted(w) for w in ws], group["betas"]
+        torch._foreach_lerp_(ms, gs, 1 - beta1)
+        torch._foreach_mul_(vs, beta2)
+        torch._foreach_addcmul_(vs, gs, gs, 1 - beta2)
+        roots = torch._foreach_div(vs, [1 - beta2**t for t in steps])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_mul_(roots, [1 - beta1**t for t in steps])
+        us = torch._foreach_div(ms, roots)
+        values = list[Tensor](ws)
+        torch._foreach_add_(us, torch._foreach_mul(values, [_decay(w, group) for w in ws]))
+        ratios = map(trust_ratio, norms_of(values), norms_of(us))
+        rates = [-group["lr"] * (ratio if adapts(w, group) else 1.0) for w, ratio in zip(ws, ratios, strict=True)]
+        torch._foreach_mul_(us, rates)
+        torch._foreach_add_(values, us)
+
+    def _moments(self, w: nn.Parameter) -> list[Tensor]:
+        return self.kept(w, "exp_avg", "exp_avg_sq")
+
+    def _counted(self, w: nn.Parameter) -> int:
+        """The number of this step of a tensor, from 1."""
+        state = self.state[w]
+        if "step" not in state:
+            state["step"] = torch.zeros(())
+        return int(state["step"].add_(1))
+
+
+def _decay(w: nn.Parameter, group: dict[str, Any]) -> float:
+    return float(group["weight_decay"]) if adapts(w, group) else 0.0

@@ -1,14 +1,15 @@
-"""How sharp a minimum is: by how much the loss grows near it."""
+"""The shape of a loss near a model: its growth, curvature and sections. `churn` compares two models' predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from polytempo.large_batch.points import Loss, LossSurface
+from polytempo.large_batch.points import Loss, LossSurface, flat
 
 _STEPS = 10
 
@@ -81,3 +82,119 @@ def neighbourhood_loss(loss: Loss, parameters: Sequence[nn.Parameter], rho: floa
         value, gradient = surface.gradient(x)
         length = float(torch.linalg.vector_norm(gradient))
         return value if length == 0 else surface.value(x + rho / length * gradient)
+
+
+class Eigenvalue(NamedTuple):
+    """An eigenvalue of the Hessian ∇²f(x) as power iteration has left it."""
+
+    value: float
+    """λ = v · ∇²f v, for the unit vector v that was reached."""
+    residual: float
+    """‖∇²f v - λ v‖: an eigenvalue is no further than this from λ."""
+    steps: int
+    """Products of the Hessian with a vector that it took."""
+
+
+def top_eigenvalue(
+    loss: Loss, parameters: Sequence[nn.Parameter], *, steps: int = 100, tolerance: float = 1e-2, seed: int = 0
+) -> Eigenvalue:
+    """The largest eigenvalue of the loss's Hessian: how much the loss bends in the direction in which it bends most.
+
+        v ← ∇²f v / ‖∇²f v‖        from a random v, until ‖∇²f v - λ v‖ ≤ tolerance · |λ|, for so many steps at most
+
+    That finds the eigenvalue λ of largest size. Where it is negative, a second iteration on ∇²f - λ, none of whose
+    eigenvalues is negative, finds the largest one. Plain gradient descent on a quadratic diverges at rates above
+    2 / λ. Cost: a product with the Hessian takes about two gradients; memory as two gradients of a part of the loss.
+
+    The parameters are afterwards as they were. Errors: ValueError for no step; RuntimeError of torch for a loss that
+    cannot be differentiated twice.
+    """
+    if steps < 1:
+        raise ValueError(f"power iteration takes at least one step, got {steps}")
+    surface = LossSurface(loss, parameters)
+    drawn = torch.Generator().manual_seed(seed)
+    with surface.kept() as x:
+        begin = torch.randn(x.shape, dtype=torch.float64, generator=drawn)
+        found = _largest(lambda v: surface.curvature(x, v), begin, steps, tolerance)
+        if found.value >= 0:
+            return found
+        low = found.value
+        shifted = _largest(lambda v: surface.curvature(x, v) - low * v, begin, steps, tolerance)
+        return Eigenvalue(shifted.value + low, shifted.residual, found.steps + shifted.steps)
+
+
+def _largest(times: Callable[[Tensor], Tensor], begin: Tensor, steps: int, tolerance: float) -> Eigenvalue:
+    """The eigenvalue of largest size of a symmetric matrix, given as its product with a vector."""
+    v = begin / torch.linalg.vector_norm(begin)
+    value = residual = 0.0
+    for step in range(1, steps + 1):
+        product = times(v)
+        value = float(v @ product)
+        residual = float(torch.linalg.vector_norm(product - value * v))
+        length = float(torch.linalg.vector_norm(product))
+        if length == 0 or residual <= tolerance * abs(value):
+            return Eigenvalue(value, residual, step)
+        v = product / length
+    return Eigenvalue(value, residual, steps)
+
+
+def losses_between(loss: Loss, tensors: Sequence[Tensor], others: Sequence[Tensor], at: Sequence[float]) -> list[float]:
+    """f((1 - α) x + α x') for each α of `at`: 0 is the model itself, 1 the other one, which has the same shapes.
+
+    `tensors`: parameters, and buffers where they are to follow, as the running statistics of norms: else these are the
+    model's own all along. Afterwards they are as they were. Cost: a value of the loss for each α.
+    Source: I. J. Goodfellow, O. Vinyals and A. M. Saxe, "Qualitatively characterizing neural network optimization
+    problems", 2015; Keskar et al., 2017, figure 3, between a small-batch and a large-batch minimum.
+    """
+    shapes, theirs = ([tuple(each.shape) for each in several] for several in (tensors, others))
+    if shapes != theirs:
+        raise ValueError(f"a line joins two models of the same shapes, got {shapes} and {theirs}")
+    surface, end = LossSurface(loss, tensors), flat(others)
+    with surface.kept() as x:
+        return [surface.value((1 - alpha) * x + alpha * end) for alpha in at]
+
+
+def filter_direction(parameters: Sequence[nn.Parameter], seed: int = 0) -> Tensor:
+    """A random direction, shape (n,), whose every filter is as long as the model's own: dᵢ ← dᵢ ‖wᵢ‖ / ‖dᵢ‖.
+
+    A filter is what leads to one output: w[i] of a parameter with two dimensions or more. Along biases and gains of
+    norms it is 0. Surfaces of models whose weights differ in scale can be compared so.
+    Source: H. Li et al., "Visualizing the loss landscape of neural nets", 2018, section 4.
+    """
+    drawn = torch.Generator().manual_seed(seed)
+    parts = []
+    for parameter in parameters:
+        if parameter.ndim <= 1:
+            parts.append(torch.zeros(parameter.numel(), dtype=torch.float64))
+            continue
+        own = parameter.detach().double().cpu().flatten(1)
+        part = torch.randn(own.shape, dtype=torch.float64, generator=drawn)
+        parts.append((part * own.norm(dim=1, keepdim=True) / part.norm(dim=1, keepdim=True)).reshape(-1))
+    return torch.cat(parts)
+
+
+def losses_around(
+    loss: Loss, parameters: Sequence[nn.Parameter], across: Tensor, along: Tensor, at: Sequence[float]
+) -> list[list[float]]:
+    """f(x + α a + β b) for α and β of `at`, as rows by β, each by α; `across` is a, `along` is b.
+
+    Directions are vectors of shape (n,), such as `filter_direction` makes. The parameters are afterwards as they were.
+    Cost: len(at)² values of the loss.
+    """
+    surface = LossSurface(loss, parameters)
+    with surface.kept() as x:
+        return [[surface.value(x + alpha * across + beta * along) for alpha in at] for beta in at]
+
+
+def churn(one: Tensor, other: Tensor) -> float:
+    """The mean over samples of ½ Σ |p - p'|, from 0 to 1: what part of its probability a model would give otherwise.
+
+    `one`, `other`: probabilities of shape (samples, classes), of two runs that differ in their seeds. With two classes
+    it is the mean of |p - p'|. Errors: ValueError for other shapes.
+    Source: R. Anil et al., "Large scale distributed neural network training through online distillation", 2018,
+    section 4.
+    """
+    if one.ndim != 2 or one.shape != other.shape:
+        shapes = f"{tuple(one.shape)} and {tuple(other.shape)}"
+        raise ValueError(f"churn compares probabilities of shape (samples, classes), got {shapes}")
+    return float((one.double() - other.double()).abs().sum(1).mean() / 2)

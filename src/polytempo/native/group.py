@@ -19,8 +19,7 @@ from torch import Tensor
 from polytempo.core.errors import PolytempoError
 from polytempo.native import departure
 from polytempo.native.arena import Arena, own_arena
-from polytempo.native.call import DTYPES, KINDS, MOVED, NOTHING, OPS, NativeCall, form_of
-from polytempo.native.failure import FINE, LOST, failure, repeated
+from polytempo.native.call import DTYPES, FINE, KINDS, LOST, MOVED, NOTHING, OPS, NativeCall, failure, form_of, repeated
 from polytempo.native.library import load, why_not
 from polytempo.native.meeting import (
     Member,

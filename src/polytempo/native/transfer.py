@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from polytempo.core.errors import Mismatch, PeerLost, TimedOut
-from polytempo.native.call import MOVED, name_of
-from polytempo.native.failure import FINE, LATE, LOST_WHY, MISMATCH
+from polytempo.native.call import FINE, LATE, LOST_WHY, MISMATCH, MOVED, name_of
 
 
 class Opened(Protocol):

@@ -27,8 +27,7 @@ from polytempo.native.common import Common, layout
 from polytempo.native.group import Group
 from polytempo.native.kernels.step import Item, StepPlan, most_row_bytes
 from polytempo.native.library import why_not
-from polytempo.one_host.layer_rates import layer_hypers
-from polytempo.one_host.update_rule import hypers_of, rule_of, takes_rows
+from polytempo.one_host.update_rule import hypers_of, layer_hypers, rule_of, takes_rows
 from polytempo.worlds import ProcessWorld
 
 

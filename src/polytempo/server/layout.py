@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.native.copy import copy_
+from polytempo.native.kernels.update import copy_
 
 SNAP = 0.025
 """A cut moves to the nearest parameter's beginning if that is within this part of a shard's size."""

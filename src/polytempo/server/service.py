@@ -10,8 +10,7 @@ from polytempo.core.rule import Service
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
 from polytempo.server.codecs import check_pull_codec, check_push_codec
-from polytempo.server.worker.pull import pull
-from polytempo.server.worker.push import push
+from polytempo.server.worker.transforms import pull, push
 
 MAX_REPLICAS = 2
 MAX_SHARDS = 64

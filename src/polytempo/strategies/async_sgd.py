@@ -5,7 +5,7 @@ from __future__ import annotations
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import Service
 from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.rate import rate_of
+from polytempo.server.rules.staleness import rate_of
 from polytempo.server.service import served
 
 

@@ -7,7 +7,7 @@ from math import sqrt
 
 from polytempo.core import Strategy, call_name
 from polytempo.core.rule import Rate, Service
-from polytempo.server.rules.backups import all_but
+from polytempo.server.rules.synchronous_step import all_but
 from polytempo.server.service import choice, served
 
 

@@ -6,7 +6,7 @@ from polytempo.core import Strategy, call_name
 from polytempo.core.rule import Service
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.rules.corrections import compensate
-from polytempo.server.rules.rate import rate_of
+from polytempo.server.rules.staleness import rate_of
 from polytempo.server.service import served
 
 

@@ -6,8 +6,7 @@ from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.service import choice, served
-from polytempo.server.worker.pull import pull
-from polytempo.server.worker.push import push
+from polytempo.server.worker.transforms import pull, push
 
 
 def downpour(

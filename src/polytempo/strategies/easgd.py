@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from polytempo.core import Strategy, call_name, identity
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.server.rules.elastic import elastic
-from polytempo.server.rules.elastic_share import elastic_share
+from polytempo.server.rules.elastic import elastic, elastic_share
 from polytempo.server.service import served
-from polytempo.server.worker.elastic_exchange import exchange
+from polytempo.server.worker.transforms import exchange
 
 
 def easgd(

@@ -8,7 +8,7 @@ from polytempo.core import Strategy, call_name
 from polytempo.core.rule import Service
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.server.rules.coverage import covered
-from polytempo.server.rules.rate import rate_of
+from polytempo.server.rules.staleness import rate_of
 from polytempo.server.service import served
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.transform import is_idle
 from polytempo.partition.hybrid.divided_names import AUTO, DividedNames, names_of
-from polytempo.partition.hybrid.rounds import Exchange
-from polytempo.partition.over_parts import over_parts
+from polytempo.partition.hybrid.traffic import Exchange
+from polytempo.partition.staged_strategy import over_parts
 from polytempo.partition.wires import Wires
 from polytempo.strategies.sync_sgd import sync_sgd
 
@@ -28,7 +28,7 @@ def hybrid(
     `layers`: names or patterns, as a list or as text with commas: 'classifier.1, classifier.4'. "auto" takes those of
     `pt.plan_layers` for the run's workers and batch: where inputs are fewer bytes than weights, or with `link`, such as
     "1gbit", where they take less time on that link. `exchange`: in which rounds samples travel; see
-    `partition.hybrid.rounds`. `inner` (default: `sync_sgd()`) exchanges the gradients of all other layers.
+    `partition.hybrid.traffic`. `inner` (default: `sync_sgd()`) exchanges the gradients of all other layers.
 
     `activations` and `gradients`: codecs by which divided layers exchange these, as `pt.hybrid` says. What `inner`
     exchanges is its own matter.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polytempo.aggregation import moving_average
-from polytempo.aggregation.vote import votes_of
+from polytempo.aggregation.robust import votes_of
 from polytempo.compression import feedback as fed_back
 from polytempo.compression import sign, through
 from polytempo.core import Strategy, call_name, chain

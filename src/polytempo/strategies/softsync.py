@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import Service
-from polytempo.server.rules.rate import rate_of
-from polytempo.server.rules.softsync import softsync as rule
-from polytempo.server.rules.staleness import constant, inverse
+from polytempo.server.rules.asynchronous import softsync as rule
+from polytempo.server.rules.staleness import constant, inverse, rate_of
 from polytempo.server.service import choice, served
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.partition.over_parts import over_parts
-from polytempo.partition.tensor.rule_text import rule_text, rules_of
-from polytempo.partition.tensor.rules import Rules
-from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
+from polytempo.partition.staged_strategy import over_parts
+from polytempo.partition.tensor.rules import Rules, rule_text, rules_of
+from polytempo.partition.tensor.way import AUTO, SplitLayers
 from polytempo.partition.wires import Wires
 from polytempo.strategies.sync_sgd import sync_sgd
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import Service
-from polytempo.server.rules.bounded_staleness import within
-from polytempo.server.rules.rate import rate_of
+from polytempo.server.rules.asynchronous import within
+from polytempo.server.rules.staleness import rate_of
 from polytempo.server.service import served
 
 

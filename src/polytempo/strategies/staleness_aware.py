@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.rule import Service
-from polytempo.server.rules.asynchronous import on_arrival
-from polytempo.server.rules.softsync import softsync
+from polytempo.server.rules.asynchronous import on_arrival, softsync
 from polytempo.server.rules.staleness import inverse
 from polytempo.server.service import served
 

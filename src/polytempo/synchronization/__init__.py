@@ -1,7 +1,6 @@
 """When workers talk: every H steps, until or after a step, d steps late, or behind the steps between."""
 
-from polytempo.synchronization.delayed import delayed
+from polytempo.synchronization.delayed import delayed, overlapped
 from polytempo.synchronization.every import after, every, until
-from polytempo.synchronization.overlapped import overlapped
 
 __all__ = ["after", "delayed", "every", "overlapped", "until"]

@@ -19,7 +19,7 @@ from polytempo.core.system.folder_lock import FolderTaken, Owner, held
 from polytempo.core.system.notice import noticed
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
-from polytempo.large_batch.probe import NoiseProbe
+from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models

@@ -19,10 +19,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from polytempo.wire.guard import ConnectionGuard
+from polytempo.wire.guard import ConnectionGuard, watch_by_tcp
 from polytempo.wire.keys import Keys
 from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, cut, received
-from polytempo.wire.silence import watch_by_tcp
 
 MOST_BYTES = 128 << 20
 """More than a result may have, which is the largest that travels (see `engines.worker.MAX_RESULT_BYTES`)."""

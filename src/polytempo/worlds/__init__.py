@@ -1,8 +1,6 @@
 """Who performs the operations: a virtual clock, or real processes."""
 
-from polytempo.worlds.current_world import current, set_current
-from polytempo.worlds.process.process_world import ProcessWorld
-from polytempo.worlds.process.second_world import beside
+from polytempo.worlds.process.process_world import ProcessWorld, beside, current, set_current
 from polytempo.worlds.trace import (
     MOST_WRITTEN,
     Event,

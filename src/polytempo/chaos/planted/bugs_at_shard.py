@@ -14,7 +14,7 @@ from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server.message import Push, Reply, Request
 from polytempo.server.shard.answers import AnswerTable, RequestStatus
-from polytempo.server.shard.queues import Queues
+from polytempo.server.shard.replies import Queues
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots import snapshot
 from polytempo.server.tensors.holder import HeldElements

@@ -16,7 +16,7 @@ from polytempo.core import Strategy
 from polytempo.core.cost import Reason
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.partition.hybrid.divided_names import DividedNames
-from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.tensor.way import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulation_checks import needs_values

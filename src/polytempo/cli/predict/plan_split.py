@@ -10,7 +10,7 @@ from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cli.predict.plan_requests import SplitRequest
 from polytempo.partition.plan import SplitLayerPlan, SplitPlan, split_plan
-from polytempo.partition.tensor.rule_text import rule_text
+from polytempo.partition.tensor.rules import rule_text
 from polytempo.partition.wires import AS_THEY_ARE, WAYS, Wires
 from polytempo.report.pages.summary import human_seconds
 from polytempo.spec.job_calls import data_of, model_of

@@ -20,7 +20,7 @@ from polytempo.compression.encoding.values import check_finite, check_kind, refu
 from polytempo.compression.kernels.sparse import add_entries_
 from polytempo.core import ALONE, CodecState, EncodeContext, Facts, Law, Residual
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_real, check_whole
+from polytempo.core.calls.typed_arguments import check_real, check_whole
 from polytempo.core.state import narrowed, wide
 from polytempo.native.kernels import codes_sparse
 

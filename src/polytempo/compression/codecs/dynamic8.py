@@ -11,14 +11,23 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.blocks import Parts, in_blocks, loosened, normal_scales, size, wire_of
+from polytempo.compression.encoding.blocks import (
+    Parts,
+    Tree,
+    in_blocks,
+    loosened,
+    nearest,
+    normal_scales,
+    size,
+    tree,
+    wire_of,
+)
 from polytempo.compression.encoding.coded import Coded, WireSize
-from polytempo.compression.encoding.tree import Tree, nearest, tree
 from polytempo.compression.encoding.values import check_finite, computed
 from polytempo.compression.kernels.dense import DYNAMIC8
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 
 _MOST = torch.finfo(torch.float32).max
 

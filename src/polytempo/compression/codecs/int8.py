@@ -18,7 +18,7 @@ from polytempo.compression.encoding.values import check_finite, computed
 from polytempo.compression.kernels.dense import INT8
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 
 MOST_CODE = 127
 GREATEST_SCALE = float.fromhex("0x1.020406p121")

@@ -21,7 +21,7 @@ from polytempo.compression.encoding.values import check_f32, fitted, opened
 from polytempo.compression.kernels.drawn import NATURAL
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 
 _SIGNS = dense_fields(1)
 _LARGEST_POWER = 254

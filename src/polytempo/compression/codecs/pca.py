@@ -20,7 +20,7 @@ from polytempo.compression.encoding.coded import Coded, WireSize
 from polytempo.compression.encoding.values import check_f32, check_flat, fitted
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 
 _LARGEST = torch.finfo(torch.float32).max
 

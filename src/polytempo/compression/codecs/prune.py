@@ -19,7 +19,7 @@ from polytempo.compression.encoding.values import check_finite
 from polytempo.compression.kernels.sparse import ENTRIES
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_real
+from polytempo.core.calls.typed_arguments import check_real
 
 
 def prune(below: float = 1.0) -> Coded:

@@ -22,7 +22,7 @@ from polytempo.compression.encoding.values import check_f32, fitted, opened
 from polytempo.compression.kernels.drawn import QSGD
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_whole
+from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.native.kernels.codes_drawn import Fields
 
 MOST_LEVELS = 32767

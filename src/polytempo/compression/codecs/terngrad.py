@@ -19,12 +19,11 @@ from torch import Tensor
 from polytempo.compression.encoding.coded import Coded, WireSize
 from polytempo.compression.encoding.draw import draw_key
 from polytempo.compression.encoding.fields import num_words, packed, unpacked, whole_fields
-from polytempo.compression.encoding.ternary import as_f32, ternaries
 from polytempo.compression.encoding.values import fitted, flat_f32, opened
-from polytempo.compression.kernels.drawn import TERNGRAD, scaler_of
+from polytempo.compression.kernels.drawn import TERNGRAD, as_f32, scaler_of, ternaries
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_real, check_whole
+from polytempo.core.calls.typed_arguments import check_real, check_whole
 from polytempo.native.kernels.codes_drawn import Fields
 
 

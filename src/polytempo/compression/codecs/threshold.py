@@ -20,7 +20,7 @@ from polytempo.compression.encoding.values import check_finite, room
 from polytempo.compression.kernels.sparse import THRESHOLD
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
-from polytempo.core.calls.checks import check_real
+from polytempo.core.calls.typed_arguments import check_real
 
 _HEADER = "<If"
 _HEADER_BYTES = 8

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.values import check_finite, check_flat, check_kind
-from polytempo.core import ALONE, Codec, CodecState, EncodeContext, Facts
+from polytempo.compression.encoding.values import check_finite, check_flat, check_kind, whole
+from polytempo.core import ALONE, Codec, CodecState, EncodeContext, Facts, Law
 
 
 class WireSize(NamedTuple):
@@ -221,3 +222,34 @@ def add_decoded_(decoded: Tensor | Entries, out: Tensor, codec: str) -> None:
     flat.index_add_(0, indices, values.to(out.dtype))
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
+
+
+def exact() -> Coded:
+    """x̂ = x: K bytes for K bytes.
+
+    An all-reduce of 16-bit tensors adds in 16 bits: it rounds each partial sum, and one beyond their range is infinite,
+    as 3 · (65504 / 3) in float16, whose parts are rounded up. `route=pt.compression.all_gather` adds in float32.
+    """
+    return Coded(Exact())
+
+
+@dataclass(frozen=True)
+class Exact:
+    """See `exact`."""
+
+    @cached_property
+    def facts(self) -> Facts:
+        """x̂ = x, bit by bit."""
+        return Facts("exact()", Law("lossless"), flops=1.0, summable=True, elementwise=True, passes_nonfinite=True)
+
+    def size(self, like: Tensor, terms: int = 1) -> WireSize:
+        """The tensor's."""
+        return WireSize(like.numel() * like.element_size(), like.dtype)
+
+    def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
+        """The values, flat."""
+        return x.reshape(-1)
+
+    def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+        """The values, in their shape."""
+        return whole("exact()", wire, like, like.numel(), like.dtype).view(like.shape)

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.exact import exact
+from polytempo.compression.encoding.coded import exact
 from polytempo.core import Codec, CodecState, EncodeContext, NotFinite
 from polytempo.core.arithmetic.kernel_use import Uses, together
 from polytempo.core.coding import codec_use

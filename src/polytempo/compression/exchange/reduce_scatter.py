@@ -1,14 +1,22 @@
-"""Two-sided compression: the owner of a stripe adds what the others encoded, and encodes the sum."""
+"""Two-sided compression: the owner of a stripe adds what the others encoded, and encodes the sum.
+
+A stripe is the part of all tensors that one rank adds up. The rank keeps its residual of it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from polytempo.compression.exchange.stripe import add_others_, begun, merged, sliced, take_residual_
+from polytempo.compression.encoding.feedback import Fed
+from polytempo.compression.exchange.packing import Packing
 from polytempo.compression.exchange.wire_route import Exchanged, ExchangePlan, check_finite, contribution
-from polytempo.core import Bundle, Port
+from polytempo.core import Bundle, CodecState, Port, Residual
 from polytempo.core.arithmetic.kernel_use import together
+from polytempo.core.arithmetic.merge import Merge
+from polytempo.core.state import narrowed, wide
 
 
 async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: ExchangePlan) -> tuple[Bundle, Exchanged]:
@@ -70,3 +78,87 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
 
 def _none(bundle: Bundle) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=bundle.flat.device)
+
+
+def begun(
+    parts: Sequence[Packing], views: Mapping[str, Tensor], states: Mapping[str, CodecState]
+) -> dict[str, CodecState]:
+    """The states of tensors that are cut into stripes; their residuals exist from now on."""
+    found: dict[str, CodecState] = {}
+    for piece in (piece for part in parts for piece in part.pieces):
+        state = states.get(piece.name)
+        if piece.codec.facts.memory == "residual" and (state is None or state.memory.residual is None):
+            x = views[piece.name]
+            found[piece.name] = Fed(Residual(torch.zeros_like(x, dtype=wide(x.dtype))))
+    return found
+
+
+def sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecState]:
+    """Of each residual the part that belongs to a stripe, as a view: what changes in it changes in the whole."""
+    return {
+        piece.name: Fed(Residual(piece.of(states[piece.name].memory.residual)))
+        for piece in part.pieces
+        if piece.codec.facts.memory == "residual"
+    }
+
+
+def take_residual_(part: Packing, views: Mapping[str, Tensor], states: Mapping[str, CodecState]) -> None:
+    """x += r; r ← 0, on a stripe, of which `states` are; r ← what x has no bits for, where r has more."""
+    for piece in part.pieces:
+        if piece.name in states:
+            x, residual = piece.of(views[piece.name]), states[piece.name].memory.residual
+            if residual.dtype is x.dtype:
+                x.add_(residual)
+                residual.zero_()
+            else:
+                total = x + residual
+                residual.zero_()
+                _put_(total, x, residual)
+
+
+def _put_(total: Tensor, x: Tensor, residual: Tensor | None) -> None:
+    """x ← total; residual += what x has no bits for."""
+    x.copy_(narrowed(total, x))
+    if residual is not None:
+        residual.add_(total - x)
+
+
+def add_others_(
+    part: Packing,
+    views: Mapping[str, Tensor],
+    states: Mapping[str, CodecState],
+    arrived: Sequence[Tensor],
+    step: int,
+    rank: int,
+) -> None:
+    """x += what all others have of the stripe, in the order of ranks.
+
+    16 bits are added in float32, and what x has no bits for is residual, where the codec has feedback.
+    """
+    slices = {piece.name: piece.of(views[piece.name]) for piece in part.pieces}
+    totals = {name: x.to(wide(x.dtype)) for name, x in slices.items() if wide(x.dtype) is not x.dtype}
+    for sender, message in enumerate(arrived):
+        if sender != rank:
+            for name in totals:
+                slices[name].zero_()
+            part.add_(message, views, step, sender)
+            for name, total in totals.items():
+                total += slices[name]
+    for name, total in totals.items():
+        _put_(total, slices[name], states[name].memory.residual if name in states else None)
+
+
+def merged(merge: Merge, part: Packing, own: Bundle, arrived: Sequence[Tensor], step: int, rank: int) -> Bundle:
+    """The merge of all ranks' stripes, at this rank's place of the whole."""
+    outs = []
+    for sender, message in enumerate(arrived):
+        out = own if sender == rank else own.with_flat(torch.zeros_like(own.flat))
+        if sender != rank:
+            part.add_(message, out.views, step, sender)
+        outs.append(out)
+    merged = own.with_flat(torch.empty_like(own.flat))
+    for piece in part.pieces:
+        slices = [piece.of(out.views[piece.name]) for out in outs]
+        merge_of = merge([each.reshape(-1) for each in slices])
+        piece.of(merged.views[piece.name]).copy_(merge_of.view_as(slices[0]))
+    return merged

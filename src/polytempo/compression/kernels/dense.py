@@ -6,9 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from polytempo.compression.encoding.blocks import Parts
+from polytempo.compression.encoding.blocks import Parts, tree
 from polytempo.compression.encoding.coded import Encoding, Kernels, from_zeros
-from polytempo.compression.encoding.tree import tree
 from polytempo.compression.encoding.values import refuse, room, whole
 from polytempo.core import EncodeContext
 from polytempo.native.kernels import codes_dense

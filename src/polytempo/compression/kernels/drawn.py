@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from polytempo.compression.encoding.coded import Encoding, Kernels
-from polytempo.compression.encoding.draw import draw_key
-from polytempo.compression.encoding.ternary import own_scaler
+from polytempo.compression.encoding.draw import draw_key, happens
 from polytempo.compression.encoding.values import flat_f32, opened, refused, room
 from polytempo.core import EncodeContext
 from polytempo.native.kernels import codes_drawn
@@ -161,3 +161,27 @@ def _terngrad(encoding: TernaryEncoding, wire: Tensor, out: Tensor, when: Encode
 
 
 TERNGRAD = Kernels(_decodes, _add_terngrad_, _decode_terngrad, _encodes, _encode_terngrad)
+
+
+def own_scaler(flat: Tensor, clip: float) -> float | None:
+    """The smaller of max |v| and clip · √(mean of v²) of a flat float32 tensor; clip 0: max |v|. None: not finite."""
+    if not flat.numel():
+        return 0.0
+    if not flat.isfinite().all():
+        return None
+    largest = float(flat.abs().max())
+    limit = clip * sqrt(float(flat.to(torch.float64).square().mean()))
+    return as_f32(min(limit, largest) if clip > 0 else largest)
+
+
+def ternaries(flat: Tensor, own: float, scaler: float, key: int) -> Tensor:
+    """-1, 0 or 1 (int64) for each value: its sign with probability min(|v|, own) / scaler."""
+    # A number as the divisor would be taken for its reciprocal on CUDA, which rounds in another way.
+    odds = flat.abs().clamp(max=min(own, scaler)) / flat.new_full((), scaler or 1.0)
+    given = happens(odds, key)
+    return torch.where(flat < 0, -given, given)
+
+
+def as_f32(value: float) -> float:
+    """Rounded to float32."""
+    return float(torch.tensor(value, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""`Merge`: a pure function of what all ranks have."""
+"""`Merge`: a pure function of all ranks' tensors; and `add_`, their sums, with or without values."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ def check_merge(given: object) -> None:
             f"a merge is a function of all ranks' buffers, such as pt.aggregation.vote or median, got {what}; the mean "
             "is what there is without merge"
         )
+
+
+def add_(total: Tensor, other: Tensor, alpha: float = 1.0) -> Tensor:
+    """`total` += alpha · other. Without values there is nothing to do, for which torch takes 30 µs."""
+    if total.is_meta:
+        return total
+    return total.add_(other) if alpha == 1 else total.add_(other, alpha=alpha)

@@ -66,3 +66,17 @@ def _written(kind: Any) -> str:
         return " or ".join(map(repr, get_args(kind)))
     known = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
     return known.get(kind, f"a {kind.__name__}")
+
+
+def check_whole(**given: object) -> None:
+    """Raise ValueError that names what is no whole number: sizes, counts and seeds are exact, so 2.0 is none."""
+    for name, value in given.items():
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+
+
+def check_real(**given: object) -> None:
+    """Raise ValueError that names what is no number."""
+    for name, value in given.items():
+        if not isinstance(value, Real):
+            raise ValueError(f"{name} must be a number, got {value!r}")

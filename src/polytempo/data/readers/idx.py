@@ -1,7 +1,11 @@
-"""IDX files, the format of MNIST and Fashion-MNIST.
+"""IDX files, the format of MNIST and Fashion-MNIST, and of the digits that come with Polytempo.
 
 byte  0 0   type   dims   size of each dim            values, big-endian, row-major
       00 00  08     03    0000ea60 0000001c 0000001c  ...
+
+The digits: 1,797 handwritten ones of 8 x 8 pixels, ten classes. They are the test part of *Optical Recognition of
+Handwritten Digits* (E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998; CC BY 4.0), as scikit-learn's
+`load_digits` hands it out.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from polytempo.data.plan import permutation
 from polytempo.data.readers.train_test import Split
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -108,4 +113,25 @@ def _found(folder: Path, name: str) -> Path:
     raise ValueError(
         f"{folder} has no {name}.gz (nor {name}); expected there: "
         "{train,t10k}-images-idx3-ubyte and {train,t10k}-labels-idx1-ubyte, .gz or plain"
+    )
+
+
+FOLDER = Path(__file__).parents[1] / "digits_idx"
+NUM_TEST = 360
+
+
+def digits() -> Split:
+    """1,437 digits to train on and 360 to test with, always the same ones.
+
+    Images: float32 (N, 64), less the mean of the training pixels, over their standard deviation.
+    Labels: int64 (N,).
+    """
+    images = read_idx(FOLDER / "images-idx3-ubyte.gz").flatten(1)
+    labels = read_idx(FOLDER / "labels-idx1-ubyte.gz").long()
+    order = permutation(len(images), 0, 0)
+    train, test = order[:-NUM_TEST], order[-NUM_TEST:]
+    mean, deviation = pixel_statistics(images[train])
+    return Split(
+        TensorDataset(scaled(images[train], mean, deviation), labels[train]),
+        TensorDataset(scaled(images[test], mean, deviation), labels[test]),
     )

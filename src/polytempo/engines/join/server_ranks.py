@@ -28,7 +28,7 @@ from polytempo.core import Mismatch, PolytempoError
 from polytempo.engines.remote.held_agent import HeldAgent
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.wire.keys import read_keys
-from polytempo.worlds.process.server_ranks import ServerRanks
+from polytempo.worlds.process.process_world import ServerRanks
 
 KEYS = "POLYTEMPO_KEYS"
 """Names a file with the keys of a run over several hosts: `wire.keys.write_keys` makes it, each host has a copy."""

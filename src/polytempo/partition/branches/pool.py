@@ -1,16 +1,24 @@
-"""Threads that run tasks, each as soon as those that it needs are done; the caller's thread is one of them."""
+"""Threads that run tasks, each as soon as those that it needs are done; the caller's thread is one of them.
+
+Modes of autograd, autocast and the number of threads, which torch keeps for each thread, go with a task.
+
+A thread that waits for the interpreter's lock asks for it only after the switch interval, 5 ms unless it is set; until
+then the one that has the lock gives it up around each operation of torch and takes it back, often before the other has
+woken up. Operations of a model are shorter than 5 ms, so branches would run one after the other: `short_intervals`.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from polytempo.partition.branches.settings import ThreadSettings
-from polytempo.partition.branches.switching import short_intervals
+import torch
 
 _IDLE_S = 10.0
 """How long a thread waits for work before it ends."""
@@ -153,3 +161,89 @@ class _Run:
         """Raise what was raised; of several the one whose work comes first."""
         if self._failed:
             raise min(self._failed, key=lambda each: each[0])[1]
+
+
+INTERVAL_S = 1e-3
+"""About as long as operations for which branches are worth their threads. Each switch costs some microseconds."""
+
+_lock = threading.Lock()
+_before: list[float] = []
+"""The interval as it was; one for each that has been shortened and not yet set back."""
+
+
+@contextmanager
+def short_intervals() -> Iterator[None]:
+    """Inside, threads switch after at most `INTERVAL_S`. The interval belongs to the process; the last one out sets it
+    back."""
+    with _lock:
+        _before.append(_before[0] if _before else sys.getswitchinterval())
+        sys.setswitchinterval(min(INTERVAL_S, _before[0]))
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _before.pop()
+            if not _before:
+                sys.setswitchinterval(before)
+
+
+_DEVICE = "cpu"
+
+
+class ThreadSettings(NamedTuple):
+    """The settings of one thread."""
+
+    threads: int
+    """Of one operation."""
+    gradients: bool
+    inference: bool
+    autocast: torch.dtype | None
+    cached: bool
+    """Whether autocast keeps a parameter's copy for its further uses."""
+
+    @classmethod
+    def here(cls) -> ThreadSettings:
+        """Those of this thread."""
+        return cls(
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_autocast_dtype(_DEVICE) if torch.is_autocast_enabled(_DEVICE) else None,
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Set them here. Autocast's context would drop the copies that all threads share when it ends here."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        before = ThreadSettings.here()
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients):
+            self._set_autocast()
+            try:
+                yield
+            finally:
+                before._set_autocast()
+
+    def _set_autocast(self) -> None:
+        torch.set_autocast_enabled(_DEVICE, self.autocast is not None)
+        if self.autocast is not None:
+            torch.set_autocast_dtype(_DEVICE, self.autocast)
+        torch.set_autocast_cache_enabled(self.cached)
+
+
+def is_plain() -> bool:
+    """Whether this thread only computes: nothing follows its operations, as traces, checkpoints and transforms do."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
+def is_caching() -> bool:
+    """Whether autocast keeps a parameter's copy, whose gradients are summed before they are converted back."""
+    return torch.is_autocast_enabled(_DEVICE) and torch.is_autocast_cache_enabled()

@@ -1,14 +1,243 @@
-"""`threads`: how many threads a worker computes with, within one operation and for independent branches of a model."""
+"""`threads`: how many threads a worker computes with, within one operation and for independent branches of a model.
+
+A model is traced when it is first called, for the inputs that it is called with, and divided into parts (`parts_of`).
+It is divided again for a later difference: other kinds of inputs, twice their size, another mode, layers that freeze.
+"""
 
 from __future__ import annotations
 
+import inspect
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_leaves
 
-from polytempo.partition.branches.forward import WORTH, BranchedForward, check, install
-from polytempo.partition.branches.parts import BranchedModel
+from polytempo.partition.branches.parts import BranchedModel, Code, Region, parts_of
+from polytempo.partition.branches.passes import run_region
+from polytempo.partition.branches.pool import Pool, is_caching, is_plain
+from polytempo.partition.branches.units import HOOKS, has_hooks
+from polytempo.partition.graph.exported_graph import exported
+from polytempo.partition.graph.modes import attributes_kept
+from polytempo.partition.graph.profile import counted
+from polytempo.partition.graph.trace import FIXED, Inputs, Traced, Untraceable, trace
+
+WORTH = 4e6
+"""Operations that a region must save to be run on several threads: about what handing over its tasks costs."""
+
+_MOST = 64
+"""Kinds of inputs, and of modes, that are divided; calls of further ones run as they are."""
+
+
+class BranchedForward:
+    """Takes the place of the `forward` of a model and of its copies; `install` puts it there.
+
+    In a copy by `copy.deepcopy` it goes on serving; what `pickle` or `torch.save` writes has the class's own `forward`.
+    """
+
+    __name__ = "forward"
+
+    def __init__(self, threads: int, least_operations: float = WORTH) -> None:
+        self.pool = Pool(threads)
+        self._least = least_operations
+        self._graphs: dict[Any, _Graph] = {}
+        self._parts: dict[Any, BranchedModel] = {}
+        self._told = False
+
+    @property
+    def parts(self) -> tuple[BranchedModel, ...]:
+        """How models have been divided, by kinds of inputs and modes, in the order of their first calls."""
+        return tuple(self._parts.values())
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own `forward` answers, to the same bits."""
+        parts, values = self._of_call(model, args, kwargs) if is_plain() else (None, ())
+        if parts is None or not parts.regions or (parts.shares_parameters and is_caching()):
+            return type(model).forward(model, *args, **kwargs)
+        return run_parts(parts, model, values, self.pool)
+
+    def _of_call(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[BranchedModel | None, Sequence[Any]]:
+        """The parts for such a call, and the graph's inputs. None: the graph does not have what this call does."""
+        inputs = _inputs_of(model, args, kwargs)
+        kind = tuple(map(_kind, inputs.values)), inputs.names
+        if kind not in self._graphs:
+            if len(self._graphs) == _MOST or torch.is_inference_mode_enabled():  # it has no gradients to be counted
+                return None, ()
+            self._graphs[kind] = _Graph.of(model, inputs)
+        graph, modes = self._graphs[kind], list[bool]()
+        if _has_any_global_hook():
+            return None, ()
+        for name, module in _named_modules(model, "", {}).items():
+            if name in graph.containers and has_hooks(module):
+                return None, ()
+            modes.append(module.training)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    modes.append(parameter.requires_grad)
+                    if parameter._backward_hooks:
+                        return None, ()
+        try:
+            graph.traced.check(inputs.values)
+        except ValueError:  # it decides by sizes, and these are others than the first ones
+            return None, ()
+        sizes = (each.numel().bit_length() for each in tree_leaves(inputs.values) if isinstance(each, Tensor))
+        key = kind, *sizes, *modes
+        if key not in self._parts:
+            if len(self._parts) == _MOST or torch.is_inference_mode_enabled():
+                return None, ()
+            self._parts[key] = self._divided(model, graph.traced, inputs)
+        return self._parts[key], inputs.traced_values
+
+    def _divided(self, model: nn.Module, traced: Traced, inputs: Inputs) -> BranchedModel:
+        with _bare(model):
+            try:
+                facts = counted(model, traced, inputs)
+            except ValueError as error:
+                raise ValueError(f"{error}; {_without(model)}") from error
+        parts = parts_of(model, traced, facts, threads=self.pool.size, least_operations=self._least)
+        if not parts.regions and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{type(model).__name__} has no branches that are worth running on several threads, so "
+                f"inter={self.pool.size} does what inter=1 does",
+                UserWarning,
+                stacklevel=4,
+            )
+        return parts
+
+
+def install(model: nn.Module, forward: BranchedForward) -> None:
+    """Let calls of `model` go by `forward`. ValueError as of `check`."""
+    check(model)
+    model.forward = types.MethodType(forward, model)
+
+
+def check(model: nn.Module) -> None:
+    """ValueError where its `forward` has been replaced already, and for parameters on other devices."""
+    if "forward" in vars(model):
+        raise ValueError(
+            f"the forward of this {type(model).__name__} has been replaced already, by pt.threads or by other code; "
+            "remove that first"
+        )
+    if away := sorted({str(each.device) for each in model.parameters()} - {"cpu", "meta"}):
+        raise ValueError(
+            f"branches run on threads of the CPU, and the model has parameters on {away[0]}; leave out inter"
+        )
+
+
+def run_parts(parts: BranchedModel, model: nn.Module, values: Sequence[Any], pool: Pool) -> Any:
+    """What the model answers for these inputs."""
+    known: dict[fx.Node, Any] = dict(zip(parts.inputs, values, strict=True))
+    for part, over in zip(parts.parts, parts.last_uses, strict=True):
+        if isinstance(part, Region):
+            known |= run_region(part, model, known, pool)
+        else:
+            known |= zip(part.gives, _ran(part, model, known), strict=True)
+        for node in over:
+            del known[node]
+    return _ran(parts.output, model, known)
+
+
+def _ran(code: Code, model: nn.Module, known: Mapping[fx.Node, Any]) -> Any:
+    return code(model, [known[take.source] for take in code.takes])
+
+
+def _inputs_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
+    """What the model is called with, by the names of its own `forward`."""
+    bound = _signature(type(model).forward).bind(model, *args, **kwargs)
+    _, *given = bound.arguments.items()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    kinds = {name: bound.signature.parameters[name].kind for name, _ in given}
+    if not any(kind in several for kind in kinds.values()):
+        return Inputs(tuple(name for name, _ in given), tuple(value for _, value in given), by_keyword=True)
+    if kwargs:
+        raise ValueError(
+            f"{type(model).__name__}.forward takes any number of inputs, and is called with keywords as well; "
+            f"{_without(model)}"
+        )
+    return Inputs(tuple(f"input_{number}" for number in range(len(args))), tuple(args))
+
+
+_signature = lru_cache(maxsize=256)(inspect.signature)
+
+
+def _kind(value: Any) -> Any:
+    """What of an input the graph depends on."""
+    if isinstance(value, FIXED):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value), *map(_kind, value)
+    if isinstance(value, Mapping):
+        return type(value), *((key, _kind(each)) for key, each in value.items())
+    return type(value), isinstance(value, Tensor) and value.requires_grad
+
+
+class _Graph(NamedTuple):
+    """A model's graph for inputs of one kind."""
+
+    traced: Traced
+    containers: frozenset[str]
+    """Modules that are no operations of the graph, but made of them, so that hooks on them would not be called."""
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs) -> _Graph:
+        """ValueError for what cannot be traced."""
+        with _bare(model):
+            try:
+                traced = _traced(model, inputs)
+            except Untraceable as error:
+                raise ValueError(
+                    f"{str(error).replace(' cannot be cut', ' has no graph', 1)}; {_without(model)}"
+                ) from error
+        called = {str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
+        names = [name for name, _ in model.named_modules() if name]
+        return cls(traced, frozenset(name for name in names if not called & set(_owners(name))))
+
+
+def _traced(model: nn.Module, inputs: Inputs) -> Traced:
+    try:
+        return trace(model, inputs)
+    except Untraceable as error:
+        return exported(model, inputs, error)
+
+
+def _named_modules(module: nn.Module, name: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """`module.named_modules()` but for those that have several names. Each call needs it, and this takes a tenth."""
+    found[name] = module
+    for own, each in module._modules.items():
+        if each is not None:
+            _named_modules(each, f"{name}.{own}" if name else own, found)
+    return found
+
+
+def _owners(name: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    return accumulate(name.split("."), "{}.{}".format)
+
+
+@contextmanager
+def _bare(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has its own `forward`, and no hooks: they are not called with what a trace computes."""
+    with attributes_kept(model):
+        vars(model).pop("forward", None)
+        for module in model.modules():
+            vars(module).update({name: OrderedDict() for name in HOOKS})
+        yield
+
+
+def _without(model: nn.Module) -> str:
+    return f"or leave out inter, and {type(model).__name__} runs as it is"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from polytempo.partition.branches.hooks import has_hooks
 from polytempo.partition.graph.profile import Fact, storage
 from polytempo.partition.graph_stages import OPERATIONS
 
@@ -257,3 +256,11 @@ def _circles(
 
 def _tensors(value: Any) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether there are some."""
+    return any(getattr(module, name) for name in HOOKS)

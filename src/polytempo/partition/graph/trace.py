@@ -15,7 +15,9 @@ What differs from `torch.fx.symbolic_trace`:
 
 from __future__ import annotations
 
+import ast
 import inspect
+import linecache
 import operator
 import sys
 import threading
@@ -23,15 +25,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from polytempo.partition.cut import any_size
-from polytempo.partition.graph.checks import passing_outcome
 from polytempo.partition.graph.modes import attributes_kept, modes_kept, read_flags
 from polytempo.partition.graph.same_operations import CodeLine, first_difference
 
@@ -302,3 +304,40 @@ def _factories(tracer: _Tracer) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(torch, name, original)
+
+
+def passing_outcome(frame: FrameType | None) -> bool | None:
+    """The truth of the value that a model's code asks for in the innermost of its frames, so that a check passes.
+
+    None where the code is no check, or has a `not` within its condition.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    found = [each for each in _checks(frame.f_code.co_filename) if each.first <= frame.f_lineno <= each.last]
+    return max(found, key=lambda each: each.first).outcome if found else None
+
+
+class _Check:
+    def __init__(self, node: ast.Assert | ast.If) -> None:
+        test, self.outcome = node.test, isinstance(node, ast.Assert)
+        self.first, self.last = node.lineno, test.end_lineno or node.lineno
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, self.outcome = test.operand, not self.outcome
+        self.is_plain = not any(isinstance(each, ast.Not) for each in ast.walk(test))
+
+
+@lru_cache(maxsize=256)
+def _checks(file: str) -> tuple[_Check, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    guards = [
+        _Check(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.If) and not node.orelse and all(isinstance(each, ast.Raise) for each in node.body))
+    ]
+    return tuple(check for check in guards if check.is_plain)

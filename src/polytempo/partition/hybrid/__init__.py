@@ -1,6 +1,6 @@
 """Layers whose weights are divided over ranks that see other samples, beside layers that every rank has whole."""
 
 from polytempo.partition.hybrid.hybrid_model import DataGroup, HybridModel, divide
-from polytempo.partition.hybrid.rounds import Exchange
+from polytempo.partition.hybrid.traffic import Exchange
 
 __all__ = ["DataGroup", "Exchange", "HybridModel", "divide"]

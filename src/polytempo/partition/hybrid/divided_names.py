@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange
+from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 AUTO: Final = "auto"

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from polytempo.partition.tensor.layers.convolution import CONVOLUTIONS, Convolution, channel_dim, convolve
-from polytempo.partition.tensor.layers.embedding import check_embedding
+from polytempo.partition.tensor.layers.linear import check_embedding
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A layer's output from its input, weight and bias."""

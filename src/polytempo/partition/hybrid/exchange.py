@@ -38,8 +38,7 @@ from torch import Tensor
 
 from polytempo.core import Port
 from polytempo.partition.hybrid.divisible import Compute
-from polytempo.partition.hybrid.rounds import Spans
-from polytempo.partition.hybrid.traffic import ExchangedPieces, Volume, feature_pieces, sample_pieces, volume
+from polytempo.partition.hybrid.traffic import ExchangedPieces, Spans, Volume, feature_pieces, sample_pieces, volume
 from polytempo.partition.tensor.model_group import Occasion
 from polytempo.partition.tensor.rounds import AS_IT_IS, RoundCodec, to_all, to_each, to_owners
 from polytempo.partition.wires import Wires

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from polytempo.partition.hybrid.divisible import divisible
 from polytempo.partition.hybrid.exchange import Divided, DividedCall, forward
-from polytempo.partition.hybrid.rounds import EXCHANGES, Exchange, rounds
+from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange, rounds
 from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.partition.tensor.layers.layer import Cutter, SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup

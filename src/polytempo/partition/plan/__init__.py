@@ -1,7 +1,6 @@
 """What each layer would send by data and by model parallelism, and which of the two sends less."""
 
-from polytempo.partition.plan.choice import LayerPlan, PlannedLayer, Reduction, chosen
-from polytempo.partition.plan.scaling import ScalingLaw
+from polytempo.partition.plan.choice import LayerPlan, PlannedLayer, Reduction, ScalingLaw, chosen
 from polytempo.partition.plan.split_choice import SplitLayerPlan, SplitPlan, given_plan, split_plan
 from polytempo.partition.plan.volume import LayerVolume, volumes
 

@@ -1,4 +1,4 @@
-"""`LayerPlan`: which layers go by data and which by model parallelism, and what both would send.
+"""`LayerPlan`: the layers that go by data and by model parallelism, the bytes that both send, and the speed-up.
 
              data: a worker has all weights, and some samples       model: some weights, and all samples
              sends ∇W, gets the sum back: 2·|W|                     sends its inputs and their gradients: 2·|D|
@@ -6,20 +6,25 @@
 Convolutions have few weights that meet many positions, so |W| < |D|; fully connected layers the other way around,
 until the batch is as large as the layer is wide.
 
+    time of a step of B samples on p workers   t(p) = t₁·B/p + s(p)
+    speed-up                                   1/S = 1/p + c · s(p)/B
+
+s(p) is the cost of a reduction over p workers by the cost model: ∝ log₂p for a tree, ∝ p for a parameter server. The
+constant c, which holds the network's speed and the sample's time, follows from one measured speed-up.
+
 Source: F. Iandola et al., "FireCaffe", 2016, section 3; A. Krizhevsky, "One weird trick for parallelizing convolutional
-neural networks", 2014.
+neural networks", 2014. For the speed-up, the measurements of "FireCaffe", section 6, and the argument of its section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
-from polytempo.partition.hybrid.rounds import Exchange, rounds
-from polytempo.partition.hybrid.traffic import volume
-from polytempo.partition.plan.scaling import PriceOf
+from polytempo.core import Price
+from polytempo.partition.hybrid.traffic import Exchange, rounds, volume
 from polytempo.partition.plan.volume import LayerVolume
 from polytempo.partition.wires import AS_THEY_ARE, WAYS, Way, Wires, without_memory
 
@@ -199,3 +204,33 @@ def exchange_bytes(
 def prices_of(plan: LayerPlan, reductions: Sequence[Reduction]) -> Mapping[str, dict[Scheme, float]]:
     """Seconds of a step's messages by each reduction and scheme."""
     return {each.name: {scheme: plan.seconds_of(scheme, each) for scheme in SCHEMES} for each in reductions}
+
+
+PriceOf = Callable[[int, float, float, float], Price]
+"""What a reduction costs: `price(num_ranks, num_bytes, latency_s, bytes_per_s)`."""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """A reduction's price, and the constant c."""
+
+    price: PriceOf
+    constant: float
+
+    @staticmethod
+    def calibrated(price: PriceOf, speed_up: float, workers: int, batch_size: int) -> ScalingLaw:
+        """The law that gives this speed-up for so many workers and samples of a step.
+
+        Raises ValueError for a speed-up that is none, or more than the workers'.
+        """
+        if not 0 < speed_up <= workers or workers < 2:
+            raise ValueError(f"{workers} workers cannot have been {speed_up:g} times as fast as one; measure again")
+        return ScalingLaw(price, (1 / speed_up - 1 / workers) * batch_size / _growth(price, workers))
+
+    def speed_up(self, workers: int, batch_size: int) -> float:
+        """Over one worker."""
+        return 1 / (1 / workers + self.constant * _growth(self.price, workers) / batch_size)
+
+
+def _growth(price: PriceOf, workers: int) -> float:
+    return price(workers, 1.0, 0.0, 1.0).seconds

@@ -1,16 +1,15 @@
 """In which order the stages of a pipeline work: one pure function for each schedule of the literature."""
 
 from polytempo.partition.schedules.action import Action, Schedule
-from polytempo.partition.schedules.correction import Correction, PipeMare, SpecTrain, pipemare, spectrain
+from polytempo.partition.schedules.correction import Correction, Estimation, PipeMare, SpecTrain, pipemare, spectrain
 from polytempo.partition.schedules.delayed import (
     ddg,
     features_replay,
     pipedream,
     pipedream_2bw,
     pipelined_backprop,
+    synthetic_gradients,
 )
-from polytempo.partition.schedules.estimated import synthetic_gradients
-from polytempo.partition.schedules.estimation import Estimation
 from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_b, zero_bubble
 
 __all__ = [

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from polytempo.partition.schedules.correction import Correction, PipeMare
-from polytempo.partition.schedules.estimation import Estimation
+from polytempo.partition.schedules.correction import Correction, Estimation, PipeMare
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 Kind = Literal["forward", "backward", "input", "weight", "update", "learn"]

@@ -8,14 +8,18 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from polytempo.partition.tensor.division import Division, even_sizes
+from polytempo.partition.tensor.exchange import POSITIONS
 from polytempo.partition.tensor.layers.attention import SplitAttention
 from polytempo.partition.tensor.layers.convolution import CONVOLUTIONS, ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.layers.dropout import SplitDropout
-from polytempo.partition.tensor.layers.embedding import ColumnEmbedding, RowEmbedding
-from polytempo.partition.tensor.layers.layer import Cutter
-from polytempo.partition.tensor.layers.linear import ColumnLinear, RowLinear, VocabularyLinear
-from polytempo.partition.tensor.layers.sequence import ScatterLayer, SequenceLayer
-from polytempo.partition.tensor.stream import POSITIONS
+from polytempo.partition.tensor.layers.layer import Cutter, ScatterLayer, SequenceLayer
+from polytempo.partition.tensor.layers.linear import (
+    ColumnEmbedding,
+    ColumnLinear,
+    RowEmbedding,
+    RowLinear,
+    VocabularyLinear,
+)
 from polytempo.partition.tensor.way import Way
 
 _HEADS_DIM = -3

@@ -1,4 +1,4 @@
-"""What split layers exchange, with its gradient. Each exchange's backward pass is the adjoint of its forward pass:
+"""Exchanges between split layers, with their gradients. Each backward pass is the adjoint of its forward pass:
 
 | | forward | backward | of |
 |---|---|---|---|
@@ -10,7 +10,14 @@
 | `gathered_to_split` | gather | reduce | parts that all ranks want as a whole, to compute different things with it |
 | `reduced` | reduce | gather | partial sums, of which each rank wants a part |
 
-All but `shared` go by the codecs of the group (`model_group`).
+All but `shared` go by the codecs of the group (`model_group`). Between layers there are whole tensors on all ranks, or,
+with `sequence`, each rank's part of the positions:
+
+    whole       x ── copied ──▶ column ──▶ row ── summed ──▶ norm, dropout, +
+    sequence    x ── gathered ─▶ column ──▶ row ── reduced ─▶ norm, dropout, +      each on its own positions
+
+Both send the same bytes; with `sequence` what lies between is computed once and kept once over all ranks together.
+Positions are the last dimension but one: shape (…, positions, features).
 
 Source: the conjugate operators f and g of M. Shoeybi et al., "Megatron-LM", 2019 (`copied` and `summed`), and of V.
 Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022 (the last two).
@@ -26,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from polytempo.partition.tensor.division import even_sizes
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 
@@ -120,3 +128,55 @@ def _with_sizes(
         return tensor
     at = dim % tensor.dim()
     return _pair(group, tensor, partial(forward, group, sizes, at), partial(backward, group, sizes, at))
+
+
+POSITIONS = -2
+"""The dimension of positions in what passes between layers."""
+
+
+def entered(group: ModelGroup, tensor: Tensor) -> Tensor:
+    """The whole tensor, for a layer of which each rank computes a part."""
+    if not group.sequence or group.size == 1:
+        return copied(group, tensor)
+    check_positions(group, tensor)
+    return gathered_to_split(group, tensor, group.positions, POSITIONS)
+
+
+def left(group: ModelGroup, partial: Tensor) -> Tensor:
+    """The sum of what the ranks computed, as it passes on."""
+    if not group.sequence or group.size == 1:
+        return summed(group, partial)
+    return reduced(group, partial, _divide(group, partial), POSITIONS)
+
+
+def passed(group: ModelGroup, whole: Tensor) -> Tensor:
+    """What all ranks have computed as a whole, as it passes on."""
+    if not group.sequence or group.size == 1:
+        return whole
+    return scattered(group, whole, _divide(group, whole), POSITIONS)
+
+
+def own_parameter(group: ModelGroup, parameter: Tensor) -> Tensor:
+    """A parameter that all ranks hold, used on what passes: its gradient is the sum over all positions."""
+    return shared(group, parameter) if group.sequence else parameter
+
+
+def check_positions(group: ModelGroup, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that is not this rank's part of the sequence."""
+    if group.size == 1:
+        return
+    found = tensor.shape[POSITIONS] if tensor.dim() > 1 else None
+    expected = group.positions[group.rank] if group.positions else None
+    if found != expected:
+        raise ValueError(
+            f"with sequence=True rank {group.rank} of the model has {expected} positions, in the last dimension but "
+            f'one, and a layer got a tensor of shape {tuple(tensor.shape)}; let the layer before be "scatter", "row" '
+            'or "embedding"'
+        )
+
+
+def _divide(group: ModelGroup, whole: Tensor) -> tuple[int, ...]:
+    if whole.dim() < 2:
+        raise ValueError(f"with sequence=True tensors are (…, positions, features); got shape {tuple(whole.shape)}")
+    group.positions = even_sizes(whole.shape[POSITIONS], group.size, what="positions")
+    return group.positions

@@ -10,10 +10,8 @@ from torch import nn
 from polytempo.partition.tensor.division import even_sizes
 from polytempo.partition.tensor.layers.attention import SplitAttention
 from polytempo.partition.tensor.layers.convolution import ColumnConvolution, RowConvolution
-from polytempo.partition.tensor.layers.embedding import ColumnEmbedding, RowEmbedding
-from polytempo.partition.tensor.layers.layer import SplitLayer
-from polytempo.partition.tensor.layers.linear import ColumnLinear, RowLinear
-from polytempo.partition.tensor.layers.sequence import ScatterLayer, SequenceLayer
+from polytempo.partition.tensor.layers.layer import ScatterLayer, SequenceLayer, SplitLayer
+from polytempo.partition.tensor.layers.linear import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
 from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.wires import AS_THEY_ARE, Way, Wires, without_memory
 

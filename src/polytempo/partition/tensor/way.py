@@ -1,10 +1,13 @@
-"""`Way`: how one layer is split. Names stand for the ways without options."""
+"""`Way`: how one layer is split. Names stand for the ways without options. `SplitLayers`: the ways of a strategy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
+
+from polytempo.partition.wires import AS_THEY_ARE, Wires
 
 KINDS: Final = ("column", "row", "embedding", "vocabulary", "heads", "sequence", "scatter")
 
@@ -54,3 +57,27 @@ def way_of(asked: Way | str) -> Way:
         meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"there is no way {asked!r} to split a layer{meant}; there are {', '.join(KINDS)}")
     return Way(asked)
+
+
+AUTO: Final = "auto"
+"""In place of rules: the ways that send the fewest bytes."""
+
+
+@dataclass(frozen=True)
+class SplitLayers:
+    """Layers by their rules, or by a plan ("auto"), over so many ranks that get the same samples."""
+
+    rules: Mapping[str, Way] | str
+    ranks: int
+    sequence: bool = False
+    wires: Wires = AS_THEY_ARE
+    """The codecs of what the layers exchange."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number of ranks that is none, and for a plan by position."""
+        if self.sequence and isinstance(self.rules, str):
+            raise ValueError(
+                'sequence=True needs rules: "auto" does not say which norms and dropouts are computed by position'
+            )
+        if type(self.ranks) is not int or self.ranks < 1:
+            raise ValueError(f"parts={self.ranks!r}: a layer has parts on 1 worker or more")

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.large_batch.probe import NoiseProbe
+from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.partition.branches import Threads
 from polytempo.runs.own_loop.loop_link import LoopServerStart
 from polytempo.spec.precision import Precision, precision_of

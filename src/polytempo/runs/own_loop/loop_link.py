@@ -36,7 +36,7 @@ from polytempo.wire.frames import limits_of
 from polytempo.wire.keys import Keys, make_keys, read_keys
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import ProcessWorld
-from polytempo.worlds.process.server_ranks import ServerRanks
+from polytempo.worlds.process.process_world import ServerRanks
 
 _LOOK_S = 0.25
 """How often a rank that waits looks whether the server still runs."""

@@ -11,7 +11,7 @@ from polytempo.runs.mail.host_mail import HostMailboxes
 from polytempo.runs.served.served_node import Mailboxes, Setting
 from polytempo.server.loop import serve
 from polytempo.server.message import View
-from polytempo.server.snapshots.state_copy import begin_with
+from polytempo.server.snapshots.snapshot import begin_with
 from polytempo.training.own_loop.loop_facts import LOOP_FORMAT, LoopFacts
 from polytempo.wire.keys import Keys
 from polytempo.worlds.process.mail import MailWorld

@@ -31,7 +31,7 @@ from polytempo.data.batches import Batches
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Outbox
-from polytempo.server.snapshots.object_disk import disk_of
+from polytempo.server.snapshots.disk import disk_of
 from polytempo.server.snapshots.score_snapshots import ScorePoints
 from polytempo.server.snapshots.snapshot import (
     FORGED,

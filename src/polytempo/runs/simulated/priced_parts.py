@@ -25,7 +25,7 @@ from polytempo.core.suspension import drive
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.plan import split_plan
-from polytempo.partition.tensor.split_layers import SplitLayers
+from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of, replica_of
 from polytempo.spec.run_spec import RunSpec

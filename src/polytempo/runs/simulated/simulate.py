@@ -19,8 +19,8 @@ from polytempo.core.port import world_port
 from polytempo.core.suspension import drive
 from polytempo.core.system.files import run_folder
 from polytempo.core.system.url_path import Place
-from polytempo.data.gathered import Gathered
 from polytempo.data.shard import DataShard
+from polytempo.data.source import Gathered
 from polytempo.engines.processes.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
 from polytempo.partition.cut import Cut

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
-from polytempo.server.rules.bounded_staleness import within
+from polytempo.server.rules.asynchronous import within
 from polytempo.server.rules.synchronous_step import WaitingPushes, in_samples, stepwise
 
 IsPart = Callable[[Arrival], bool]

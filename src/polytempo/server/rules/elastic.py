@@ -29,3 +29,18 @@ def elastic_actions(arrival: Arrival, alpha: float) -> list[Action]:
     if arrival.kind == "push":
         return [Mix(arrival.worker, alpha), Answer(arrival.worker)]
     return [Answer(arrival.worker)] if arrival.kind == "pull" else []
+
+
+def elastic_share(beta: float) -> Rule:
+    """`elastic(alpha)` with α = β/λ, λ = the members at the time: all together move the center by β of its distance.
+
+    Source: S. Zhang, A. Choromanska and Y. LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, section 2
+    (β = p α) and section 5 (β = 0.9).
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"elastic averaging needs 0 < beta < 1, got {beta}; the paper takes 0.9")
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        return state, elastic_actions(arrival, beta / max(1, len(situation.members)))
+
+    return elastic(beta)._replace(name=call_name(elastic_share, locals()), receive=receive)

@@ -1,4 +1,4 @@
-"""How far a stale gradient moves the weights: functions of its staleness τ, which multiply its learning rate.
+"""Factors of the learning rate of an update: by the staleness τ of its gradient, and by the number of workers.
 
 τ is the number of updates between the version of the weights that a gradient was computed on (j) and the version that
 it meets (i): τ = i - j. The rate and not the gradient: Adam, AdamW and Adagrad divide gradients by their size, so a
@@ -7,10 +7,11 @@ constant 1/τ would cancel, and weight decay would not be divided.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp
 
 from polytempo.core.calls.call_name import call_name
-from polytempo.core.rule import Add, Arrival, Drop, Situation, Staleness
+from polytempo.core.rule import Add, Arrival, Drop, Rate, Situation, Staleness
 
 
 def constant(tau: int) -> float:
@@ -76,3 +77,20 @@ def _named(scale: Staleness, name: str) -> Staleness:
     """`scale` with a name, which a rule's name shows."""
     scale.__name__ = name
     return scale
+
+
+def alone(workers: int) -> int:
+    """Each gradient is an update."""
+    return 1
+
+
+def rate_of(rate: float | None, together: Callable[[int], int] = alone) -> Rate:
+    """`rate` for any number of workers; without it c/λ, where an update is of c = `together`(λ) gradients.
+
+    A synchronous step of λ workers moves the weights by η times the mean of λ gradients: each of them by η/λ. Where c
+    gradients are an update there are λ/c of them meanwhile, so with c/λ each gradient counts what it counts in the
+    synchronous step, and the learning rate of a job is good for both. With one worker it is 1.
+    """
+    if rate is not None and not rate > 0:
+        raise ValueError(f"rate multiplies the job's learning rate, so it must be above 0, got {rate}")
+    return lambda workers: together(workers) / workers if rate is None else rate

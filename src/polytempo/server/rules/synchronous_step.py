@@ -1,17 +1,21 @@
-"""The common part of synchronous rules: when enough gradients wait, the step ends and they become one update.
+"""Synchronous rules: when enough gradients wait, the step ends and they become one update.
 
     worker 0 ──push──▶ waits ─┐
     worker 1 ──push──────────▶├─ enough ─▶ Add 0, Add 1, Add 2, Update, Answer 0, Answer 1, Answer 2
     worker 2 ──push──▶ waits ─┘
 
-Gradients are added in the order of workers, not of arrival, so that the same steps give the same bits in every run.
+Enough are the gradients of all members (`hardsync`), the first n (`first`), or all but some (`all_but`: backup
+workers). Gradients are added in the order of workers, not of arrival, so that the same steps give the same bits in
+every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
-from polytempo.core.rule import Action, Add, Answer, Arrival, Rule, RuleState, Situation, Update
+from polytempo.core.calls.call_name import call_name
+from polytempo.core.rule import Action, Add, Answer, Arrival, Drop, Rule, RuleState, Situation, Update
 
 WaitingPushes = Sequence[tuple[int, int]]
 """The (clock, samples) of one worker's pushes that wait, oldest first."""
@@ -95,3 +99,55 @@ def _update(step: dict[int, WaitingPushes], weights: SampleWeights) -> list[Acti
     counts = weights([samples for _, samples in pushed])
     adds = [Add(worker, count) for (worker, _), count in zip(pushed, counts, strict=True)]
     return [*adds, Update(sum(counts))] if adds else []
+
+
+def hardsync() -> Rule:
+    """θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ once every member's gradient gᵢ of the step, of mᵢ samples, is there. None is stale.
+
+    λ workers with μ samples each make the step of one worker with λμ: (1/λ) Σ gᵢ. A worker that leaves is not waited
+    for; one that joins counts from the next step (`server.rules.synchronous_step`).
+
+    Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
+    section 3. There all have μ samples, and the sum is in the order of arrival.
+    """
+    return stepwise("hardsync()", lambda waiting, workers: len(waiting) == workers)
+
+
+def first(n: int) -> Rule:
+    """θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first n gradients of the step, gᵢ of mᵢ samples; later ones are dropped.
+
+    A gradient is of the present step if it was computed on the present version of the weights (its basis), and late
+    if that version is older; the worker's own clock does not matter. So a worker whose gradient was late pulls and is
+    in the present step again, whatever number its next push has. With several shards each decides for its own part.
+
+    With n members or fewer it is `hardsync`, to the bit. The worker's time for a late gradient is lost, and so are
+    its samples: if slow batches are slow because of what is in them, the model sees less of it.
+
+    Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016,
+    section 3. There n + b workers are started, so that the batch stays as large as without backups.
+    """
+    if n < 1:
+        raise ValueError(f"first needs n >= 1 gradients, got {n}")
+    steps = stepwise(call_name(first, locals()), lambda waiting, workers: len(waiting) >= min(n, workers))
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        if arrival.kind == "push" and arrival.basis < situation.version:
+            return state, [Drop(arrival.worker, "late"), Answer(arrival.worker)]
+        if arrival.kind == "had" and arrival.basis < situation.version:
+            return state, []
+        return steps.receive(state, arrival, situation)
+
+    return steps._replace(receive=receive, needs_newest=True)
+
+
+def all_but(backups: int) -> Rule:
+    """`first(n)` with n = the members at the time less `backups`, at least 1. all_but(0) waits for all members."""
+    if backups < 0:
+        raise ValueError(f"all_but needs backups >= 0 workers, got {backups}")
+
+    first_of = lru_cache(maxsize=8)(first)  # the members seldom change
+
+    def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:
+        return first_of(max(1, len(situation.members) - backups)).receive(state, arrival, situation)
+
+    return first(1)._replace(name=call_name(all_but, locals()), receive=receive)

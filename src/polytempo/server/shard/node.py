@@ -43,7 +43,7 @@ from polytempo.server.message import (
     View,
 )
 from polytempo.server.shard.shard import Shard
-from polytempo.server.snapshots.state_copy import AskState, copy_of
+from polytempo.server.snapshots.snapshot import AskState, copy_of
 from polytempo.server.timing import Timing
 
 _BLANK = -1

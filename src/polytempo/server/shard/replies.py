@@ -1,11 +1,13 @@
-"""The replies of a shard to pushes and pulls."""
+"""Pushes and pulls that wait at a shard, oldest first, and the replies to them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from torch import Tensor
 
+from polytempo.core.rule import Add, Drop, Mix
 from polytempo.server.message import Pulled, Push, Pushed, Rows
 from polytempo.server.snapshots.state import Waiting
 
@@ -60,3 +62,33 @@ def pulled(
         rows=rows,
         running=running,
     )
+
+
+class Queues:
+    """Pushes and pulls that have not been answered, at a shard with that rule. `waiting`: worker -> its queue."""
+
+    def __init__(self, rule: str, waiting: dict[int, list[Waiting]] | None = None) -> None:
+        self._rule = rule
+        self.waiting = {} if waiting is None else waiting
+
+    def add(self, worker: int, one: Waiting) -> None:
+        """`one` waits at the end of `worker`'s queue."""
+        self.waiting.setdefault(worker, []).append(one)
+
+    def oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
+        """The push of the action's worker whose gradient waits longest, and that gradient."""
+        for one in self.waiting.get(action.worker, ()):
+            if one.gradient is not None:
+                return one, one.gradient
+        raise RuntimeError(f"the rule {self._rule} says {action}, but no gradient of that worker waits")
+
+    def answerable(self, worker: int) -> Iterator[Waiting]:
+        """Take out, oldest first, up to a push whose gradient still waits: answers keep the order of requests."""
+        queue = self.waiting.get(worker)
+        while queue and queue[0].gradient is None:
+            yield queue.pop(0)
+
+    def leave(self, worker: int) -> list[int]:
+        """Remove the worker's queue; the answer is the buffers that were held for it."""
+        removed = self.waiting.pop(worker, ())
+        return [number for one in removed for number in (one.read, one.difference) if number >= 0]

@@ -39,8 +39,7 @@ from polytempo.server.message import (
 from polytempo.server.shard.answers import AnswerTable, RequestStatus
 from polytempo.server.shard.decisions import Decisions, Verdict
 from polytempo.server.shard.host_push import can_add, requests_in, split, status_of_all, waiting_of
-from polytempo.server.shard.queues import Queues
-from polytempo.server.shard.replies import pulled, pushed, refused
+from polytempo.server.shard.replies import Queues, pulled, pushed, refused
 from polytempo.server.shard.roster import Roster
 from polytempo.server.snapshots.state import State, Waiting, decode, encode, renumbered, waiting_for
 from polytempo.server.snapshots.transfer import Likeness, covers, lend, likeness_of, take_over

@@ -36,11 +36,9 @@ from polytempo.server.requests import Requests
 from polytempo.server.tensors.buffers import plain_empty
 from polytempo.server.timing import Timing
 from polytempo.server.worker.host.host_exchange import HostExchange, OwnPush
-from polytempo.server.worker.host.host_peers import HostPeers
+from polytempo.server.worker.host.host_peers import HostPeers, Offer, Presence
 from polytempo.server.worker.host.lent_gradients import LentGradients
-from polytempo.server.worker.host.offers import Offer, Presence
-from polytempo.server.worker.next_push import NextPush
-from polytempo.server.worker.pending_exchange import PendingExchange
+from polytempo.server.worker.next_push import NextPush, PendingExchange
 from polytempo.server.worker.touched_rows import TableRows, TouchedRows
 from polytempo.server.worker.vector_format import VectorFormat
 

@@ -1,10 +1,12 @@
-"""`NextPush`: the tickets, batches, samples and learning rates of the gradients that a worker's next push sums."""
+"""`NextPush`: tickets, batches, samples and learning rates of a worker's next push; and exchanges under way."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class PushFacts(NamedTuple):
@@ -60,3 +62,19 @@ def mean_rates(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     if all(one == first for one in several):
         return first
     return tuple(math.fsum(column) / len(several) for column in zip(*several, strict=True))
+
+
+class PendingExchange:
+    """A push or pull under way. `value` is its answer once it is `done`."""
+
+    def __init__(self, what: str, waits_for: set[int]) -> None:
+        self.what, self.waits_for = what, waits_for
+        self.value: Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every shard has answered."""
+        return not self.waits_for
+
+    def __str__(self) -> str:
+        return f"{self.what} (shards {sorted(self.waits_for)} have not answered)"

@@ -16,8 +16,8 @@ from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
 from polytempo.server.message import Outbox, Reply, View
 from polytempo.server.worker.client import Client
-from polytempo.server.worker.host.offers import Offer, Presence
-from polytempo.server.worker.pending_exchange import PendingExchange
+from polytempo.server.worker.host.host_peers import Offer, Presence
+from polytempo.server.worker.next_push import PendingExchange
 
 T = TypeVar("T")
 

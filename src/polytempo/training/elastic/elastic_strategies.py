@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from polytempo.aggregation.push_sum import PushSumState
+from polytempo.aggregation.mix import PushSumState
 from polytempo.core import Bundle, Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.synchronization.delayed import DelayedState
+from polytempo.synchronization.delayed import DelayedState, OverlappedState
 from polytempo.synchronization.every import PeriodState
-from polytempo.synchronization.overlapped import OverlappedState
 
 _SOME_RANKS = 2
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy, identity, is_idle
 from polytempo.core.calls.refusals import refuse
-from polytempo.large_batch.probe import NoiseProbe
+from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
 from polytempo.one_host.hogwild import in_turns

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import PolytempoError, Program, Strategy, interpreted
 from polytempo.server.message import Ticket
-from polytempo.server.snapshots.state_copy import states_of
+from polytempo.server.snapshots.snapshot import states_of
 from polytempo.server.worker.server_calls import ServerCalls
 from polytempo.server.worker.stage_messages import StageMessages
 from polytempo.server.worker.stage_work import work_of

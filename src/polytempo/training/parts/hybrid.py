@@ -43,7 +43,7 @@ def hybrid(
     the gradients equal one process's with all samples. Parameters keep their names; `full_parameters()` shows all.
 
     `exchange`: the rounds of samples: all together ("joined"), one rank's after the other's ("turns"), or a part of
-    every rank's at a time ("slices"); `partition.hybrid.rounds` has their source. `port`: this rank's place in another
+    every rank's at a time ("slices"); `partition.hybrid.traffic` has their source. `port`: this rank's place in another
     world than a process world, inside of `await suspendable(…)` (`polytempo.core.suspension`).
 
     `activations` and `gradients`: codecs (`pt.compression`), also as text such as "int8", for the divided layers'

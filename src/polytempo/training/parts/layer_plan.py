@@ -12,8 +12,7 @@ from polytempo.cluster.rate import rate_of
 from polytempo.collectives import halving_doubling_price, ring_price, tree_price
 from polytempo.core import Codec
 from polytempo.partition.plan import LayerPlan, Reduction, chosen, volumes
-from polytempo.partition.plan.choice import By
-from polytempo.partition.plan.scaling import PriceOf
+from polytempo.partition.plan.choice import By, PriceOf
 from polytempo.partition.wires import Wires
 from polytempo.server.price import server_price
 from polytempo.spec.text.catalogue import codec_of

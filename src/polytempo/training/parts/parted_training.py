@@ -16,8 +16,8 @@ from polytempo.partition.plan import split_plan
 from polytempo.partition.tensor import ModelGroup, apply_rules
 from polytempo.partition.tensor.model_group import Drive
 from polytempo.partition.tensor.parted_model import PartedModel
-from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.partition.tensor.split_model import split_models
+from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
 from polytempo.spec.run_spec import RunSpec

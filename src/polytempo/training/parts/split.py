@@ -16,9 +16,8 @@ from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.plan import SplitPlan, given_plan, split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
-from polytempo.partition.tensor.rule_text import EXAMPLE
-from polytempo.partition.tensor.rules import matched
-from polytempo.partition.tensor.split_layers import AUTO, SplitLayers
+from polytempo.partition.tensor.rules import EXAMPLE, matched
+from polytempo.partition.tensor.way import AUTO, SplitLayers
 from polytempo.partition.wires import Wires
 from polytempo.spec.text.catalogue import codec_of
 from polytempo.training.model.agree import agree

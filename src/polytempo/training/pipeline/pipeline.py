@@ -15,9 +15,9 @@ from polytempo.core.state import Saved
 from polytempo.core.strategy import InStages
 from polytempo.partition.cut import Cut, unbalanced
 from polytempo.partition.cutting import By, cut
-from polytempo.partition.over_stages import over_stages
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import steps_late
+from polytempo.partition.staged_strategy import over_stages
 from polytempo.partition.wires import AS_THEY_ARE, Wires, sent_bytes
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd

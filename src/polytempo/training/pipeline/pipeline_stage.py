@@ -19,8 +19,8 @@ from polytempo.core.state import Saved
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
-from polytempo.partition.tensor.split_layers import SplitLayers
-from polytempo.partition.tensor.whole_norm import refuse_norms
+from polytempo.partition.tensor.parted_model import refuse_norms
+from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.loss_divisor import DividedLoss, divisor_of
 from polytempo.spec.precision import Precision
 from polytempo.training.model.divided_tensors import Cuts

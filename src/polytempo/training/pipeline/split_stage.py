@@ -25,9 +25,8 @@ from polytempo.partition.tensor import ModelGroup, apply_rules
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.layers.dropout import same_everywhere
 from polytempo.partition.tensor.rules import matched
-from polytempo.partition.tensor.split_layers import SplitLayers
 from polytempo.partition.tensor.split_model import SplitModel, split_models
-from polytempo.partition.tensor.way import Way
+from polytempo.partition.tensor.way import SplitLayers, Way
 
 
 def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stage: int, stages: int, holders: Port) -> Cut:

@@ -21,7 +21,7 @@ from polytempo.core import Bundle, Port, State, Strategy, is_idle
 from polytempo.core.state import settled
 from polytempo.server.layout import Parameter
 from polytempo.server.worker.client import Client
-from polytempo.server.worker.pull import fetched
+from polytempo.server.worker.transforms import fetched
 from polytempo.training.model.running_statistics import Running
 from polytempo.training.model.table_rows import ModelTables
 from polytempo.training.model.trainable_parameters import trainable

@@ -20,10 +20,9 @@ from torch import Tensor
 from polytempo.core import Bundle, Port
 from polytempo.core.op import Parcel
 from polytempo.data.batches import Samples
-from polytempo.flexrr.protocol import Do, Peer
+from polytempo.flexrr.protocol import CoveredWork, Do, Peer, covered_step
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of
-from polytempo.flexrr.step import CoveredWork, covered_step
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient

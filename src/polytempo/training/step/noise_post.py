@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polytempo.core import PolytempoError, Port, Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.large_batch.probe import NoiseProbe
+from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.training.step.noise_watch import NoiseWatch
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, beside

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from polytempo.core import Bundle, Strategy
 from polytempo.core.bundle import pack
-from polytempo.large_batch.noise_scale import NoiseScale, of_workers
-from polytempo.large_batch.sketch import sketch
+from polytempo.large_batch.noise_scale import NoiseScale, of_workers, sketch
 from polytempo.training.checkpoint.fingerprint import fingerprint
 from polytempo.training.model.tensor_groups import by_kind
 

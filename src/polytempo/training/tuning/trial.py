@@ -14,8 +14,7 @@ from torch import Tensor
 
 from polytempo.core.bundle import pack
 from polytempo.data.shard import DataShard
-from polytempo.large_batch.noise_scale import Squares, of_workers
-from polytempo.large_batch.sketch import sketch
+from polytempo.large_batch.noise_scale import Squares, of_workers, sketch
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import replica_of, schedule_of
 from polytempo.spec.objective import loss_of, part_weights

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from polytempo.core import Op
 from polytempo.core.op import Recv, Send
-from polytempo.worlds.process.batches import Held
-from polytempo.worlds.process.transport import Begun
+from polytempo.worlds.process.transport import Begun, Held
 from polytempo.worlds.trace import Event
 
 

@@ -2,32 +2,33 @@
 
 A coroutine advances when it is launched or waited for, in the order of the program. Every rank runs the same program,
 so every rank issues its collectives in the same order, which the transports need. Where messages travel between hosts,
-a thread goes on with the coroutines that were launched while the program computes (`worlds.progress`). The trace does
-not show when: each line stands where it would stand if the program had done everything itself.
+a thread goes on with the coroutines that were launched while the program computes (`worlds.process.progress_thread`).
+The trace does not show when: each line stands where it would stand if the program had done everything itself.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from polytempo.core import Port, TimedOut, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
 from polytempo.native.group import Group
 from polytempo.native.library import available
+from polytempo.native.meeting import Unreachable
 from polytempo.worlds.collective import member_bytes, num_bytes
-from polytempo.worlds.process.host import shared_by_all
 from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.process.pending import Pair, PendingOp
 from polytempo.worlds.process.progress_thread import ProgressThread
-from polytempo.worlds.process.server_ranks import ServerRanks
 from polytempo.worlds.process.shares import Shares
 from polytempo.worlds.process.strand import Strand
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
@@ -250,3 +251,55 @@ class ProcessWorld:
             if self.drive(how_many()) == self.size:
                 self._host_group = shared_by_all(self.rank, self.size, group_timeout_s())
         return self._host_group
+
+
+_current: list[ProcessWorld] = []
+
+
+def current() -> ProcessWorld:
+    """The world that `pt.init()` joined, or a world of one."""
+    if not _current:
+        _current.append(ProcessWorld(rank=0, hosts=(0,)))
+    return _current[0]
+
+
+def set_current(world: ProcessWorld | None) -> None:
+    """Make `world` the one that `current` returns (None: forget it)."""
+    _current[:] = [] if world is None else [world]
+
+
+def beside(world: ProcessWorld) -> ProcessWorld:
+    """The ranks of `world` with another trace and time of waiting, so that the run's are the same with and without.
+
+    All ranks must still begin their collectives in the same order, those of both worlds together.
+    """
+    other = ProcessWorld(world.rank, world.port.hosts, group=world.transport.group, max_events=0)
+    other.transport.share_groups(world.transport)  # of a mesh's axes: made once
+    return other
+
+
+_number = itertools.count()  # every rank makes them in the same order, so the same number means the same group
+
+
+def shared_by_all(rank: int, size: int, timeout_s: float) -> Group | None:
+    """A group of all ranks; None where they cannot map each other's memory. All ranks call it, and get the same."""
+    store = PrefixStore(f"polytempo/host/{next(_number)}", _get_default_store())
+    try:
+        return Group(store, rank, size, timeout_s=timeout_s)
+    except Unreachable:
+        return None
+
+
+class ServerRanks(NamedTuple):
+    """What a worker knows of them. See `engines.server_ranks`."""
+
+    ranks: tuple[int, ...]
+    """As the launcher numbers its processes."""
+    store: Store
+    """Where they wait for a ticket."""
+    spread: bool
+    """Whether the launcher's processes are on several hosts."""
+
+    def worker(self, rank: int) -> int:
+        """The rank among workers of the launcher's `rank`; -1 for one that serves."""
+        return -1 if rank in self.ranks else rank - sum(server < rank for server in self.ranks)

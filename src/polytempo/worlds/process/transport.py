@@ -1,8 +1,29 @@
-"""`Transport`: operations of one real rank, begun on torch.distributed."""
+"""`Transport`: operations of one real rank, begun on torch.distributed.
+
+One number tells messages of a pair of ranks apart, their tag:
+
+bit 30    29 … 25    24 … 10               9 … 0
+0         path of channels (20 bits)       tag        of a whole group
+1         group      path (20 bits)        tag (5)    of a group along axes of a mesh
+
+NCCL performs messages between CUDA devices in batches. A rank's batches follow each other on one stream, and a batch is
+over when all of its messages have met their other ends. Ranks that each receive in one batch and send in the next would
+wait for each other for ever. So a message is held until it is awaited; then its batch is, of its channel,
+
+    awaited receive   all held sends, and as many held receives: the awaited one, then the oldest
+                      without held sends the awaited one alone: the others may answer what this rank sends later
+    awaited send      all held sends
+
+All messages are batches, a single one, too: NCCL gives a batch another communicator than a message without one. Only
+the stream waits for a batch, so a launched coroutine goes on to its end, and the next one's batches follow its own.
+That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`). An exchange
+in which ranks receive from more others than they send to may not end.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
@@ -22,6 +43,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed.constants import default_pg_timeout
 
 from polytempo.core import PeerLost, PolytempoError, TimedOut
+from polytempo.core.mesh import MOST_GROUPS
 from polytempo.core.op import (
     AllGather,
     AllReduce,
@@ -36,10 +58,9 @@ from polytempo.core.op import (
     ReduceScatter,
     Send,
 )
+from polytempo.core.port import CHANNELS_OF_A_GROUP
 from polytempo.native.group import Group
 from polytempo.native.lending import borrowed, empty_note, lendable, lent
-from polytempo.worlds.process.batches import MessageBatches
-from polytempo.worlds.process.wire_tag import wire_tag
 
 _LOST = re.compile(r"closed by peer|connection reset|broken pipe|socket closed|connection refused|remote process", re.I)
 _LATE = re.compile(r"timed? ?out", re.I)
@@ -230,3 +251,72 @@ def group_timeout_s(group: Any = None) -> float:
     options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", default_pg_timeout)
     return float(timeout.total_seconds())
+
+
+_TAGS_OF_A_WHOLE = 1024
+_TAGS_IN_A_MESH = 32
+
+
+def wire_tag(channel: int, tag: int) -> int:
+    """A message's number, from 0 to 2³¹ - 1; others for other groups, channels and tags.
+
+    Raises ValueError for a tag, or a mesh in a mesh, that has no place in it.
+    """
+    group, path = divmod(channel, CHANNELS_OF_A_GROUP)
+    num_tags = _TAGS_IN_A_MESH if group else _TAGS_OF_A_WHOLE
+    if not 0 <= tag < num_tags:
+        where = "in a group of a mesh " if group else ""
+        raise ValueError(f"tags {where}run from 0 to {num_tags - 1}, got {tag}")
+    if group >= MOST_GROUPS:
+        raise ValueError("a group of a mesh that lies within a group of a mesh sends no messages; lay out one mesh")
+    place = MOST_GROUPS + group if group else 0
+    return (place * CHANNELS_OF_A_GROUP + path) * num_tags + tag
+
+
+class Held:
+    """A message that waits for its batch, or is under way. What `PendingOp` needs of torch's Work."""
+
+    __slots__ = ("_batches", "begin", "channel", "is_send", "work")
+
+    def __init__(self, batches: MessageBatches, channel: int, is_send: bool, begin: Callable[[], Any]) -> None:
+        self._batches, self.channel, self.is_send, self.begin = batches, channel, is_send, begin
+        self.work: Any = None
+
+    def start(self) -> None:
+        """Begin the batch that it belongs to, if it is held."""
+        if self.work is None:
+            self._batches.start(self)
+
+    def wait(self, *limit: Any) -> None:
+        """Until its batch is over. On CUDA the stream waits, not the caller."""
+        self.start()
+        self.work.wait(*limit)
+
+
+class MessageBatches:
+    """The messages of one rank that are held. `backend`: torch's, which begins and ends batches."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._held: dict[int, list[Held]] = defaultdict(list)
+
+    def hold(self, channel: int, is_send: bool, begin: Callable[[], Any]) -> Held:
+        """Keep a message until it, or one with it, is awaited. `begin` hands it to torch."""
+        held = Held(self, channel, is_send, begin)
+        self._held[channel].append(held)
+        return held
+
+    def start(self, awaited: Held) -> None:
+        """Begin a batch with `awaited` in it."""
+        held = self._held.pop(awaited.channel)
+        sends = [each for each in held if each.is_send]
+        receives = sorted((each for each in held if not each.is_send), key=lambda each: each is not awaited)
+        batch = sends if awaited.is_send else sends + receives[: max(len(sends), 1)]
+        if len(batch) < len(held):
+            self._held[awaited.channel] = [each for each in held if each not in batch]
+        self._backend._start_coalescing()
+        for each in batch:
+            each.begin()
+        work = self._backend._end_coalescing()
+        for each in batch:
+            each.work = work

@@ -1,17 +1,24 @@
-"""The processors of a virtual world: what each rank computes, one thing after the other, and for how long."""
+"""The processors of a virtual world: each rank computes one thing after the other, at its own pace.
+
+Ranks that have no processor of their own share the cores of a machine:
+
+2 cores    rank 0  ███████████──────────      while three compute, each has two thirds of a core
+           rank 1  ───███████████───────
+           server  ──────███────────────
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
 from typing import Any, NamedTuple
 
-from polytempo.cluster import Cluster
+from polytempo.cluster import Cluster, CorrelatedStragglers, Stragglers, constant
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Alone, Compute
 from polytempo.worlds.virtual.clockwork import Clockwork
-from polytempo.worlds.virtual.cores import Cores
-from polytempo.worlds.virtual.pace import Pace
 from polytempo.worlds.virtual.virtual_operations import Flight
 
 Begun = Callable[[float], None]
@@ -145,3 +152,110 @@ class Processors:
                 self._let_in(queue)
 
             self.compute(*queue[0], after=leave)
+
+
+_DONE_S = 1e-12
+"""What is left of a computation that is over, by rounding."""
+
+
+@dataclass(slots=True, eq=False)
+class _Computation:
+    left_s: float
+    then: Callable[[], None]
+
+
+class Cores:
+    """Computations that are under way together share `cores` evenly, none of them with more than one core."""
+
+    def __init__(self, world: Clockwork, cores: int) -> None:
+        self._world, self._cores = world, cores
+        self._running: list[_Computation] = []
+        self._since_s = 0.0
+        """Until when what is left of the computations is known."""
+        self._plan = 0
+        """The number of the last plan of what ends next; those before are void."""
+
+    def run(self, seconds: float, then: Callable[[], None]) -> None:
+        """Compute something that takes `seconds` on a core of its own; `then` is called when it is over."""
+        self._pass()
+        self._running.append(_Computation(seconds, then))
+        self._look_ahead()
+
+    def _pass(self) -> None:
+        """What has been computed until now."""
+        now_s = self._world.now_s
+        if self._running:
+            done_s = (now_s - self._since_s) * self._rate()
+            for each in self._running:
+                each.left_s -= done_s
+        self._since_s = now_s
+
+    def _rate(self) -> float:
+        return min(1.0, self._cores / len(self._running))
+
+    def _look_ahead(self) -> None:
+        """Come back when the next computation ends, unless another one begins before."""
+        self._plan += 1
+        if self._running:
+            plan, soonest_s = self._plan, max(0.0, min(each.left_s for each in self._running))
+            self._world.at(self._world.now_s + soonest_s / self._rate(), lambda: self._end(plan))
+
+    def _end(self, plan: int) -> None:
+        if plan != self._plan:
+            return
+        self._pass()
+        least_s = max(_DONE_S, min(each.left_s for each in self._running))
+        over = [each for each in self._running if each.left_s <= least_s]
+        self._running = [each for each in self._running if each.left_s > least_s]
+        self._look_ahead()
+        for each in over:
+            each.then()
+
+
+class Pace:
+    """Draws how many times longer than at full speed a rank computes: once for each step that it marks.
+
+    All computations of a step share the draw (forward, backward of each bucket, codec, update), so a slow step is as
+    slow as the distribution says, and their sum does not average it away. A rank that marks no steps, such as a
+    parameter server's, draws for each computation, which is a request. Every rank has a stream of its own.
+    Distributions that remember (`CorrelatedStragglers`) are asked at the same places.
+    """
+
+    def __init__(self, stragglers: Stragglers, hosts: Sequence[int], seed: int) -> None:
+        self._stragglers, self._hosts, self._seed = stragglers, hosts, seed
+        self._varies = stragglers is not constant()
+        self._draws: dict[int, Callable[[float], float]] = {}
+        self._steps: list[int | None] = [None] * len(hosts)
+        self._factors = [1.0] * len(hosts)
+
+    def begin(self, rank: int, step: int, now_s: float) -> None:
+        """Rank `rank` marks `step`. To mark it again changes nothing."""
+        if self._varies and self._steps[rank] != step:
+            self._steps[rank], self._factors[rank] = step, self._drawn(rank, now_s)
+
+    def begin_all(self, step: int, now_s: float) -> bool:
+        """All ranks mark `step`. Whether they are equally fast in it."""
+        if not self._varies:
+            return True
+        for rank in range(len(self._hosts)):
+            self.begin(rank, step, now_s)
+        return len(set(self._factors)) == 1
+
+    def factor(self, rank: int, now_s: float) -> float:
+        """For a computation that begins now."""
+        if not self._varies:
+            return 1.0
+        return self._drawn(rank, now_s) if self._steps[rank] is None else self._factors[rank]
+
+    def _drawn(self, rank: int, now_s: float) -> float:
+        draw = self._draws.get(rank)
+        if draw is None:
+            random = Random(f"{self._seed}/{rank}")
+            draw = self._draws[rank] = _drawing(self._stragglers, random, self._hosts[rank])
+        return draw(now_s)
+
+
+def _drawing(stragglers: Stragglers, random: Random, host: int) -> Callable[[float], float]:
+    if isinstance(stragglers, CorrelatedStragglers):
+        return stragglers.begun(random, host)
+    return lambda now_s: stragglers(random, host)

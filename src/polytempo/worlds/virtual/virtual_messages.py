@@ -16,9 +16,9 @@ from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Recv, Send
 from polytempo.worlds.collective import num_bytes
 from polytempo.worlds.virtual.clockwork import Clockwork
+from polytempo.worlds.virtual.mailbox import MessageQueues
 from polytempo.worlds.virtual.network import Network
 from polytempo.worlds.virtual.processors import Processors
-from polytempo.worlds.virtual.queues import MessageQueues
 from polytempo.worlds.virtual.virtual_operations import Flight
 
 

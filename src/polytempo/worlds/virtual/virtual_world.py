@@ -38,7 +38,6 @@ from polytempo.core.op import (
     WholeSum,
     Work,
 )
-from polytempo.worlds.process.whole_sums import WholeSums
 from polytempo.worlds.trace import Line, Trace
 from polytempo.worlds.virtual.agenda import Agenda
 from polytempo.worlds.virtual.mailbox import NodeMailbox
@@ -48,6 +47,7 @@ from polytempo.worlds.virtual.processors import Processors
 from polytempo.worlds.virtual.rare_collection import collecting_rarely
 from polytempo.worlds.virtual.virtual_messages import Messages
 from polytempo.worlds.virtual.virtual_operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
+from polytempo.worlds.virtual.whole_sums import WholeSums
 
 T = TypeVar("T")
 

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polytempo.partition.tensor.division import Division, even_sizes
-from polytempo.partition.tensor.exchange import gathered, summed
+from polytempo.partition.tensor.exchange import entered, gathered, summed
 from polytempo.partition.tensor.layers.dropout import sliced_dropout
 from polytempo.partition.tensor.layers.layer import Cutter, SplitLayer
 from polytempo.partition.tensor.layers.linear import RowLinear
-from polytempo.partition.tensor.stream import entered
 
 _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 

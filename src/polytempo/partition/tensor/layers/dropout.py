@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polytempo.partition.tensor.exchange import POSITIONS, check_positions
 from polytempo.partition.tensor.layers.layer import SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.stream import POSITIONS, check_positions
 
 
 def sliced_dropout(part: Tensor, p: float, begin: int, total: int, dim: int) -> Tensor:

@@ -1,12 +1,17 @@
-"""`SplitLayer`: a layer of which this rank holds a part; and `Cutter`, which makes its parameters."""
+"""`SplitLayer`: a layer of which this rank holds a part, or which it applies to its positions of a sequence.
+
+`Cutter` makes the parameters of a part.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from polytempo.partition.tensor.division import Division
+from polytempo.partition.tensor.exchange import check_positions, own_parameter, passed
 from polytempo.partition.tensor.model_group import ModelGroup
 
 
@@ -53,3 +58,41 @@ class Cutter:
                 'the embedding by "embedding" and the output layer by "vocabulary"'
             )
         return mine
+
+
+class SequenceLayer(SplitLayer):
+    """A layer that treats positions one by one, such as a norm. Cost: backward a sum of its parameters."""
+
+    def __init__(self, group: ModelGroup, whole: nn.Module) -> None:
+        super().__init__(group)
+        self._parameters = whole._parameters
+        self.__dict__["layer"] = whole  # not registered: the parameters keep their names
+
+    def forward(self, part: Tensor) -> Tensor:
+        """(…, this rank's positions, features) to the same."""
+        check_positions(self.group, part)
+        used = {name: own_parameter(self.group, p) for name, p in self._parameters.items() if p is not None}
+        answer: Tensor = functional_call(self.__dict__["layer"], used, (part,))
+        return answer
+
+
+class ScatterLayer(SplitLayer):
+    """A layer that all ranks compute alike, of whose answer each goes on with its positions.
+
+    Cost of N ranks: backward a gather of the answer's size.
+    """
+
+    def __init__(self, group: ModelGroup, whole: nn.Module) -> None:
+        super().__init__(group)
+        self._parameters, self._modules, self._buffers = whole._parameters, whole._modules, whole._buffers
+        self.__dict__["layer"] = whole
+
+    @property
+    def whole(self) -> nn.Module:
+        """The layer itself."""
+        layer: nn.Module = self.__dict__["layer"]
+        return layer
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """(…, positions, features) of the layer to (…, this rank's positions, features)."""
+        return passed(self.group, self.whole(*inputs))

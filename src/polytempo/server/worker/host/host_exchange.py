@@ -22,11 +22,9 @@ from polytempo.server.layout import Spans, part
 from polytempo.server.message import Outbox, Push, PushPart
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
-from polytempo.server.worker.host.host_peers import HostPeers
+from polytempo.server.worker.host.host_peers import HostPeers, Offer, Presence
 from polytempo.server.worker.host.lent_gradients import LentGradients, add_all_
-from polytempo.server.worker.host.offers import Offer, Presence
-from polytempo.server.worker.next_push import PushFacts, mean_rates
-from polytempo.server.worker.pending_exchange import PendingExchange
+from polytempo.server.worker.next_push import PendingExchange, PushFacts, mean_rates
 
 _STEPS = 2.0
 """A worker waits for the others as long as this many of its own steps."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from polytempo.server.worker.host.offers import Offer, Presence
+from torch import Tensor
+
+from polytempo.server.message import Message
 
 
 class HostPeers:
@@ -91,3 +93,31 @@ class HostPeers:
 
     def _is_member(self, peer: int) -> bool:
         return self._members is None or peer in self._members
+
+
+class Offer(Message, frozen=True, eq=False):
+    """From a worker to the one that leads its host: a gradient to be pushed within the host's sum.
+
+    It is lent until the push is answered. `sequences`, `bases`: of the request to each shard.
+    """
+
+    worker: int
+    incarnation: int
+    layout: int
+    sequences: tuple[int, ...]
+    clock: int
+    bases: tuple[int, ...]
+    samples: int
+    lrs: tuple[float, ...]
+    tickets: tuple[int, ...]
+    gradient: Tensor
+    """Flat: of all shards."""
+    running: Tensor | None = None
+
+
+class Presence(Message, frozen=True, eq=False):
+    """From a worker to the others of its host: whether it takes part in their pushes. An offer before it is void."""
+
+    worker: int
+    incarnation: int
+    present: bool

@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 from polytempo.core import Port
 from polytempo.core.state import Saved, Scalar
 from polytempo.partition.schedules.action import Schedule
-from polytempo.partition.schedules.estimation import Estimation
+from polytempo.partition.schedules.correction import Estimation
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.model.tensor_groups import by_kind

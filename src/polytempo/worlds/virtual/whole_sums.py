@@ -22,8 +22,7 @@ from polytempo.cluster import Cluster, Link
 from polytempo.collectives import halving_doubling, ring, star
 from polytempo.collectives.halving import halving_doubling_rounds
 from polytempo.collectives.invariant import Invariant, invariant_rounds
-from polytempo.collectives.ring import ring_rounds
-from polytempo.collectives.rounds import IntArray, Round
+from polytempo.collectives.ring import IntArray, Round, ring_rounds
 from polytempo.core.op import WholeSum
 from polytempo.worlds.trace import Event, Trace
 from polytempo.worlds.virtual.clockwork import Clockwork
