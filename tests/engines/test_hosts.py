@@ -22,6 +22,8 @@ from polytempo.runs.served.lost_launcher import number_after
 from polytempo.server.snapshots.snapshot import complete
 from polytempo.spec.result import parameters_sha256
 
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
 TICKETS, EPOCHS, SHARDS, WORKERS = 120, 40, 2, 4
 LONG_S = 240.0
 JOB = f"""

@@ -21,6 +21,8 @@ import polytempo as pt
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop_served.py"
 STRATEGIES = ["downpour(shards=2,replicas=1,lr=0.02)", "async_sgd()", "ssp(bound=2)", "easgd(period=4)"]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
 LONG_S = 240.0
 EPOCHS = 12
 """More than the example's: the later the nearer to each other are runs whose workers take turns differently."""

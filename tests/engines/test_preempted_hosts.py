@@ -15,7 +15,7 @@ from polytempo.engines.remote.remote_engine import RemoteEngine
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_remote_engine import DIGITS, agent_pids, agents, private
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures(private.__name__)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.usefixtures(private.__name__)]
 
 
 @pytest.mark.parametrize("to", ["launcher", "agent"])

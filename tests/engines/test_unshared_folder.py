@@ -14,7 +14,7 @@ from polytempo.runs.frame.launcher_files import FileServer
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from process.test_remote_engine import DIGITS, agents, private
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures(private.__name__)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900), pytest.mark.usefixtures(private.__name__)]
 
 s = pt.strategies
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class KillsAnAgent(Launcher):
     """Kills the agent of worker 1 when that calls for work for the third time, and looks who listens before."""
 
     calls = 0
+    before: Collection[str] = ()
     listening: set[str]
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
@@ -123,7 +124,9 @@ class KillsAnAgent(Launcher):
         if isinstance(message, Ask) and message.worker == 1:
             KillsAnAgent.calls += 1
             if KillsAnAgent.calls == 3:
-                KillsAnAgent.listening = listening_addresses([os.getpid(), *children_of(os.getpid())])
+                KillsAnAgent.listening = listening_addresses(
+                    [os.getpid(), *children_of(os.getpid())], KillsAnAgent.before
+                )
                 process: Any = self._supervisor.process_on(1)
                 number = process.agent.number
                 os.kill(agent_pids(os.getpid())[number], signal.SIGKILL)
@@ -132,6 +135,7 @@ class KillsAnAgent(Launcher):
 
 def test_a_run_goes_on_without_a_lost_agent_and_listens_at_its_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_served, "Launcher", KillsAnAgent)
+    monkeypatch.setattr(KillsAnAgent, "before", listening([os.getpid()]))
     strategy = pt.strategies.async_sgd(shards=2, replicas=1)
     result = pt.run(DIGITS, strategy, workers=2, epochs=3, threads=1, engine=agents("a", "b"))
     assert result.samples == 3 * 1437
@@ -145,6 +149,8 @@ class Looking:
 
     def __init__(self) -> None:
         self.head, self.others = set[str](), set[str]()
+        self._before = listening([os.getpid()])  # of other tests in this process
+        self._children_before = children_of(os.getpid())
 
     @contextmanager
     def open(self, launch: Launch) -> Iterator[RemoteEngine]:
@@ -154,8 +160,9 @@ class Looking:
             poll = engine.poll
 
             def looking(wait_s: float = 0.0) -> list[EngineProcess]:
-                self.head |= listening_addresses([os.getpid()])
-                self.others |= listening_addresses(children_of(os.getpid()))
+                self.head |= listening_addresses([os.getpid()], self._before)
+                mine = set(children_of(os.getpid())).difference(self._children_before)
+                self.others |= listening_addresses([*mine])
                 return poll(wait_s)
 
             engine.poll = looking  # type: ignore[method-assign]
@@ -203,42 +210,54 @@ def test_an_agent_without_a_ticket_says_so() -> None:
     assert b"expects a ticket of a run" in done.stderr
 
 
+def entries(folder: str) -> list[str]:
+    """The paths in a folder of /proc; none of a process that has just ended."""
+    with suppress(OSError):
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    return []
+
+
 def children_of(process: int) -> list[int]:
     """All descendants of a process."""
     direct = list[int]()
-    for task in Path(f"/proc/{process}/task").glob("*"):
+    for task in entries(f"/proc/{process}/task"):
         with suppress(OSError):  # it may just have ended
-            direct += map(int, (task / "children").read_text().split())
+            direct += map(int, Path(task, "children").read_text().split())
     return [*direct, *(each for child in direct for each in children_of(child))]
 
 
 def agent_pids(launcher: int) -> dict[int, int]:
     """Agents by number: they were started in that order."""
-    found = [
-        child
-        for child in children_of(launcher)
-        if b"polytempo.agent" in Path(f"/proc/{child}/cmdline").read_bytes()
-        and int(Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[1]) == launcher
-    ]
+    found = list[int]()
+    for child in children_of(launcher):
+        with suppress(OSError):  # it may just have ended
+            is_agent = b"polytempo.agent" in Path(f"/proc/{child}/cmdline").read_bytes()
+            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[1])
+            found += [child] * (is_agent and parent == launcher)
     return dict(enumerate(sorted(found)))
 
 
-def listening_addresses(processes: Sequence[int]) -> set[str]:
-    """Where processes listen with TCP."""
+def listening_addresses(processes: Sequence[int], besides: Collection[str] = ()) -> set[str]:
+    """Where processes listen with TCP, but for the sockets `besides`."""
+    return {address for number, address in listening(processes).items() if number not in besides}
+
+
+def listening(processes: Sequence[int]) -> dict[str, str]:
+    """The sockets on which processes listen with TCP, by their numbers, and at which addresses."""
     sockets = set[str]()
     for process in processes:
-        for descriptor in Path(f"/proc/{process}/fd").glob("*"):
+        for descriptor in entries(f"/proc/{process}/fd"):
             try:
                 target = os.readlink(descriptor)
             except OSError:
                 continue
             if target.startswith("socket:["):
                 sockets.add(target[8:-1])
-    found = set[str]()
+    found = dict[str, str]()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and inode in sockets:
                 raw = bytes.fromhex(local.partition(":")[0])
-                found.add(".".join(map(str, raw[::-1])) if table == "tcp" else raw.hex())
+                found[inode] = ".".join(map(str, raw[::-1])) if table == "tcp" else raw.hex()
     return found

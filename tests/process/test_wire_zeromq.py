@@ -198,10 +198,11 @@ def test_a_folder_must_be_private_and_its_name_short(box: Open, private: Path) -
         box(0, f"ipc://{private}/0")
 
 
-def test_nothing_is_left_behind(private: Path) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
+
+def test_nothing_is_left_behind(private: Path) -> None:
     def once() -> None:
         with closing(Mailbox(0, f"ipc://{private}/0")) as a, closing(Mailbox(1, LOOPBACK, KEYS)) as b:
             a.connect(1, f"ipc://{private}/1")
@@ -221,10 +222,6 @@ def test_lines_to_nodes_that_are_gone_for_good_are_closed(
     box: Open, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each copy of a shard that is started again is another node, in a run that goes on for weeks."""
-
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     clock_s = 0.0
     monkeypatch.setattr("polytempo.runs.mail.mailbox_directory.time.monotonic", lambda: clock_s)
     with closing(box(0, f"ipc://{private}/0")) as inner, closing(box(1, f"ipc://{private}/1")) as alive:
@@ -425,14 +422,16 @@ def test_many_parts_that_are_too_large_together_are_refused_and_not_held(box: Op
 
 
 class Tap:
-    """Passes a TCP connection on to `port`, writes down what the client says, and can say it again."""
+    """Passes a TCP connection on to `port`, writes down what both ends say, and can say it again, or something else."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.said = [bytearray()]
+        self.said, self.answered = [bytearray()], [bytearray()]
         """By connection."""
+        self.alter: Callable[[bytes], bytes] = bytes
+        """What is passed on of what a client says."""
         self._sockets: list[socket.socket] = []
         self.upstream: socket.socket
         self._threads: list[threading.Thread] = []
@@ -451,17 +450,19 @@ class Tap:
                 return
             upstream = socket.create_connection(("127.0.0.1", self._port))
             self._sockets += [client, upstream]
-            said = bytearray()
-            self.said.append(said)
+            self.said.append(bytearray())
+            self.answered.append(bytearray())
             self.upstream = upstream
-            self._start(self._pass, client, upstream, said)
-            self._start(self._pass, upstream, client, bytearray())
+            self._start(self._pass, client, upstream, self.said[-1], lambda data: self.alter(data))
+            self._start(self._pass, upstream, client, self.answered[-1], bytes)
 
-    def _pass(self, source: socket.socket, sink: socket.socket, said: bytearray) -> None:
+    def _pass(
+        self, source: socket.socket, sink: socket.socket, said: bytearray, alter: Callable[[bytes], bytes]
+    ) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 said += data
-                sink.sendall(data)
+                sink.sendall(alter(data))
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -501,3 +502,70 @@ def test_a_replayed_connection_and_a_spliced_message_are_refused(box: Open) -> N
         assert number(retried(b, 0, beat(3), a)) == 3
         assert (a.counts.taken, a.counts.malformed) == (3, 0)
         comes_to_refuse(a, 1)
+
+
+def recorded(box: Open, a: Mailbox) -> tuple[bytes, bytes]:
+    """What a node with the run's keys and mailbox `a` say to each other, one message included."""
+    with closing(Tap(port_of(a))) as tap:
+        b = box(1, LOOPBACK, KEYS)
+        b.connect(0, tap.address)
+        b.post(0, beat(1))
+        assert number(a.take(WAIT_S)) == 1
+        return bytes(tap.said[1]), bytes(tap.answered[1])
+
+
+@pytest.mark.parametrize("where", ["the same mailbox", "one that is started again", "another run's"])
+def test_a_recorded_connection_opens_no_mailbox_and_costs_nothing(box: Open, where: str) -> None:
+    a, times, keys = box(0, LOOPBACK, KEYS), 100, KEYS
+    said, _ = recorded(box, a)
+    if where != "the same mailbox":
+        a.close()
+        keys = KEYS if "again" in where else make_keys()
+        a = box(0, LOOPBACK, keys)
+    friend, taken = box(2, LOOPBACK, keys), a.counts.taken
+    friend.connect(0, a.address)
+    friend.post(0, beat(2))
+    assert number(a.take(WAIT_S)) == 2
+    threads, files, before = threading.active_count(), descriptors(), resident_bytes()
+    for _ in range(times):
+        with socket.create_connection(("127.0.0.1", port_of(a))) as replay, suppress(ConnectionError):
+            replay.settimeout(WAIT_S)
+            replay.sendall(said)
+            while replay.recv(1 << 16):  # until `a` hangs up
+                pass
+    comes_to_refuse(a, times)
+    until(lambda: descriptors() <= files, a)
+    friend.post(0, beat(3))
+    assert number(a.take(WAIT_S)) == 3
+    assert (a.counts.taken, a.counts.malformed) == (taken + 2, 0)
+    assert threading.active_count() <= threads
+    assert resident_bytes() - before < 16 << 20
+
+
+def test_who_plays_a_mailbox_from_a_record_hears_no_message(box: Open) -> None:
+    _, answered = recorded(box, box(0, LOOPBACK, KEYS))
+    b, heard = box(2, LOOPBACK, KEYS), bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        b.connect(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        b.post(0, Pulled(0, 1, 2, 3, 4, torch.zeros(1000)))
+        client, _ = listener.accept()
+        with client, suppress(ConnectionError):
+            client.settimeout(WAIT_S)
+            client.sendall(answered)
+            while data := client.recv(1 << 16):  # until `b` hangs up
+                heard += data
+    assert len(heard) <= 64 + 202  # a greeting, and the first command of a handshake
+
+
+def test_a_bit_that_is_changed_on_the_way_changes_no_message(box: Open) -> None:
+    a, b = box(0, LOOPBACK, KEYS), box(1, LOOPBACK, KEYS)
+    with closing(Tap(port_of(a))) as tap:
+        b.connect(0, tap.address)
+        b.post(0, beat(1))
+        assert number(a.take(WAIT_S)) == 1
+        tap.alter = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        b.post(0, beat(2))
+        until(lambda: len(tap.said) > 2, a)  # `a` has hung up
+        tap.alter = bytes
+        assert number(retried(b, 0, beat(3), a)) == 3
+        assert a.counts.malformed == 0
