@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ from engines.slurm_cluster import queue, slurm_cluster
 from polytempo.engines.on_slurm.allocation import granted
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+_SOON_S = 10
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +135,28 @@ def submitted(folder: Path, *options: str) -> str:
     return done.stdout.split()[2].rstrip(";")
 
 
-def state(job: str) -> str:
+def facts(job: str) -> dict[str, str]:
     """What Slurm says of a job."""
     line = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=True)
-    return dict(word.partition("=")[::2] for word in line.stdout.split() if "=" in word)["JobState"]
+    return dict(word.partition("=")[::2] for word in line.stdout.split() if "=" in word)
+
+
+def state(job: str) -> str:
+    """How far a job is."""
+    return facts(job)["JobState"]
 
 
 def completed(job: str) -> bool:
-    """Whether a job has ended well. Slurm lets one that it has put back wait for two minutes; this one need not."""
-    now = state(job)
-    if now == "PENDING":  # it may be set again while the job's first run is still being cleared away
-        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
+    """Whether a job has ended well.
+
+    Slurm lets one that it has put back wait for two minutes. A few seconds will do, but not none: in the second in
+    which a job has ended, its node takes it for ended, and fails it.
+    """
+    found = facts(job)
+    now, waits_until = found["JobState"], found.get("EligibleTime", "")
+    soon = (datetime.now() + timedelta(seconds=_SOON_S)).isoformat()
+    if now == "PENDING" and waits_until > soon:  # it may be set again while the first run is being cleared away
+        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"], check=False)
     assert now in {"PENDING", "RUNNING", "COMPLETING", "COMPLETED"}, now
     return now == "COMPLETED"
 

@@ -29,7 +29,7 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.keys import make_keys
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 DIGITS = pt.jobs.find("digits")
 LONG_S = 120.0
