@@ -142,15 +142,15 @@ def facts(job: str) -> dict[str, str]:
 
 
 def state(job: str) -> str:
-    """How far a job is."""
+    """Slurm's word for the state of a job."""
     return facts(job)["JobState"]
 
 
 def completed(job: str) -> bool:
     """Whether a job has ended well.
 
-    Slurm lets one that it has put back wait for two minutes. A few seconds will do, but not none: in the second in
-    which a job has ended, its node takes it for ended, and fails it.
+    Slurm lets one that it has put back wait for two minutes. A few seconds will do, but not none: a node fails a
+    job that begins again in the second of its end.
     """
     found = facts(job)
     now, waits_until = found["JobState"], found.get("EligibleTime", "")

@@ -237,13 +237,13 @@ def agent_pids(launcher: int) -> dict[int, int]:
     return dict(enumerate(sorted(found)))
 
 
-def listening_addresses(processes: Sequence[int], besides: Collection[str] = ()) -> set[str]:
-    """Where processes listen with TCP, but for the sockets `besides`."""
-    return {address for number, address in listening(processes).items() if number not in besides}
+def listening_addresses(processes: Sequence[int], known: Collection[str] = ()) -> set[str]:
+    """The addresses at which processes listen with TCP, but for the sockets `known`."""
+    return {address for number, address in listening(processes).items() if number not in known}
 
 
 def listening(processes: Sequence[int]) -> dict[str, str]:
-    """The sockets on which processes listen with TCP, by their numbers, and at which addresses."""
+    """The address of each listening TCP socket of some processes, by the socket's number."""
     sockets = set[str]()
     for process in processes:
         for descriptor in entries(f"/proc/{process}/fd"):

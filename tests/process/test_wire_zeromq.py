@@ -422,7 +422,7 @@ def test_many_parts_that_are_too_large_together_are_refused_and_not_held(box: Op
 
 
 class Tap:
-    """Passes a TCP connection on to `port`, writes down what both ends say, and can say it again, or something else."""
+    """Passes a TCP connection on to `port` and records both ends; it can repeat or change a client's bytes."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -431,7 +431,7 @@ class Tap:
         self.said, self.answered = [bytearray()], [bytearray()]
         """By connection."""
         self.alter: Callable[[bytes], bytes] = bytes
-        """What is passed on of what a client says."""
+        """A client's bytes -> the bytes that are passed on."""
         self._sockets: list[socket.socket] = []
         self.upstream: socket.socket
         self._threads: list[threading.Thread] = []
@@ -505,7 +505,7 @@ def test_a_replayed_connection_and_a_spliced_message_are_refused(box: Open) -> N
 
 
 def recorded(box: Open, a: Mailbox) -> tuple[bytes, bytes]:
-    """What a node with the run's keys and mailbox `a` say to each other, one message included."""
+    """The bytes of a node with the run's keys, and mailbox `a`'s answers, one message included."""
     with closing(Tap(port_of(a))) as tap:
         b = box(1, LOOPBACK, KEYS)
         b.connect(0, tap.address)
@@ -514,13 +514,13 @@ def recorded(box: Open, a: Mailbox) -> tuple[bytes, bytes]:
         return bytes(tap.said[1]), bytes(tap.answered[1])
 
 
-@pytest.mark.parametrize("where", ["the same mailbox", "one that is started again", "another run's"])
+@pytest.mark.parametrize("where", ["the same mailbox", "a new one with the same keys", "another run's"])
 def test_a_recorded_connection_opens_no_mailbox_and_costs_nothing(box: Open, where: str) -> None:
     a, times, keys = box(0, LOOPBACK, KEYS), 100, KEYS
     said, _ = recorded(box, a)
     if where != "the same mailbox":
         a.close()
-        keys = KEYS if "again" in where else make_keys()
+        keys = KEYS if "same keys" in where else make_keys()
         a = box(0, LOOPBACK, keys)
     friend, taken = box(2, LOOPBACK, keys), a.counts.taken
     friend.connect(0, a.address)

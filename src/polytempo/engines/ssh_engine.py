@@ -28,7 +28,7 @@ class Ssh:
 
     The run's keys travel on the standard input of ssh, inside its encryption. `command` is what starts a process on
     `{host}`; `python` and `environment` are of the hosts. `environment` is on ssh's command line, which all users of
-    this host can read: no place for secrets. `address` is where hosts reach this one; None: as the system
+    this host can read: put no secrets there. `address` is where hosts reach this one; None: as the system
     routes. Errors: ValueError for no hosts, a host twice, or a name that ssh would take for an option.
     """
 
