@@ -78,8 +78,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[ServedRun]:
     made: list[ServedRun] = []
     begin = ServedRun.__init__
 
-    def noting(self: ServedRun, spec: Any) -> None:
-        begin(self, spec)
+    def noting(self: ServedRun, *given: Any) -> None:
+        begin(self, *given)
         made.append(self)
 
     monkeypatch.setattr(ServedRun, "__init__", noting)

@@ -84,11 +84,10 @@ def test_rows_of_a_served_run_count_from_its_first_work_as_its_seconds_do() -> N
     """Processes took two seconds to start; the run was resumed after ten seconds of work."""
     told: list[dict[str, Any]] = []
     spec = SimpleNamespace(options=SimpleNamespace(until={}))
-    program: Any = SimpleNamespace(spec=spec, service=None, batches=None, precision=None)
-    scheduler: Any = SimpleNamespace(stop=lambda: None)
+    program: Any = SimpleNamespace(spec=spec, plan=SimpleNamespace(service=None), batches=None, precision=None)
+    coordinator: Any = SimpleNamespace(scheduler=None, began_s=2.0)
     before: Any = SimpleNamespace(step=40, seconds=10.0)
     for run_before in (None, before):
-        tally = Tally(program, scheduler, run_before)
-        tally.record, tally.began_s = told.append, lambda: 2.0
+        tally = Tally(program, coordinator, told.append, run_before)
         tally.take_row({"kind": "train", "step": 41, "seconds": 2.5, "loss": 1.0})
     assert [row["seconds"] for row in told] == [0.5, 10.5]

@@ -28,6 +28,7 @@ from polytempo.report.status.live_status import (
     write_status,
 )
 from polytempo.report.status.live_view import view
+from polytempo.runs.frame.events import RunEvents
 from polytempo.runs.frame.live_run import LiveRun
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -159,7 +160,8 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
         assert status is not None
         return status
 
-    with LiveRun(tmp_path, spec, clock=lambda: now_s[0]) as live:
+    events = RunEvents()
+    with LiveRun(tmp_path, spec, events, clock=lambda: now_s[0]) as live:
         assert (said().state, said().processes) == ("running", ())
         engine, note = live.watching(Engine()), live.noting(rows.append)
         first = engine.start(Role("worker", 0, 0))
@@ -176,7 +178,7 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
         ]
         assert (said().samples_per_s, said().staleness) == (60.0, 2.0), "a row without a push says no staleness"
         first.stopped, second.exit_code = True, -9
-        live.events = lambda: [{"who": "worker-1", "how": "was killed", "at_s": 1.0, "then": "started again"}]
+        events.add("worker-1", "was killed", 1.0, "started again")
         engine.start(Role("worker", 1, 2, incarnation=2))
         now_s[0] = 102.5
         engine.poll()
@@ -191,7 +193,7 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
 def test_stages_of_a_pipeline_show_their_delay_as_staleness(tmp_path: Path) -> None:
     """Rank r is stage r mod K; a row that knows nothing of a stage leaves what an earlier one said."""
     spec = RunSpec.of(find("digits"), pt.strategies.ddg(stages=2), 4, RunOptions(out=tmp_path))
-    with LiveRun(tmp_path, spec) as live:
+    with LiveRun(tmp_path, spec, RunEvents()) as live:
         engine, note = live.watching(Engine()), live.noting(lambda row: None)
         for rank in range(4):
             engine.start(Role("rank", rank, rank))
@@ -215,7 +217,7 @@ def test_stages_of_a_pipeline_show_their_delay_as_staleness(tmp_path: Path) -> N
 )
 def test_how_a_run_ended(tmp_path: Path, error: BaseException, state: str, why: str) -> None:
     spec = RunSpec.of(find("digits"), pt.strategies.sync_sgd(), 2, RunOptions())
-    with pytest.raises(type(error)), LiveRun(tmp_path, spec):
+    with pytest.raises(type(error)), LiveRun(tmp_path, spec, RunEvents()):
         raise error
     status = read_status(tmp_path)
     assert status is not None
@@ -224,7 +226,7 @@ def test_how_a_run_ended(tmp_path: Path, error: BaseException, state: str, why: 
 
 def test_a_disk_that_is_full_ends_no_run(tmp_path: Path) -> None:
     spec = RunSpec.of(find("digits"), pt.strategies.sync_sgd(), 2, RunOptions())
-    with LiveRun(tmp_path / "not there", spec):
+    with LiveRun(tmp_path / "not there", spec, RunEvents()):
         pass
 
 

@@ -71,7 +71,7 @@ class Ran(NamedTuple):
 
 
 def trained(strategy: Strategy, cluster: Cluster = EVEN, steps: int = 2, of: Job | None = None) -> Ran:
-    run = ServedSimulation(RunSpec.of(of or job(), strategy, WORKERS, RunOptions(steps=steps)), cluster, False)
+    run = ServedSimulation(RunSpec.of(of or job(), strategy, WORKERS, RunOptions(steps=steps)), cluster)
     outcome = run.world.run(run.act)
     result = run.finish(outcome)
     survivor = next(rank for rank, attendance in enumerate(outcome.results) if attendance is not None)

@@ -22,6 +22,7 @@ from polytempo.core import Deadlock, Op, Port, Program, Strategy, interpreted
 from polytempo.core.op import Take
 from polytempo.replay.message_order import Life, MessageOrder, OrderedCoordinator, OrderedShard, ReplayProgress, Stop
 from polytempo.replay.records import Recorded
+from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.served.recording import RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.runs.served.served_program import ServedProgram
@@ -90,15 +91,12 @@ class Rerun:
 
     def perform(self) -> None:
         """Run until no machine can go on."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.facts.threads)
         try:
-            VirtualWorld(_INSTANT, self.topology.num_nodes, seed=self.program.spec.seed).run(self._act)
+            with torch_threads(self.facts.threads):
+                VirtualWorld(_INSTANT, self.topology.num_nodes, seed=self.program.spec.seed).run(self._act)
         except Deadlock as end:
             if end.__cause__ is not None:  # not the end of the records: a machine has failed
                 raise end.__cause__ from end
-        finally:
-            torch.set_num_threads(threads)
 
     # ------------------------------------------------------------------ machines
 

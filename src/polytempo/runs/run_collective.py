@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from polytempo.core.system import files
-from polytempo.core.system.notice import noticed
-from polytempo.core.system.url_path import UrlPath
+from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.join.init import init
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.engines.processes.failures import diverged
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.launcher_files import served_files
-from polytempo.runs.frame.live_run import LiveRun
-from polytempo.runs.frame.run_logs import logs_of
-from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.frame.run_frame import framed, with_page
 from polytempo.runs.frame.url_follower import UrlFollower
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
@@ -33,54 +27,44 @@ from polytempo.training.trainer import Trainer
 def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None = None) -> Result:
     """Train with so many ranks. Errors: `WorkerDied` names the first that failed; `NotFinite` as in `run`."""
     options = spec.options
-    out = options.out and options.out.resolve()
-    placed = replace(spec, options=replace(options, out=out))
-
     meetings: list[Rendezvous] = []
-    given: dict[str, Any] = {}
+    with framed(spec, progress) as frame, ExitStack() as stack:
+        placed = frame.spec
 
-    def setting() -> dict[str, Any]:
-        if not meetings:
-            meetings.append(Rendezvous.held(engine.address.host))
-        return {"rendezvous": meetings[0].url, **given}
+        def setting() -> dict[str, Any]:
+            if not meetings:
+                meetings.append(stack.enter_context(closing(Rendezvous.held(engine.address.host))))
+            return {"rendezvous": meetings[0].url, **frame.given}
 
-    launch = Launch(
-        work=lambda role: train_rank(placed),
-        spec=placed,
-        setting=setting,
-        workers=spec.workers,
-        most=spec.workers,
-        threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
-    )
-    if out is not None:
-        files.run_folder(out)
-    with LiveRun(out, spec) as live, diverged(), show_rows(progress, spec) as rows, logs_of(out) as logs:
-        show = live.noting(rows)
-        follower: _Follower | UrlFollower | None = None
-        if out is not None:
-            metrics = out / "metrics.jsonl"
-            if not options.resume:
-                files.remove(metrics)
-            follower = UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
-        try:
-            with setup.open(launch._replace(logs=logs)) as engine, ExitStack() as stack:
-                topology = on_hosts(spec.topology(), engine.address.num_hosts)
-                stack.enter_context(served_files(out, engine.address, given))
-                if given:  # metrics are put again and again there, not appended
-                    follower = UrlFollower(UrlPath(f"local://{out}/metrics.jsonl"), show, every_s=0.5)
-                notice = None if out is None else stack.enter_context(noticed(options.grace_s))
-                look = None if follower is None else follower.look
-                [answer, *_] = collected(live.watching(engine), topology, look, notice=notice)
-        finally:
-            for meeting in meetings:
-                meeting.close()
+        launch = Launch(
+            work=lambda role: train_rank(placed),
+            spec=placed,
+            setting=setting,
+            workers=spec.workers,
+            most=spec.workers,
+            threads=options.threads or (None if spec.strategy.slices is None else 1),  # else their number changes bits
+        )
+        if frame.out is not None and not options.resume:
+            files.remove(frame.out / "metrics.jsonl")
+        follower = None if frame.out is None else _follower(frame.out, frame.show)
+        engine = frame.opened(setup, launch)
+        if frame.given:  # metrics are put again and again there, not appended
+            metrics = UrlPath(f"local://{frame.out}/metrics.jsonl")
+            follower = UrlFollower(metrics, frame.show, every_s=0.5)
+        topology = on_hosts(spec.topology(), engine.address.num_hosts)
+        look = None if follower is None else follower.look
+        [answer, *_] = collected(engine, topology, look, notice=frame.heed())
         if isinstance(follower, UrlFollower):
             follower.look(last=True)
         elif follower is not None:
             follower.look()
     assert isinstance(answer, dict)
-    result = Result(**answer)
-    return result if options.out is None else reported(result, options.out)
+    return with_page(Result(**answer), spec)
+
+
+def _follower(out: Place, show: Callable[[dict[str, Any]], None]) -> _Follower | UrlFollower:
+    metrics = out / "metrics.jsonl"
+    return UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
 
 
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:

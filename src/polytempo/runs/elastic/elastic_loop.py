@@ -10,11 +10,10 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from polytempo.core import PeerLost, TimedOut
 from polytempo.engines.engine import Launch
@@ -26,6 +25,7 @@ from polytempo.membership.run_membership import RunMembership
 from polytempo.runs.elastic.generation_group import joined_group
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
 from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
+from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.training.elastic.commit_point import commit_point
 from polytempo.training.elastic.elastic_training import Stopped
 from polytempo.training.elastic.local_round import check_alike
@@ -87,17 +87,10 @@ def elastic(
         most=most + restarts,
         logs=logs,
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
-    try:
-        with Local().open(launch) as engine:
-            meetings.append(Rendezvous.held(engine.address.host))
-            try:
-                return ElasticLauncher(machine, engine, LauncherBoard(meetings[0]), available).conduct(watch)
-            finally:
-                meetings[0].close()
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(), Local().open(launch) as engine:
+        meetings.append(Rendezvous.held(engine.address.host))
+        with closing(meetings[0]):
+            return ElasticLauncher(machine, engine, LauncherBoard(meetings[0]), available).conduct(watch)
 
 
 class _LoopWorker:

@@ -22,6 +22,11 @@ class MembershipHistory:
         self.broken_s: float | None = None
         """Since when no step has been made because of a change."""
 
+    @property
+    def group(self) -> dict[str, Any] | None:
+        """The present view."""
+        return self.changes[-1] if self.changes else None
+
     def loses(self, who: str, how: str) -> None:
         """A process has ended."""
         self.lost.append(f"{who} {how}")

@@ -13,37 +13,31 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import PolytempoError
-from polytempo.core.system import files
-from polytempo.core.system.notice import Notice, Preempted, noticed
+from polytempo.core.system.notice import Notice, Preempted
+from polytempo.core.system.url_path import Place
 from polytempo.data.plan import check_global_batch
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.engines.processes.failures import died, diverged, how
+from polytempo.engines.processes.failures import died, how
 from polytempo.membership.message import Begin, Dismiss, End, Fail, GroupView, Interrupt, Kill, Leave, Order
 from polytempo.membership.run_membership import RunMembership
-from polytempo.report.status.metrics import MetricsWriter, read_metrics
+from polytempo.report.status.metrics import read_metrics
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
 from polytempo.runs.elastic.membership_history import MembershipHistory
-from polytempo.runs.frame.launcher_files import served_files
-from polytempo.runs.frame.live_run import LiveRun
-from polytempo.runs.frame.run_logs import logs_of
-from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.frame.run_frame import framed, torch_threads, with_page
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.job.growth import times_by
-from polytempo.training.trainer import recorder
 
 _CALM_S = 0.05
 """How often the launcher looks for news while all train."""
@@ -78,52 +72,38 @@ def run_elastic(
     been saved.
     """
     check_elastic_spec(spec)
-    options, threads = spec.options, torch.get_num_threads()
-    out = options.out and options.out.resolve()
-    placed = replace(spec, options=replace(options, out=out))
-    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
-    try:
-        with ExitStack() as stack:
-            logs = stack.enter_context(logs_of(out))
-            if out is not None:
-                files.run_folder(out)
-            live = stack.enter_context(LiveRun(out, spec))
-            meetings: list[Rendezvous] = []
-            given: dict[str, Any] = {}
-            launch = Launch(
-                work=lambda role: train_member(placed, role.life, meetings[0].url),
-                spec=placed,
-                setting=lambda: {"rendezvous": meetings[0].url, **given},
-                workers=options.max_workers or spec.workers,
-                most=(options.max_workers or spec.workers) + options.restarts,
-                threads=options.threads or (None if spec.strategy.slices is None else 1),  # else bits change
-                logs=logs,
-            )
-            engine = live.watching(stack.enter_context(setup.open(launch)))
-            meetings.append(Rendezvous.held(engine.address.host))
-            stack.callback(meetings[0].close)
-            stack.enter_context(served_files(out, engine.address, given))
-            show = stack.enter_context(show_rows(progress, spec))
-            writer = None
-            if out is not None:
-                path = out / "metrics.jsonl"
-                rows = read_metrics(path) if options.resume and path.exists() else []
-                last = max((row["step"] for row in rows), default=0) if options.resume else None
-                writer = stack.enter_context(MetricsWriter(path, resumed_at=last))
+    options, history = spec.options, MembershipHistory(time.monotonic)
+    meetings: list[Rendezvous] = []
+    with torch_threads(), framed(spec, progress, history) as frame:
+        placed = frame.spec
+        launch = Launch(
+            work=lambda role: train_member(placed, role.life, meetings[0].url),
+            spec=placed,
+            setting=lambda: {"rendezvous": meetings[0].url, **frame.given},
+            workers=options.max_workers or spec.workers,
+            most=(options.max_workers or spec.workers) + options.restarts,
+            threads=options.threads or (None if spec.strategy.slices is None else 1),  # else bits change
+        )
+        engine = frame.opened(setup, launch)
+        meetings.append(Rendezvous.held(engine.address.host))
+        with closing(meetings[0]):
+            frame.keep_rows(_last_step(frame.out) if options.resume else None)
             launcher = ElasticLauncher(
-                bounds_of(placed), engine, LauncherBoard(meetings[0]), available, wanted_by_growth(placed)
+                *(bounds_of(placed), engine, LauncherBoard(meetings[0]), available, wanted_by_growth(placed)),
+                history=history,
+                record=frame.record,
+                note=print_nothing if progress is None else progress.note,
+                notice=frame.heed(),
             )
-            launcher.record = recorder(writer, live.noting(show))
-            launcher.notice = None if out is None else stack.enter_context(noticed(options.grace_s))
-            live.events = lambda: launcher.history.events
-            live.group = lambda: launcher.history.changes[-1] if launcher.history.changes else None
-            launcher.note = print_nothing if progress is None else progress.note
-            with diverged():
-                answer = launcher.conduct(watch)
-    finally:
-        torch.set_num_threads(threads)
-    result = replace(Result(**answer), membership=launcher.history.changes)
-    return result if options.out is None else reported(result, options.out)
+            answer = launcher.conduct(watch)
+    return with_page(replace(Result(**answer), membership=history.changes), spec)
+
+
+def _last_step(out: Place | None) -> int:
+    """The last step of which the run in a folder has a row."""
+    path = None if out is None else out / "metrics.jsonl"
+    rows = read_metrics(path) if path is not None and path.exists() else []
+    return max((row["step"] for row in rows), default=0)
 
 
 def check_elastic_spec(spec: RunSpec) -> None:
@@ -170,7 +150,15 @@ class ElasticLauncher:
         board: LauncherBoard,
         available: Available | None,
         wanted: Callable[[float], int] | None = None,
+        *,
+        history: MembershipHistory | None = None,
+        record: Callable[[dict[str, Any]], None] = lambda row: None,
+        note: Callable[[str], object] = print_nothing,
+        notice: Notice | None = None,
     ) -> None:
+        """`record` takes rows, and `note` lines of words. `notice`: whether this process was asked to leave; None: that
+        ends it as any other process.
+        """
         self._machine, self._engine, self._board, self._available = machine, engine, board, available
         self._wanted, self._epoch = wanted, 0.0
         self.processes: dict[int, EngineProcess] = {}
@@ -181,11 +169,8 @@ class ElasticLauncher:
         self._formed = 0
         self._asked_to_save: set[int] = set()
         self._saved_step: int | None = None
-        self.notice: Notice | None = None
-        """Whether this process was asked to leave; None: that ends it as any other process."""
-        self.history = MembershipHistory(time.monotonic)
-        self.record: Callable[[dict[str, Any]], None] = lambda row: None
-        self.note: Callable[[str], object] = print_nothing
+        self.history = history or MembershipHistory(time.monotonic)
+        self._record, self._note, self._notice = record, note, notice
         self.step = 0
         """The last step that the run is known to have applied."""
 
@@ -250,7 +235,7 @@ class ElasticLauncher:
             key = (message.row["kind"], message.row["step"])
             if key not in self._rows:  # a step that was undone is made again
                 self._rows.add(key)
-                self.record(message.row)
+                self._record(message.row)
         elif isinstance(message, Formed):
             self._formed = message.generation
             self.history.formed(message.generation)
@@ -268,7 +253,7 @@ class ElasticLauncher:
 
     def _heed_notice(self) -> None:
         """Where this process was asked to leave, let the members save the same step and end, and end with them."""
-        if self.notice is None or not self.notice.given:
+        if self._notice is None or not self._notice.given:
             return
         self._machine.save_and_end()
         for life in self._machine.alive:
@@ -278,8 +263,8 @@ class ElasticLauncher:
         members = [] if self.view is None else [self.processes[life] for life in self.view.members]
         if self._saved_step is not None and all(process.exit_code is not None for process in members):
             raise Preempted(self._saved_step)
-        if self.notice.expired:
-            self.notice.end()
+        if self._notice.expired:
+            self._notice.end()
 
     # ------------------------------------------------------------------ what is done
 
@@ -311,7 +296,7 @@ class ElasticLauncher:
             self._board.tell(life, view)
         self.step = view.step
         if view.generation > 1:
-            self.note(
+            self._note(
                 f"step {view.step}: {len(view.members)} workers go on"
                 + "".join(f"; {text}" for text in self.history.lost)
             )

@@ -11,8 +11,8 @@ _MOST_EVENTS = 200
 class RunEvents:
     """Processes that died or fell silent, and what followed. `say` is told each in a line of words, at once."""
 
-    def __init__(self) -> None:
-        self.say: Callable[[str], None] = lambda line: None
+    def __init__(self, say: Callable[[str], object] = lambda line: None) -> None:
+        self._say = say
         self.restarts = 0
         """How many processes were started in the place of others."""
         self.events: list[dict[str, Any]] = []
@@ -22,7 +22,11 @@ class RunEvents:
         """`who` "was killed by SIGKILL" (`how`) at `at_s`; `then`: what followed."""
         if len(self.events) < _MOST_EVENTS:
             self.events.append({"who": who, "how": how, "at_s": round(at_s, 3), "then": then})
-        self.say(f"{at_s:.1f} s: {who} {how}; {then}")
+        self._say(f"{at_s:.1f} s: {who} {how}; {then}")
+
+    @property
+    def group(self) -> None:
+        """The processes of the run are no elastic group."""
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from polytempo.core.system.notice import PREEMPTED, Preempted
 from polytempo.core.system.url_path import Place, UrlPath
@@ -34,10 +34,22 @@ _MOST_WHY = 300
 Row = Mapping[str, Any]
 
 
+class RunHistory(Protocol):
+    """What became of a run's processes so far."""
+
+    @property
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        """The faults: who, how, at_s, then."""
+
+    @property
+    def group(self) -> Mapping[str, Any] | None:
+        """The present group of an elastic run: generation, step, members."""
+
+
 class LiveRun:
     """Around a run with the folder `out` (None: nothing is written).
 
-        with LiveRun(out, spec) as live:
+        with LiveRun(out, spec, history) as live:
             engine = live.watching(engine)       # sees processes start and end
             record = live.noting(record)         # sees rows of metrics
 
@@ -46,12 +58,10 @@ class LiveRun:
     for each process and second.
     """
 
-    def __init__(self, out: Place | None, spec: RunSpec, clock: Callable[[], float] = time.time) -> None:
-        self._out, self._spec, self._clock = out, spec, clock
-        self.events: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
-        """The faults so far: who, how, at_s, then."""
-        self.group: Callable[[], Mapping[str, Any] | None] = lambda: None
-        """The present group of an elastic run: generation, step, members."""
+    def __init__(
+        self, out: Place | None, spec: RunSpec, history: RunHistory, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._out, self._spec, self._history, self._clock = out, spec, history, clock
         self._began_s = clock()
         self._next_s = 0.0
         self._here = socket.gethostname()
@@ -100,7 +110,7 @@ class LiveRun:
 
     def status(self, state: RunState, why: str = "") -> LiveStatus:
         """The run as it is now."""
-        spec, events, group = self._spec, self.events(), self.group()
+        spec, events, group = self._spec, self._history.events, self._history.group
         return LiveStatus(
             version=VERSION,
             job=spec.job.name,

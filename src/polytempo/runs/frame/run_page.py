@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from polytempo.core.system.files import run_folder
 from polytempo.core.system.url_path import Place
 from polytempo.report.pages.page import write_report
 from polytempo.report.runs import load_run
+from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -23,6 +25,26 @@ def reported(result: Result, out: Place) -> Result:
     title = ": ".join(filter(None, (result.job, result.strategy, result.left)))
     write_report(out / "report.html", [load_run(out)], title=title)
     return named
+
+
+@contextmanager
+def virtual_rows(spec: RunSpec, progress: Progress | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that takes the rows of a simulated run: they go into its folder, if it has one, and are shown.
+
+    The file is a new one from the first row on: a run that is refused before leaves an older one as it is.
+    """
+    out, writers = spec.options.out, list[MetricsWriter]()
+    with show_rows(progress, spec, "virtual ") as show, ExitStack() as stack:
+
+        def record(row: dict[str, Any]) -> None:
+            if out is not None and not writers:
+                run_folder(out)
+                writers.append(stack.enter_context(MetricsWriter(out / "metrics.jsonl")))
+            for writer in writers:
+                writer.write(row)
+            show(row)
+
+        yield record
 
 
 @contextmanager

@@ -88,8 +88,7 @@ class LoopServer:
         self.plan = facts.plan
         self.topology, self.incarnation = facts.plan.topology, facts.plan.incarnation
         self.options = RunOptions(timeout_s=facts.timeout_s)
-        self.events = RunEvents()
-        self.events.say = lambda line: print(f"polytempo: parameter server: {line}", file=sys.stderr, flush=True)
+        self.events = RunEvents(lambda line: print(f"polytempo: parameter server: {line}", file=sys.stderr, flush=True))
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         each = facts.batches_per_epoch
         self.scheduler = self.plan.scheduler(each, _MOST_EPOCHS * each, pauses=True)

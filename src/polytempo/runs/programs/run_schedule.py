@@ -18,6 +18,7 @@ from polytempo.engines.launch import launch
 from polytempo.engines.processes.failures import diverged
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.scheduled import ScheduledJob, SweepReport, performed
+from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.worlds import VirtualWorld
 from polytempo.worlds.trace import combined_hash
 
@@ -87,14 +88,10 @@ def schedule(
         reports = await performed(port, begun, sweeps=sweeps, tolerance=tolerance)
         return _Worker(reports, dict(begun.parameters()), begun.divided)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums of several threads have other bits
-    try:
+    with torch_threads():  # sums of several threads have other bits
         if cluster is None:
             return _on_processes(program, rank, workers, timeout_s)
         outcome = VirtualWorld(cluster, workers, seed=seed).run(rank)
-    finally:
-        torch.set_num_threads(threads)
     each = [worker for worker in outcome.results if worker is not None]
     sent = sum(outcome.trace.bytes_sent.values())
     return _fit(program, cluster.name, each, sent, outcome.trace.hash)

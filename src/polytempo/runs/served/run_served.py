@@ -12,21 +12,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
-import torch
-
 from polytempo.core import PolytempoError
-from polytempo.core.system import files
-from polytempo.core.system.notice import Notice, noticed
+from polytempo.core.system.notice import Notice
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.local_engine import Local
-from polytempo.engines.processes.failures import WorkerDied, died, diverged, how
-from polytempo.report.status.metrics import MetricsWriter
+from polytempo.engines.processes.failures import WorkerDied, died, how
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.events import RunEvents
-from polytempo.runs.frame.launcher_files import served_files
-from polytempo.runs.frame.live_run import LiveRun
-from polytempo.runs.frame.run_logs import logs_of
-from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.frame.run_frame import framed, torch_threads, with_page
 from polytempo.runs.served.departure import Departure
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.run_snapshot import SnapshotSaves
@@ -38,7 +31,6 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_plan import ServerPlan
-from polytempo.training.trainer import recorder
 
 _LOOK_S = 0.05
 """How often the launcher looks whether a process has ended."""
@@ -48,7 +40,7 @@ _LONGEST_WRITE_S = 300.0
 """The same for shards that write the last snapshot."""
 
 
-def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progress | None = None) -> Result:
+def run_served(spec: RunSpec, setup: EngineSetup | None = None, progress: Progress | None = None) -> Result:
     """Train with worker processes and the parameter server that the run's strategy asks for.
 
     A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
@@ -58,41 +50,20 @@ def run_served(spec: RunSpec, engine: EngineSetup | None = None, progress: Progr
     Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
     of a shard has died.
     """
-    options, threads = spec.options, torch.get_num_threads()
-    torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
-    try:
-        with ExitStack() as stack:
-            if options.out is not None:
-                files.run_folder(options.out)
-            live = stack.enter_context(LiveRun(options.out, spec))
-            run = ServedRun(spec)
-            live.events = lambda: run.events.events
-            stack.callback(run.close)
-            logs = stack.enter_context(logs_of(options.out))
-            launch = Launch(run.work, spec, run.setting, spec.workers, run.plan.most_lives, options.threads, logs)
-            opened = stack.enter_context((engine or Local()).open(launch))
-            if progress is not None:
-                run.events.say = progress.note
-            run.meet(opened.address)
-            stack.enter_context(served_files(options.out, opened.address, run.given))
-            show = stack.enter_context(show_rows(progress, spec))
-            writer = None
-            if options.out is not None:
-                path = options.out / "metrics.jsonl"
-                metrics = MetricsWriter(path, resumed_at=run.resumed_at, scored_again=run.scored_again)
-                writer = stack.enter_context(metrics)
-            run.tally.record = recorder(writer, live.noting(show))
-            stack.enter_context(run.kept(opened.address.threads))
-            notice = Notice(options.grace_s) if options.out is None else stack.enter_context(noticed(options.grace_s))
-            with diverged():
-                outcome = _conducted(run, live.watching(opened), notice)
-    finally:
-        torch.set_num_threads(threads)
+    events = RunEvents() if progress is None else RunEvents(progress.note)
+    with torch_threads(), framed(spec, progress, events) as frame, ExitStack() as stack:
+        run = ServedRun(frame, events)
+        stack.callback(run.close)
+        launch = Launch(run.work, run.spec, run.setting, spec.workers, run.plan.most_lives, spec.options.threads)
+        engine = frame.opened(setup or Local(), launch)
+        run.meet(engine.address)
+        frame.keep_rows(run.resumed_at, run.scored_again)
+        stack.enter_context(run.kept(engine.address.threads))
+        outcome = _conducted(run, engine, frame.heed() or Notice(spec.options.grace_s))
     result = run.result(outcome)
-    if options.out is None:
-        return result
-    run.leave_trace(outcome, options.out)
-    return reported(result, options.out)
+    if run.out is not None:
+        run.leave_trace(outcome, run.out)
+    return with_page(result, spec)
 
 
 def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:

@@ -18,6 +18,7 @@ from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.frame.run_frame import RunFrame
 from polytempo.runs.mail.host_mail import KeeperMail
 from polytempo.runs.mail.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.lost_launcher import LauncherPart, number_after
@@ -34,7 +35,6 @@ from polytempo.server.message import Outbox
 from polytempo.server.record import Entry
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.spec.result import Result
-from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import Attendance
 from polytempo.wire.keys import make_keys
@@ -67,23 +67,19 @@ class ServedOutcome(NamedTuple):
 class ServedRun:
     """What the process knows that conducts the run: the machines that decide, and what each process is to be told."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.spec, self.options = spec, spec.options
-        self.out = None if spec.options.out is None else spec.options.out.absolute()
-        self.program = ServedProgram(spec)
+    def __init__(self, frame: RunFrame, events: RunEvents) -> None:
+        self.spec, self.options, self.out, self.events = frame.spec, frame.spec.options, frame.out, events
+        self.program = ServedProgram(self.spec)
         self.evaluator = self.plan.topology.evaluator if self.program.scores else None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self.scheduler = self.program.scheduler()
         self._resume()
-        self.tally = Tally(self.program, self.scheduler, self.run_snapshot)
         self.coordinator = self._coordinator()
-        self.tally.stop, self.tally.began_s = self.coordinator.stop, lambda: self.coordinator.began_s
+        self.tally = Tally(self.program, self.coordinator, frame.record, self.run_snapshot)
         self.recording: Recording | None = None
         self.saves: SnapshotSaves | None = None
-        self.events = RunEvents()
-        self.given: dict[str, Any] = {}
-        """What processes must know besides: see `launcher_files.served_files`."""
+        self._given = frame.given
         self._arenas: Arenas | None = None
         self._keeper: KeeperMail | None = None
         self._lost: LauncherPart | None = None
@@ -122,7 +118,7 @@ class ServedRun:
 
     def _coordinator(self) -> Coordinator:
         listeners = Listeners(
-            on_row=self.tally.take,
+            on_row=lambda row: self.tally.take(row),
             on_event=lambda event: self.on_event(event),
             on_entry=lambda entry: self.on_entry(entry),
         )
@@ -220,7 +216,7 @@ class ServedRun:
         return {
             "keeper": [self.plan.topology.coordinator, self._keeper.address],
             "keys": self._keys.to_plain(),
-            **self.given,
+            **self._given,
             "memory": {"arenas": plan.most_lives, "bytes": plan.arena_bytes} if shares else None,
             **self._now().to_plain(),
         }

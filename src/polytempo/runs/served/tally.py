@@ -11,6 +11,7 @@ from polytempo.data.usage import of_tickets
 from polytempo.runs.served.run_snapshot import RunSnapshot
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
+from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Statistics
 from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
@@ -44,16 +45,18 @@ class ServedTotals(NamedTuple):
 
 
 class Tally:
-    """The rows of metrics so far. `record(row)` takes them; `stop()` is called once when `until` is reached."""
+    """The rows of metrics so far, which `record` takes. It stops the run when `until` is reached."""
 
-    def __init__(self, program: ServedProgram, scheduler: BatchScheduler, before: RunSnapshot | None = None) -> None:
+    def __init__(
+        self,
+        program: ServedProgram,
+        coordinator: Coordinator,
+        record: Callable[[dict[str, Any]], None],
+        before: RunSnapshot | None = None,
+    ) -> None:
         self._spec, self._service, self._batches = program.spec, program.plan.service, program.batches
         self._precision = program.precision
-        self._scheduler = scheduler
-        self.record: Callable[[dict[str, Any]], None] = lambda row: None
-        self.stop: Callable[[], None] = scheduler.stop
-        self.began_s: Callable[[], float] = lambda: 0.0
-        """When the first work was dealt, by the clock that rows have."""
+        self._coordinator, self._scheduler, self._record = coordinator, coordinator.scheduler, record
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
         """The highest step of any row; and how long the run lasted before it was resumed."""
         self._resumed_at = None if before is None else before.step
@@ -67,17 +70,17 @@ class Tally:
 
     def take_row(self, row: dict[str, Any]) -> None:
         """A row; its time counts from the first work of the run, as a result's does, however often that was resumed."""
-        row = row | {"seconds": self._seconds + max(0.0, row["seconds"] - self.began_s())}
+        row = row | {"seconds": self._seconds + max(0.0, row["seconds"] - self._coordinator.began_s)}
         self.last_step = max(self.last_step, row["step"])
         if row["kind"] == "test":
             self._tested = row
             if not self._reached:
                 self._reached = _reached(row, self._spec.options)
                 if self._reached:
-                    self.stop()
+                    self._coordinator.stop()
         else:
             self._trained = row
-        self.record(row)
+        self._record(row)
 
     def result(self, totals: ServedTotals) -> Result:
         """The run in numbers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from random import Random
@@ -25,11 +24,11 @@ from polytempo.engines.processes.capacity import check_simulated
 from polytempo.one_host.hogwild import Updates, is_hogwild, share_storage
 from polytempo.partition.cut import Cut
 from polytempo.partition.tensor.parted_model import PartedModel
-from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.arguments import check_batches, check_workers, checked_job
 from polytempo.runs.frame.folder import began
-from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.frame.run_frame import torch_threads
+from polytempo.runs.frame.run_page import reported, virtual_rows
 from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts
 from polytempo.runs.simulated.priced_stages import priced_stages
@@ -56,7 +55,7 @@ from polytempo.training.step.noise_post import VirtualNoiseBoard
 from polytempo.training.step.noise_watch import NoiseWatch
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, step_cost
-from polytempo.training.trainer import recorder, result_of
+from polytempo.training.trainer import result_of
 from polytempo.training.virtual.batched_step import BatchedReplicas
 from polytempo.training.virtual.virtual_observer import VirtualObserver
 from polytempo.training.virtual.virtual_step import meta_step, priced_step
@@ -122,15 +121,10 @@ def simulate(
         )
     spec = RunSpec.of(job, strategy, workers, options)
     check_batches(spec)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads or 1)
-    try:
-        with collecting_rarely(), began(options.out):
-            if strategy.server is not None:
-                return _served(spec, cluster, progress, meta=meta)
-            return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(options.threads or 1), collecting_rarely(), began(options.out):
+        if strategy.server is not None:
+            return _served(spec, cluster, progress, meta=meta)
+        return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)
 
 
 def _served(spec: RunSpec, cluster: Cluster, progress: Progress | None, *, meta: bool) -> Result:
@@ -179,13 +173,8 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
         await updates[port.rank].settle()
         return summary
 
-    with ExitStack() as files:
-        show = files.enter_context(show_rows(progress, spec, "virtual "))
-        writer = None
-        if options.out is not None:
-            run_folder(options.out)
-            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
-        contexts[0].record = observer.record = recorder(writer, show)
+    with virtual_rows(spec, progress) as record:
+        contexts[0].record = observer.record = record
         outcome = world.run(program)
     summary = outcome.results[0]
     assert summary is not None

@@ -9,9 +9,10 @@ The coordinator stands for the launcher too: it knows of a crash after the clust
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +21,9 @@ from polytempo.cluster import Cluster
 from polytempo.core import PolytempoError, Port, Program
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.port import world_port
-from polytempo.core.system.files import run_folder
 from polytempo.engines.processes.capacity import check_simulated
-from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.runs.frame.run_page import reported, virtual_rows
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
@@ -43,7 +42,6 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served.worker_program import Attendance, work
 from polytempo.training.step.step_cost import StepCost, step_cost
-from polytempo.training.trainer import recorder
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
 _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
@@ -58,22 +56,23 @@ def simulate_served(
     `native`: the shards' optimizer by the native kernel; otherwise by torch's operations, so that one worker without
     delay gets the bits of plain torch. `meta`: nothing is computed; the result has times alone.
     """
-    run, options = ServedSimulation(spec, cluster, native, meta), spec.options
-    with ExitStack() as files:
-        show = files.enter_context(show_rows(progress, spec, "virtual "))
-        writer = None
-        if options.out is not None:
-            run_folder(options.out)
-            writer = files.enter_context(MetricsWriter(options.out / "metrics.jsonl"))
-        run.tally.record = recorder(writer, show)
-        outcome = run.world.run(run.act)
-        return run.finish(outcome)
+    with virtual_rows(spec, progress) as record:
+        run = ServedSimulation(spec, cluster, record, native=native, meta=meta)
+        return run.finish(run.world.run(run.act))
 
 
 class ServedSimulation:
     """Everything of one simulated run with a parameter server."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, native: bool, meta: bool = False) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        cluster: Cluster,
+        record: Callable[[dict[str, Any]], None] = lambda row: None,
+        *,
+        native: bool = False,
+        meta: bool = False,
+    ) -> None:
         def see(model: nn.Module, data: Data) -> Timing:
             if not meta:
                 check_simulated(model, data, spec.workers)
@@ -96,7 +95,6 @@ class ServedSimulation:
             if context.noise is not None:
                 context.noise.sends = False
         self.scheduler = program.scheduler()
-        self.tally = Tally(program, self.scheduler)
         self.coordinator = self.plan.coordinator(
             self.scheduler, Listeners(on_row=self._take, on_event=lambda event: self.reshapes.hear(event))
         )
@@ -106,7 +104,7 @@ class ServedSimulation:
             topology.spares,
             lambda shard, nodes: None,  # they are there already
         )
-        self.tally.stop, self.tally.began_s = self.coordinator.stop, lambda: self.coordinator.began_s
+        self.tally = Tally(program, self.coordinator, record)
         self.scores = self._scores()
         self.nodes = self._nodes()
 

@@ -1,0 +1,106 @@
+"""`RunFrame`: what a launcher puts around a run on processes, whichever strategy trains.
+
+folder ─ logs ─ live status ─ rows as progress ─ [ engine ─ files for other hosts ─ notice of SIGTERM ] ─ page
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polytempo.core.system import files
+from polytempo.core.system.notice import Notice, noticed
+from polytempo.engines.engine import Engine, EngineSetup, Launch
+from polytempo.engines.processes.failures import diverged
+from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.frame.launcher_files import served_files
+from polytempo.runs.frame.live_run import LiveRun, RunHistory
+from polytempo.runs.frame.run_logs import logs_of
+from polytempo.runs.frame.run_page import reported, show_rows
+from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
+
+
+class RunFrame:
+    """The frame of a run; `framed` makes it."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        live: LiveRun,
+        logs: Path | None,
+        show: Callable[[dict[str, Any]], None],
+        stack: ExitStack,
+    ) -> None:
+        self.spec, self.out = spec, spec.options.out
+        """With the folder's whole path."""
+        self.show = show
+        """Shows a row of metrics."""
+        self.given: dict[str, Any] = {}
+        """What processes must know besides, where they do not see the folder (see `launcher_files`)."""
+        self.notice: Notice | None = None
+        """Whether this process was asked to leave. None: that ends it as any other process."""
+        self._live, self._logs, self._stack = live, logs, stack
+        self._writer: MetricsWriter | None = None
+
+    def opened(self, setup: EngineSetup, launch: Launch) -> Engine:
+        """The engine for the run's processes; it ends with the frame."""
+        engine = self._stack.enter_context(setup.open(launch._replace(logs=self._logs)))
+        self._stack.enter_context(served_files(self.out, engine.address, self.given))
+        return self._live.watching(engine)
+
+    def heed(self) -> Notice | None:
+        """From now on SIGTERM is noticed, where the run can be saved."""
+        if self.out is not None:
+            self.notice = self._stack.enter_context(noticed(self.spec.options.grace_s))
+        return self.notice
+
+    def keep_rows(self, resumed_at: int | None, scored_again: float = math.inf) -> None:
+        """Write the rows that `record` takes into the folder, behind those that a resumed run keeps."""
+        if self.out is not None:
+            writer = MetricsWriter(self.out / "metrics.jsonl", resumed_at=resumed_at, scored_again=scored_again)
+            self._writer = self._stack.enter_context(writer)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Take a row of metrics."""
+        if self._writer is not None:
+            self._writer.write(row)
+        self.show(row)
+
+
+@contextmanager
+def framed(spec: RunSpec, progress: Progress | None, history: RunHistory | None = None) -> Iterator[RunFrame]:
+    """A frame around a run. `history`: what became of its processes, for the live status."""
+    out = spec.options.out and spec.options.out.resolve()
+    if out is not None:
+        files.run_folder(out)
+    with ExitStack() as stack:
+        logs = stack.enter_context(logs_of(out))
+        live = stack.enter_context(LiveRun(out, spec, history or RunEvents()))
+        stack.enter_context(diverged())
+        show = live.noting(stack.enter_context(show_rows(progress, spec)))
+        yield RunFrame(replace(spec, options=replace(spec.options, out=out)), live, logs, show, stack)
+
+
+def with_page(result: Result, spec: RunSpec) -> Result:
+    """The result of a run that is over, with the page that it leaves in its folder, if it has one."""
+    return result if spec.options.out is None else reported(result, spec.options.out)
+
+
+@contextmanager
+def torch_threads(number: int = 1) -> Iterator[None]:
+    """Inside, this process computes with so many threads. OpenMP's would not survive a fork, but for one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
