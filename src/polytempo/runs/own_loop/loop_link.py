@@ -167,7 +167,13 @@ class _Place(NamedTuple):
 
 def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> ServerLine:
     home = Path(told["ready"])
-    status = home.lstat()
+    try:
+        status = home.lstat()
+    except FileNotFoundError:
+        raise PolytempoError(
+            f"the parameter server (process {told['process']}) has ended before rank {rank} reached it; its log, which "
+            "is rank 0's, says why"
+        ) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PolytempoError(f"{home} is not a private folder of this user, so what listens there is not the server")
     mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.plan.mail_bytes))
@@ -184,7 +190,7 @@ class WatchedMail:
     def __init__(self, mail: ServerLine, coordinator: int, *, process: int | None) -> None:
         self._mail, self._coordinator, self._process = mail, coordinator, process
         self._heard_s = time.monotonic()
-        self._last_s = 0.0
+        self._last_s = self._looked_s = 0.0
 
     def post(self, to: int, message: Message) -> bool:
         """See `worlds.mail.Mail`."""
@@ -203,10 +209,11 @@ class WatchedMail:
                 if mail[0] == self._coordinator:
                     self._heard_s = self._last_s
                 return _unfailed(mail)
-            elif self._last_s >= until_s:
-                return None
-            else:
+            if self._last_s - self._looked_s >= _LOOK_S:  # also where callers wait for less
+                self._looked_s = self._last_s
                 self._look()
+            if self._last_s >= until_s:
+                return None
 
     def close(self, linger_s: float) -> None:
         """Let what was posted leave, and close."""
