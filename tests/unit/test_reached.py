@@ -48,7 +48,7 @@ def test_long_tests_come_later_unless_they_changed(capsys: pytest.CaptureFixture
 
 
 def test_changed_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed are paths of commits since the branch was left, of the working tree, and new ones that git does not ignore."""
+    """Changed are paths of commits since the branch began, of the working tree, and new ones, but no ignored ones."""
     monkeypatch.setattr(reached, "ROOT", tmp_path)
     git = reached.git
     git("init", "-q", "-b", "main")

@@ -17,21 +17,21 @@ def async_sgd(
     pull_codec: Codec | None = None,
     hierarchical: bool = False,
 ) -> Strategy:
-    """Every worker: pull the parameters, compute a gradient on them, push it; the server applies what arrives.
+    """Every worker: pull the parameters, compute a gradient on them, push it; the server applies each push.
 
     θ ← θ - ρ η g(θ_{t-τ}); τ, the updates that came between, has the mean λ - 1 with λ workers of one speed. The job's
     optimizer runs in the shards, and every gradient is a step of it: λ workers make λ steps where synchronous SGD
     makes one. With one worker it is plain SGD, to the bit.
 
     ρ = `rate` multiplies the job's learning rate η. Without it ρ = 1/λ, λ the workers that the run starts with: a
-    gradient counts what it counts in the synchronous step, which takes the mean of λ, and the job's η is good for both.
-    The paper's rule is `rate=1`. Then give the job a smaller η: staleness acts like momentum, and adds to the job's
-    (I. Mitliagkas et al., "Asynchrony begets momentum", 2016). Under a schedule η is the rate at the batch's place in
-    the run, whichever worker computes it, and however late. Weight decay goes with each update, at its rate ρ η.
+    gradient counts as much as in the synchronous step, which takes the mean of λ, and the job's η is good for both. The
+    paper's rule is `rate=1`. Then give the job a smaller η: staleness acts like momentum, and adds to the job's (I.
+    Mitliagkas et al., "Asynchrony begets momentum", 2016). Under a schedule η is the rate at the batch's place in the
+    run, whichever worker computes it, and however late. Weight decay goes with each update, at its rate ρ η.
 
     `shards` processes hold the parameters in parts; each part has `replicas` further copies.
 
-    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+    `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
     `hierarchical`: the workers of a host add up their gradients first, in its memory, and one of them pushes the sum,
     which is one update: θ ← θ - ρ η Σ gᵢ, with the mean of their rates under a schedule. Plain SGD moves as far as by

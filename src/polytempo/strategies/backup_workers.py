@@ -12,7 +12,7 @@ from polytempo.server.service import choice, served
 
 
 def backup_workers(backups: int = 1, shards: int = 1, replicas: int = 0, scale: str = "none") -> Strategy:
-    """Of λ = N + b workers the first N gradients of a step count (b = `backups`); later ones are dropped.
+    """Use the first N gradients of a step of λ = N + b workers (b = `backups`); later ones are dropped.
 
     θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first N, the mean over their samples: mᵢ is how many gᵢ is of, as an epoch's last
     batch may be smaller. No gradient that counts is stale. A worker that came late pulls and is in the present step

@@ -1,4 +1,4 @@
-"""Codistillation: groups train a model each, and learn from what the others' models predicted a while ago."""
+"""Codistillation: groups train a model each, and learn from the others' predictions of a while ago."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ def codistillation(
     `workers` is a multiple of `groups`: worker r is in group r mod `groups`. Group i has the samples i, i + groups, …
     of the training set (as many for each, a rest is left out), begins at parameters of its own, and its workers train
     by `inner` (default: `sync_sgd()`) among themselves. An epoch is one of a group's samples. The first exchange is at
-    step max(`period`, `burn_in`); until then, and with w = 0 all the time, groups train by themselves. Scores are of
-    group 0's model, and that is what a run hands out. Checkpoints hold all groups, and the models that they have of
-    each other.
+    step max(`period`, `burn_in`); until then, and with w = 0 all the time, groups train alone. Scores are of group 0's
+    model, the result of a run. Checkpoints hold all groups, and the models that they have of each other.
 
     A job's output must be logits, classes in the last dim, and its loss a function of output and target; a model
-    with running statistics is refused, as no group has those of another. For jobs alone, not elastic.
+    with running statistics is refused, because no group has another group's statistics. For jobs alone, not elastic.
 
     Cost: `inner`'s, a model to each other group every `period` steps, and from then on `groups` - 1 forward passes a
     step; memory for `groups` more models.

@@ -1,4 +1,4 @@
-"""DC-ASGD: asynchronous SGD whose server corrects each gradient for the way the parameters have gone meanwhile."""
+"""DC-ASGD: asynchronous SGD; the server corrects each gradient for the parameters' movement meanwhile."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def dc_asgd(
     """Every worker pulls, computes, pushes; θ ← θ - ρ η (g + s g⊙g⊙(θ - θ_read)), s = `strength`, with each gradient.
 
     The correction is about the gradient that the present θ would have given: a Taylor series to first order, with g⊙g
-    in place of the Hessian's diagonal. With strength 0 it is `async_sgd`, and ρ = `rate` is what it is there: without
-    it one over the number of workers; the paper's rule is `rate=1`, with a learning rate that fits.
+    in place of the Hessian's diagonal. With strength 0 it is `async_sgd`, and ρ = `rate` is as there: without it one
+    over the number of workers; the paper's rule is `rate=1`, with a learning rate that fits.
 
     With `mean_square` m (DC-ASGD-a) s is divided by √(v + 10⁻⁷) for each parameter, v ← m v + (1 - m) g⊙g, so that it
     need not be tuned to the gradients' size: the paper's is s = 2, m = 0.95. The job's optimizer must then be SGD.

@@ -29,7 +29,7 @@ def ddg(
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

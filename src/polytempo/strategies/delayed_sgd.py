@@ -8,7 +8,7 @@ from polytempo.synchronization import delayed
 
 
 def delayed_sgd(delay: int = 1, route: Route = native) -> Strategy:
-    """Step t applies the mean gradient of step t - `delay`, whose exchange overlaps the steps between.
+    """Apply at step t the mean gradient of step t - `delay`; its exchange overlaps the steps between.
 
     θ_{t+1} = θ_t - η · mean(gᵢ(θ_{t-d})). The first d steps apply nothing, neither weight decay nor momentum, but a
     schedule counts them. Weight decay is of the present parameters. The learning rate that is stable shrinks with the

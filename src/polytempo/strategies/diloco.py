@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step of an outer optimizer on what the workers moved."""
+"""DiLoCo: many local steps, then one step of an outer optimizer on the workers' movement."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def diloco(
     route: Route | WireRoute = native,
     codec: Codec | None = None,
 ) -> Strategy:
-    """After `period` local steps, the mean movement of the workers is the gradient of a Nesterov step.
+    """Take the workers' mean movement in `period` local steps as the gradient of a Nesterov step.
 
-    Δ = θ_anchor - mean(θᵢ); v ← μv + Δ; θ_anchor ← θ_anchor - lr · (Δ + μv). Inner optimizers keep their state.
-    With outer_lr = 1 and outer_momentum = 0 it is local SGD. With a `codec`, Δ is the mean of decode(encode(θ_anchor -
-    θᵢ)): write `codec=feedback(top_k(0.1))`, for what a codec without feedback leaves out is lost. What comes late is
-    amplified by the outer momentum, so a codec that sends a hundredth needs a smaller outer_lr. `route` is as in
+    Δ = θ_anchor - mean(θᵢ); v ← μv + Δ; θ_anchor ← θ_anchor - lr · (Δ + μv). Inner optimizers keep their state. With
+    outer_lr = 1 and outer_momentum = 0 it is local SGD. With a `codec`, Δ is the mean of decode(encode(θ_anchor - θᵢ)):
+    write `codec=feedback(top_k(0.1))`, because the part that a codec without feedback leaves out is lost. The outer
+    momentum amplifies late parts, so a codec that sends a hundredth needs a smaller outer_lr. `route` is as in
     `local_sgd`.
 
-    In an elastic run a round ends at once where a worker is lost: the outer step is made of what the others have moved,
+    In an elastic run a round ends immediately where a worker is lost: the outer step is made of the others' movement,
     and the lost worker's samples since the last one are dealt again. Newcomers get the anchor and the outer momentum,
     which all workers have alike, from a living one.
 
@@ -45,13 +45,13 @@ def diloco(
 
 
 def mean_movement(route: Route | WireRoute, codec: Codec | None) -> Transform:
-    """The mean of what the workers moved, by `codec` if there is one; `native` is then what suits the codec."""
+    """The mean of the workers' movement, by `codec` if there is one; `native` then suits the codec."""
     if codec is None:
         return mean(route)  # type: ignore[arg-type]
     check_codec(codec)
     if codec.facts.memory == "own":
         raise ValueError(
-            f"{codec.facts.name} adds momentum to gradients, and what a worker moved has its optimizer's already; use "
+            f"{codec.facts.name} adds momentum to gradients, and a worker's movement has its optimizer's already; use "
             "codec=feedback(top_k(…))"
         )
     return through(codec, route=None if route is native else route)

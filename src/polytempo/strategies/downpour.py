@@ -1,4 +1,4 @@
-"""Downpour SGD: workers step by themselves, push what they accrue, and fetch the parameters now and then."""
+"""Downpour SGD: workers make steps of their own, push sums of gradients, and fetch the parameters now and then."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def downpour(
     pull_codec: Codec | None = None,
     hierarchical: bool = False,
 ) -> Strategy:
-    """Every worker: w ← w - α g by itself; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
+    """Every worker: w ← w - α g alone; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
 
-    g = ∇loss(w) + δ w holds the job's weight decay δ, locally and in what is pushed. AdamW's is no part of a gradient:
+    g = ∇loss(w) + δ w holds the job's weight decay δ, locally and in pushes. AdamW's is not a part of a gradient:
     the server has it in its own steps where `optimizer` is "adamw" or "job", and with another one it is refused. The
     job's momentum shapes the local steps; the server's step is of `optimizer` alone.
 
@@ -35,9 +35,9 @@ def downpour(
     alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the worker computes: a fetch
     that was asked for after one step is used after the next.
 
-    `codec` encodes each sum for each shard, `compression.feedback(compression.top_k(0.01))` for example: what it holds
-    back goes with the worker's next sum, and is lost with the worker's life, as is what a shard drops. `pull_codec`
-    encodes the parameters for those who fetch them, and must keep every one: bf16, fp16, int8, dynamic8.
+    `codec` encodes each sum for each shard, `compression.feedback(compression.top_k(0.01))` for example: the part held
+    back goes with the worker's next sum, and is lost with the worker's life, as is a sum that a shard drops.
+    `pull_codec` encodes fetched parameters, and must keep every one: bf16, fp16, int8, dynamic8.
 
     `hierarchical`: the workers of a host add up their sums before one of them pushes that, as in `async_sgd`.
 
@@ -65,7 +65,7 @@ def downpour(
 
 
 def _rule(optimizer: str, lr: float | None) -> UpdateRule | None:
-    """What the shards apply; None: the job's own optimizer."""
+    """The shards' update rule; None: the job's own optimizer."""
     if lr is not None and not lr > 0:
         raise ValueError(f"the server's learning rate must be above 0, got lr={lr}")
     if lr is not None and optimizer == "job":

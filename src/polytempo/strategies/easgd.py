@@ -1,4 +1,4 @@
-"""Elastic averaging SGD: workers explore by themselves, each on a spring to a center at the server."""
+"""Elastic averaging SGD: workers explore alone, each on a spring to a center at the server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from polytempo.server.worker.transforms import exchange
 def easgd(
     period: int = 4, alpha: float | None = None, beta: float = 0.9, shards: int = 1, replicas: int = 0
 ) -> Strategy:
-    """Every worker steps by itself with the job's optimizer; every `period` steps it and the center draw nearer.
+    """Every worker steps alone with the job's optimizer; every `period` steps it and the center draw nearer.
 
-    d = α (x - x̃); x ← x - d at the worker, x̃ ← x̃ + d at the server (x̃, the center, is the model that comes of it).
+    d = α (x - x̃); x ← x - d at the worker, x̃ ← x̃ + d at the server (x̃, the center, is the resulting model).
     Without `alpha` α = β/λ with λ workers. A job with Nesterov momentum makes it EAMSGD, the paper's momentum form.
 
     Weight decay and schedule are of the workers' own steps, with the rate at each batch's place in the run; the center
-    moves by d alone. A worker that dies loses what it had explored since its last exchange.
+    moves by d alone. A worker that dies loses its exploration since its last exchange.
 
     Cost: the parameters there and a difference back, every τ = `period` steps. The worker waits for them.
 

@@ -1,4 +1,4 @@
-"""Features Replay: DDG that keeps inputs only and computes activations anew."""
+"""Features Replay: DDG that keeps inputs only and computes activations again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def features_replay(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """As `ddg`, but a late backward pass computes a batch's activations anew, with the present parameters.
+    """Run `ddg` with late backward passes that compute a batch's activations again, with the present parameters.
 
-    w(k) ← w(k) - γ ∇f(w(t); h(t - d(k))),    d(k) = K-1-k; h is what the stage before gave then
+    w(k) ← w(k) - γ ∇f(w(t); h(t - d(k))),    d(k) = K-1-k; h is the output of the stage before at that time
 
-    Running statistics and dropout masks are those of the first pass. `lockstep`: as in `ddg`.
+    Running statistics and dropout masks are as in the first pass. `lockstep`: as in `ddg`.
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

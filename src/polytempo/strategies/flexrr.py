@@ -1,4 +1,4 @@
-"""FlexRR: synchronous or bounded-staleness SGD in which workers that fall behind hand work to others."""
+"""FlexRR: synchronous or bounded-staleness SGD; workers that fall behind hand work to others."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def flexrr(
     """Workers tell `helpers` others how far they are; who is well behind one gives it slices from its batch's end.
 
     A worker that is more than `behind` of its batch behind a helper offers it `first_offer` of the batch, and each time
-    that this is begun `later_offers` more. A slice, what a worker does between two looks at its mail, is `grain` of a
+    that this is begun `later_offers` more. A slice, a worker's work between two looks at its mail, is `grain` of a
     batch, at least one sample. A helper's gradient counts as the helped worker's, so with `bound` = 0 the mean over
-    the step's samples is that of synchronous SGD, to rounding, whichever worker did what:
+    the step's samples equals synchronous SGD's, to rounding, for any division of the work:
 
         θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ      mᵢ = the samples behind gradient gᵢ
 

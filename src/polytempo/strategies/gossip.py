@@ -8,19 +8,19 @@ from polytempo.synchronization import every, overlapped
 
 
 def gossip(graph: Graph = ring_graph, period: int = 1, overlap: bool = False) -> Strategy:
-    """After every `period` steps, mix the model with the neighbours' in the graph.
+    """Mix the model with the neighbours' models in the graph, after every `period` steps.
 
     θᵢ ← Σⱼ Wᵢⱼ θⱼ, W doubly stochastic. `graph` is `ring`, `exponential_graph`, `complete` or `random_pairs()`.
 
     Running statistics (batch norm) are mixed with the same neighbours by the same W. Optimizers stay local. No worker
     talks to others than its neighbours, but for an evaluation, which is of the mean of all models.
 
-    In an elastic run W is that of the present number of workers. Where one is lost the others mix at once, their mean
-    stays, and the lost worker's samples since it mixed last are dealt again. A newcomer gets the others' mean; when one
-    leaves, the others move alike, so that the mean stays. All make sure at each mixing that all have what they need,
-    by an all-reduce of 40 bytes.
+    In an elastic run W is the matrix of the present number of workers. Where one is lost the others mix immediately,
+    their mean stays, and the lost worker's samples since it mixed last are dealt again. A newcomer gets the others'
+    mean; when one leaves, the others move alike, so that the mean stays. All make sure at each mixing that all have
+    their neighbours' models, by an all-reduce of 40 bytes.
 
-    Cost: K bytes to each neighbour, one message long, whatever the number of workers; a second, small one for running
+    Cost: K bytes to each neighbour, one message long, for any number of workers; a second, small one for running
     statistics.
 
     Without `overlap` the mix follows the local step. With it models are mixed while the next gradient is computed at

@@ -18,10 +18,10 @@ def gpipe(
 ) -> Strategy:
     """Cut a batch into micro-batches, which go forward through all stages, and then back; update when all are back.
 
-    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay. With
-    `recompute` a stage keeps a micro-batch's inputs only, and computes its activations anew on the way back.
+    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: the same as one worker. No delay. With
+    `recompute` a stage keeps a micro-batch's inputs only, and computes its activations again on the way back.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

@@ -23,21 +23,21 @@ def hybrid(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """Divide the weights of `layers` over all workers, each of which gets samples of its own.
+    """Divide the weights of `layers` over all workers; each gets samples of its own.
 
-    `layers`: names or patterns, as a list or as text with commas: 'classifier.1, classifier.4'. "auto" takes those of
-    `pt.plan_layers` for the run's workers and batch: where inputs are fewer bytes than weights, or with `link`, such as
-    "1gbit", where they take less time on that link. `exchange`: in which rounds samples travel; see
+    `layers`: names or patterns, as a list or as text with commas: 'classifier.1, classifier.4'. "auto" takes the layers
+    of `pt.plan_layers` for the run's workers and batch: where inputs are fewer bytes than weights, or with `link`, such
+    as "1gbit", where they take less time on that link. `exchange`: the rounds of samples; see
     `partition.hybrid.traffic`. `inner` (default: `sync_sgd()`) exchanges the gradients of all other layers.
 
-    `activations` and `gradients`: codecs by which divided layers exchange these, as `pt.hybrid` says. What `inner`
-    exchanges is its own matter.
+    `activations` and `gradients`: codecs for the divided layers' exchanges, as in `pt.hybrid`. `inner` encodes its own
+    exchanges.
 
     Cost: 2(N-1) · B · I + 2(N-1)/N · B · O numbers for a divided layer of I inputs and O outputs, for the B samples of
     all N workers, and nothing for its weights. `pt.hybrid` is this for a loop of one's own.
 
-    Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014; the plan is that of
-    F. Iandola et al., "FireCaffe", 2016.
+    Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014; the plan is from F.
+    Iandola et al., "FireCaffe", 2016.
     """
     given = [name for name in layers.split(",") if name.strip()] if isinstance(layers, str) else layers
     names = tuple(name.strip() for name in names_of(given))

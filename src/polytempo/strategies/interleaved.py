@@ -18,10 +18,10 @@ def interleaved(
 ) -> Strategy:
     """1F1B over V = `parts` parts of the model a stage: part p is at stage p mod K.
 
-    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
+    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: the same as one worker. No delay.
     `micro_batches` is a multiple of `stages`.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

@@ -12,15 +12,15 @@ from polytempo.synchronization import every
 def local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec | None = None) -> Strategy:
     """Every worker takes `period` steps of its own, then all continue from the mean of their models.
 
-    θ ← Σᵢ (1/N) θᵢ at steps H, 2H, … ; momentum and other state stay with the worker. With a `codec`, what each moved
-    since then is encoded: θ ← θ_last - Σᵢ (1/N) decode(encode(θ_last - θᵢ)). Write `codec=feedback(top_k(0.1))`, for
-    what a codec without feedback leaves out is lost.
+    θ ← Σᵢ (1/N) θᵢ at steps H, 2H, … ; momentum and other state stay with the worker. With a `codec`, each worker's
+    movement since then is encoded: θ ← θ_last - Σᵢ (1/N) decode(encode(θ_last - θᵢ)). Write
+    `codec=feedback(top_k(0.1))`, because the part that a codec without feedback leaves out is lost.
 
     `route`: how models are added up; `native` leaves that to the world. With a `codec`, `native` leaves it to the codec
     (in `compression.through` that is route=None), and its wire routes can be given, too, such as `all_gather`.
 
-    In an elastic run a round ends at once where a worker is lost: the others average what they have; the lost worker's
-    steps since the last average are lost, and their samples are dealt again. Newcomers get the average.
+    In an elastic run a round ends immediately where a worker is lost: the others average their models; the lost
+    worker's steps since the last average are lost, and their samples are dealt again. Newcomers get the average.
 
     Cost: 1/H of synchronous SGD's communication; with a codec memory for θ_last, and for the residual.
 

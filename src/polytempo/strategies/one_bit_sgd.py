@@ -1,4 +1,4 @@
-"""1-bit SGD: a gradient's signs travel, with two numbers a row, and what they leave out goes with the next."""
+"""1-bit SGD: a gradient's signs travel, with two numbers a row, and the rest goes with the next gradient."""
 
 from __future__ import annotations
 

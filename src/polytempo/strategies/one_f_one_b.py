@@ -15,11 +15,11 @@ def one_f_one_b(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """As `gpipe`, but a micro-batch comes back as soon as it can, so that a stage holds fewer of them.
+    """Run `gpipe` with micro-batches that come back as soon as they can, so that a stage holds fewer of them.
 
-    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
+    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: the same as one worker. No delay.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

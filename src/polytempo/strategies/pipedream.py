@@ -17,7 +17,7 @@ def pipedream(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """Each batch comes back with the parameters that it went forward with, and makes an update at once.
+    """Each batch comes back with the parameters that it went forward with, and makes an update immediately.
 
     w(t+1) = w(t) - ν ∇f(w₁(t-K+1), …, w_K(t))
 
@@ -26,7 +26,7 @@ def pipedream(
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

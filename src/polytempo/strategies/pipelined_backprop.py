@@ -16,13 +16,13 @@ def pipelined_backprop(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """As `ddg(weights="current")`, with a step more between stages, so that a message may take as long as a batch.
+    """Run `ddg(weights="current")` with one more step between stages, so that a message may take as long as a batch.
 
     w(k) ← w(k) - γ g(t - d(k)),    d(k) = 2(K-1-k) steps late at stage k of K
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`

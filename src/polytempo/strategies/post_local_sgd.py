@@ -13,7 +13,7 @@ def post_local_sgd(switch_step: int = 100, period: int = 8, route: Route = nativ
     The paper switches at the first decay of the learning rate. From the switch on, momentum and other state are each
     worker's own.
 
-    In an elastic run the steps before the switch are those of `sync_sgd`, and the others those of `local_sgd`.
+    In an elastic run the steps before the switch are steps of `sync_sgd`, and the others of `local_sgd`.
 
     Cost: synchronous SGD's until the switch, 1/H of it afterwards.
 

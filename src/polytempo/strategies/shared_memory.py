@@ -8,7 +8,7 @@ from polytempo.core.strategy import OnOneCopy
 
 
 def shared_memory() -> Strategy:
-    """Synchronous SGD in which the workers of a host share one copy of parameters and optimizer state.
+    """Synchronous SGD on one copy of parameters and optimizer state, shared by the workers of a host.
 
     g = Σᵢ (nᵢ/n) gᵢ and one step of the optimizer, as in `sync_sgd`: the same model, to rounding. A step is: all
     meet; every rank reduces its slice of the gradients over the ranks and applies the optimizer to it in the same
@@ -17,6 +17,6 @@ def shared_memory() -> Strategy:
     Cost on N workers with K bytes of gradients: each reads K and writes its K/N of the parameters and the optimizer's
     state, where N copies of the optimizer would write K each. Memory: one copy instead of N.
 
-    Source: the rule is that of J. Chen et al., "Revisiting distributed synchronous SGD", 2016; the layout is ours.
+    Source: the rule is from J. Chen et al., "Revisiting distributed synchronous SGD", 2016; the layout is ours.
     """
     return Strategy(call_name(shared_memory, locals()), gradients=mean(native), meeting=OnOneCopy("together"))

@@ -15,16 +15,15 @@ def sign_sgd(feedback: bool = False, exact_below: int = 1024, momentum: float = 
     Without `feedback`: g ← scale · sign(Σᵢ bᵢ), 0 on a tie, where bᵢ = sign(gᵢ), and for gᵢ = 0 it is 1 or -1 as
     (element + i + step) is odd or even, for one bit has no word for 0. That is the optimizer's gradient: under SGD
     every parameter moves by `scale` times the learning rate (and by its weight decay). By the default, a hundredth,
-    SGD's learning rate does for votes, too; the paper's `scale=1` needs a hundredth of that rate. All workers
-    weigh the same, and fewer than half of them cannot turn a vote. A parameter without a gradient on any worker (the
-    row of an embedding that no rank used) stays where it is if their number N is even; if it is odd, it goes forth and
-    back, and is never farther than one step from where it was.
-    With `momentum` β (Signum) each worker votes by its own average mᵢ ← β mᵢ + (1 - β) gᵢ. One worker alone then steps
-    by mᵢ. An optimizer's own momentum acts on the votes, as it does without.
-    With `feedback` (EF-signSGD): v = g + r; v̂ = mean|v| · sign(v); r ← v - v̂; the mean of the v̂, with SGD's learning
-    rate. Tensors of fewer than `exact_below` elements travel as they are, and are voted on all the same, where
-    zero is no vote. With one worker nothing is encoded: it is plain SGD, with steps of another size than those of
-    several voters.
+    SGD's learning rate does for votes, too; the paper's `scale=1` needs a hundredth of that rate. All workers weigh the
+    same, and fewer than half of them cannot turn a vote. A parameter without a gradient on any worker (the row of an
+    embedding that no rank used) stays where it is if their number N is even; if it is odd, it goes forth and back, and
+    is never farther than one step from where it was. With `momentum` β (Signum) each worker votes by its own average mᵢ
+    ← β mᵢ + (1 - β) gᵢ. One worker alone then steps by mᵢ. An optimizer's own momentum acts on the votes, as it does
+    without. With `feedback` (EF-signSGD): v = g + r; v̂ = mean|v| · sign(v); r ← v - v̂; the mean of the v̂, with SGD's
+    learning rate. Tensors of fewer than `exact_below` elements travel as they are, and are voted on all the same, where
+    zero is not a vote. With one worker nothing is encoded: it is plain SGD, with steps of another size than several
+    voters'.
 
     Cost: votes (N-1)/32 of float32's bytes; with feedback 2(N-1)/N · 1/32, and memory for one more gradient,
     in float32 where that has 16 bits; with momentum memory for mᵢ.

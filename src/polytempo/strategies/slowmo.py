@@ -15,23 +15,23 @@ def slowmo(
     route: Route = native,
     inner: Strategy | None = None,
 ) -> Strategy:
-    """After `period` steps, what the workers' mean has moved goes into a momentum, by which all move on.
+    """Add the movement of the workers' mean in `period` steps to a momentum, and move all workers by it.
 
     Δ = θ_anchor - mean(θᵢ); u ← βu + Δ; θ_anchor ← θ_anchor - α u, with α = `slow_lr` and β = `slow_momentum`.
 
-    `inner` is what workers do within a round: nothing (local SGD) without it, or a strategy that exchanges by
+    `inner` is the strategy within a round: local SGD without it, or a strategy that exchanges by
     messages, such as `gossip()` or `stochastic_gradient_push()`. With α = 1 and β = 0 it is local SGD. With period 1,
     α = 1 and plain SGD it is synchronous SGD with momentum β. A movement that repeats adds up to α / (1 - β) times
     itself: twice by the defaults. With a larger β, such as 0.7 (3.3 times), take a smaller learning rate.
 
     In an elastic run it behaves as `diloco`; an `inner` strategy is refused there.
 
-    Cost: that of `inner`, and the route's once in τ = `period` steps; memory for the anchor and the momentum.
+    Cost: the cost of `inner`, and the route's once in τ = `period` steps; memory for the anchor and the momentum.
 
     Source: J. Wang, V. Tantia, N. Ballas and M. Rabbat, "SlowMo: improving communication-efficient distributed SGD with
-    slow momentum", 2020, algorithm 1, whose inner optimizers keep their state here ("maintain"). Deviation: there u is
-    divided by the learning rate of its round and multiplied by that of the next one; here what has moved stays what it
-    was when the rate changes.
+    slow momentum", 2020, algorithm 1; its inner optimizers keep their state here ("maintain"). Deviation: there u is
+    divided by the learning rate of its round and multiplied by the rate of the next one; here a change of the rate does
+    not change past movement.
     """
     slow = every(period, from_anchor(chain(mean(route), heavy_ball(slow_lr, slow_momentum))))
     name = call_name(slowmo, locals(), brief=("inner",))

@@ -28,9 +28,9 @@ def softsync(
     `staleness_aware` says for optimizers other than plain SGD: a step has the mean of the gradients' rates.
 
     ρ = `rate` multiplies the job's learning rate η. Without it ρ = c/λ, about 1/n, λ the workers that the run starts
-    with: a gradient counts what it counts in the synchronous step. With "inverse", which looks after that, ρ = 1.
+    with: a gradient counts as much as in the synchronous step. With "inverse", which looks after that, ρ = 1.
 
-    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+    `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
     `hierarchical`: the workers of a host sum their gradients before one of them pushes, as in `async_sgd`. It
     counts as many gradients as it has, so an update may be of a few more than c. Only with `scale="constant"`.

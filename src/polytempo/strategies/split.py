@@ -21,17 +21,17 @@ def split(
     """Split the layers that `rules` name over `parts` workers, which compute one batch together.
 
     `rules` go from layers' names, or patterns with `*`, to ways: {"*.up": "column", "*.down": "row"}, or as text:
-    '*.up: column, *.down: row'. Which ways there are, and what `sequence` does, `pt.split` says, which is this for a
-    loop of one's own. "auto" splits every layer that can be, by the ways that send the fewest bytes
-    (`partition.plan.split_choice`). The loss gets the model's whole answer: that of a layer that is split by
-    "vocabulary" is gathered, but for `torch.nn.functional.cross_entropy` of class indices, which needs less.
+    '*.up: column, *.down: row'. `pt.split`, the same for a loop of one's own, lists the ways and explains `sequence`.
+    "auto" splits every layer that can be, by the ways that send the fewest bytes (`partition.plan.split_choice`). The
+    loss gets the model's whole answer: the answer of a layer split by "vocabulary" is gathered, except for
+    `torch.nn.functional.cross_entropy` of class indices, which needs less.
 
-    `workers` is a multiple of `parts`: worker r has part r mod N of model r // N, whose N workers get the same batches.
-    `inner` (default: `sync_sgd()`) is what happens between workers that hold the same parts.
+    `workers` is a multiple of `parts`: worker r has part r mod N of model r // N; the N workers of a model get the same
+    batches. `inner` (default: `sync_sgd()`) is the strategy between workers that hold the same parts.
 
-    `activations` and `gradients`: codecs by which layers exchange these, as `pt.split` says.
+    `activations` and `gradients`: codecs for the layers' exchanges, as in `pt.split`.
 
-    Cost: activations, of which `partition.tensor.traffic` counts the bytes. Gradients, optimizer state and activations
+    Cost: activations; `partition.tensor.traffic` counts their bytes. Gradients, optimizer state and activations
     of split layers exist once over the N workers.
 
     Source: M. Shoeybi et al., "Megatron-LM", 2019.

@@ -19,11 +19,11 @@ def ssp(
 ) -> Strategy:
     """Every worker pulls, computes, pushes, as in `async_sgd`; at most `bound` steps ahead of the slowest worker.
 
-    A pull after step c waits until every worker has pushed step c - s (s = `bound`), so what is read holds all
+    A pull after step c waits until every worker has pushed step c - s (s = `bound`), so the pulled parameters hold all
     gradients up to there. s = 0 is a barrier in every step. A short delay of one worker costs the others nothing.
     `rate` multiplies the job's learning rate, as in `async_sgd`: without it one over the number of workers.
 
-    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+    `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
     Cost: as `async_sgd`.
 

@@ -21,7 +21,7 @@ def staleness_aware(
     Without `n` every gradient is an update (n = λ), where it matters most: a learning rate that synchronous SGD just
     bears goes on working with many workers.
 
-    The formula is plain SGD's. Whatever the job's optimizer, 1/τᵢ divides the learning rate and not the gradient, for
+    The formula is plain SGD's. For every optimizer of the job, 1/τᵢ divides the learning rate and not the gradient, for
     Adam and Adagrad would cancel a constant factor of that. An update is one step on ḡ with the rate η̄, which its
     weight decay has, too:
 
@@ -32,7 +32,7 @@ def staleness_aware(
     With momentum take a smaller rate than synchronous SGD's: a gradient that is not stale steps with the whole η, and
     with it goes the history that stale ones built up.
 
-    `codec` encodes what is pushed, and `pull_codec` what is pulled, as in `downpour`.
+    `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
     Cost: as `softsync`.
 

@@ -1,4 +1,4 @@
-"""Stochastic gradient push: gossip over directed graphs, where no worker waits for those that it sends to."""
+"""Stochastic gradient push: gossip over directed graphs, where no worker waits for its receivers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from polytempo.core import Strategy, call_name
 
 
 def stochastic_gradient_push(graph: Graph = exponential_graph) -> Strategy:
-    """After each step every worker sends parts of its model, and of a weight, to those that the graph says.
+    """Send parts of each worker's model, and of a weight, to its receivers in the graph, after each step.
 
     xᵢ ← Σⱼ Pᵢⱼ xⱼ, wᵢ ← Σⱼ Pᵢⱼ wⱼ, zᵢ = xᵢ / wᵢ; gradients are taken at z and applied to x. Only the columns of P must
-    sum to 1, so any directed graph will do in which each worker keeps a part: `random_targets()`, or those of `gossip`,
-    with which all w are 1 and it is `gossip`. The mean of the xᵢ moves by the mean of the updates.
+    sum to 1, so any directed graph will do if each worker keeps a part: `random_targets()`, or the graphs of `gossip`;
+    with these all w are 1 and it is `gossip`. The mean of the xᵢ moves by the mean of the updates.
 
     Running statistics (batch norm) go the same ways, by weight. Optimizers stay local. An evaluation is of the mean of
     the zᵢ. Elastic runs are refused: of a worker that is lost, a part of the sum would be lost.

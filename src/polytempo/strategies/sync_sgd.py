@@ -11,8 +11,8 @@ from polytempo.core.strategy import ByMessages, InSlices
 def sync_sgd(route: Route = native) -> Strategy:
     """Average the gradients of all workers before every step.
 
-    g = Σᵢ (nᵢ/n) gᵢ, so N workers with n/N samples each do what one worker does with n samples, whatever
-    the optimizer. `route` is `native`, `ring`, `tree`, `halving_doubling`, `star`, `hierarchical()` or
+    g = Σᵢ (nᵢ/n) gᵢ, so N workers with n/N samples each do the work of one worker with n samples, for any
+    optimizer. `route` is `native`, `ring`, `tree`, `halving_doubling`, `star`, `hierarchical()` or
     `invariant()`. With the last the weights have the same bits for any number of workers up to its slices, as long as
     the global batch is the same (option `global_batch_size`).
 

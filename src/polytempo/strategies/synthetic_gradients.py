@@ -18,10 +18,10 @@ def synthetic_gradients(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """Decoupled neural interfaces (DNI): every stage updates at once, by an estimate M(h) of its output's gradient.
+    """Decoupled neural interfaces (DNI): every stage updates immediately, by an estimate M(h) of its output's gradient.
 
     w ← w - γ M(h) ∂h/∂w                 no update is late; the last stage has the true gradient
-    M ← M - lr ∂/∂M ‖M(h) - δ‖²          δ: what the stage behind sends back, by its own estimate, one batch later
+    M ← M - lr ∂/∂M ‖M(h) - δ‖²          δ: the answer of the stage behind, by its own estimate, one batch later
 
     With `classes`, targets are labels, and M is given them one-hot (cDNI): without them it is far less exact. M has
     `hidden_layers` of `width`, and learns by Adam with `lr`; it begins with zeros.
@@ -29,15 +29,15 @@ def synthetic_gradients(
     checkpoints, and not in the model.
 
     An estimate that is wrong drives h on, and by a rate that back-propagation just bears the outputs grow without end.
-    So under SGD take a tenth to a fifth of that rate: of the shipped job digits, whose lr=0.1 ends in NotFinite after
-    some 200 steps, `lr=0.02` learns to 98 % as back-propagation does.
+    So under SGD take a tenth to a fifth of that rate: the shipped job digits ends in NotFinite after some 200 steps
+    with its lr=0.1, and `lr=0.02` learns to 98 % as back-propagation does.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage, whose estimators learn by the mean of their gradients.
+    exchanges gradients between replicas of a stage; their estimators learn by the mean of their gradients.
     `pt.pipeline` takes it for a loop of one's own. With an `inner` that has a parameter server each stage has its own
-    (see `one_f_one_b`), and each replica estimators of its own, which begin anew with it.
+    (see `one_f_one_b`), and each replica estimators of its own, which begin again with it.
 
     Cost: no bubble; one batch's activations, one version of the parameters; M's passes.
 

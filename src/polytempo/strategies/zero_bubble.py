@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B in which the gradients of weights fill the bubble."""
+"""ZB-H1: 1F1B with gradients of weights that fill the bubble."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def zero_bubble(
     activations: Codec | None = None,
     gradients: Codec | None = None,
 ) -> Strategy:
-    """1F1B whose backward pass is cut in two: what the stage before waits for, and the gradients of weights, later.
+    """Run 1F1B with the backward pass cut in two: first the gradient for the stage before, later the weights'.
 
-    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: what one worker computes. No delay.
+    g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: the same as one worker. No delay.
 
-    `activations` and `gradients`: codecs by which tensors pass from stage to stage, and their gradients back.
+    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
 
     `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
     exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
