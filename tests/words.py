@@ -1,7 +1,8 @@
 """Riddles in the prose of this repository: phrases that a reader has to turn around, and the remedy of each.
 
 `python tests/words.py` prints the table, `python tests/words.py docs src/polytempo/core` the riddles of folders or
-files, and `python tests/words.py --lower` lowers the entries of words.toml to the present counts.
+files, and `python tests/words.py --lower` lowers the entries of words.toml, or of the folders named, to the present
+counts.
 """
 
 from __future__ import annotations
@@ -226,20 +227,22 @@ def table(found: dict[str, Count], most: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-def lower(found: dict[str, Count], most: dict[str, int]) -> None:
-    """Write the entries, each lowered to the present count; a first entry is the present count."""
-    rows = [f'"{folder}" = {min(len(each.found), most.get(folder, 10**9))}' for folder, each in sorted(found.items())]
+def lower(found: dict[str, Count], most: dict[str, int], folders: tuple[str, ...]) -> None:
+    """Write the entries: entries of `folders` (none: all) are lowered to the present count."""
+    kept = {folder: most.get(folder, len(each.found)) for folder, each in found.items()}
+    now = {folder: len(each.found) for folder, each in found.items() if not folders or folder in folders}
+    rows = [f'"{folder}" = {min(now.get(folder, entry), entry)}' for folder, entry in sorted(kept.items())]
     ALLOWED.write_text(HEAD + "\n".join(rows) + "\n", "utf-8")
 
 
 def main(arguments: list[str]) -> None:
     """Print the table, or the riddles of the folders and files that are named; lower the entries if asked to."""
     found, names = counts(), tuple(each for each in arguments if each != "--lower")
-    if names:
+    if names and "--lower" not in arguments:
         print(*(each for count in found.values() for each in count.found if str(each).startswith(names)), sep="\n")
     if "--lower" in arguments:
-        lower(found, allowed())
-    if not names:
+        lower(found, allowed(), names)
+    if not names or "--lower" in arguments:
         print(table(found, allowed()))
 
 

@@ -181,7 +181,7 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 MOMENTUM: Make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)  # noqa: E731
 DGC = r"dgc\(.*\) applies momentum 0.9 itself, and {} would apply its {} {} once more; use dgc\(momentum=0\), or an opt"
 ADASUM = (
-    r"adasum\(of='gradients'\) needs an optimizer whose step is linear in the gradient, which is SGD, and {} divides "
+    r"adasum\(of='gradients'\) needs an optimizer with a step linear in the gradient, which is SGD, and {} divides "
     r"by the gradient's size; use adasum\(of='updates'\), or adasum\(\)"
 )
 REFUSED: list[tuple[Strategy, Make, str]] = [

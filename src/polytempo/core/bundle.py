@@ -105,7 +105,7 @@ def pack(tensors: list[Tensor], into: Tensor | None = None) -> Tensor:
     """The tensors' values in one flat buffer (`into`, where given): one pass over the memory."""
     if not tensors:
         return torch.empty(0) if into is None else into
-    if tensors[0].is_meta:  # no values; torch takes 0.1 ms to find out what their concatenation looks like
+    if tensors[0].is_meta:  # no values; torch takes 0.1 ms to find the shape of their concatenation
         return _without_values(sum(t.numel() for t in tensors), tensors[0].dtype) if into is None else into
     flats = [t.reshape(-1) for t in tensors]
     if into is None:

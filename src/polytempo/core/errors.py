@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, in either world."""
+"""Errors between ranks, in either world."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from polytempo.core.arithmetic.kernel_use import Uses
 T = TypeVar("T")
 
 Program = Coroutine["Op[Any]", Any, T]
-"""A coroutine whose suspensions are operations: what every world can drive."""
+"""A coroutine that suspends with operations: every world can drive it."""
 
 
 class Op(msgspec.Struct, Generic[T], frozen=True, eq=False, kw_only=True):
@@ -62,17 +62,18 @@ class Recv(Op[Tensor], frozen=True, eq=False):
 
 
 class LentSend(Send, frozen=True, eq=False):
-    """A `Send` to a `LentRecv`: where both ranks see the same memory, the receiver uses the tensor where it lies."""
+    """A `Send` to a `LentRecv`: where both ranks see the same memory, the receiver uses the sender's tensor."""
 
 
 class LentRecv(Recv, frozen=True, eq=False):
-    """A `Recv` from a `LentSend`. Its answer may lie in memory of the sender, which has it back with the last use."""
+    """A `Recv` from a `LentSend`. Its answer may be in memory of the sender, which has it back with the last use."""
 
 
 class SendReceive(Op[Tensor], frozen=True, eq=False):
     """Hand `buffer` to rank `to`, and answer with a tensor of the shape and dtype of `like` from rank `source`.
 
-    Both are under way at once, the receive first. `buffer` must stay unchanged until the operation is finished.
+    Both are under way at the same time, the receive first. `buffer` must stay unchanged until the operation is
+    finished.
     """
 
     buffer: Tensor
@@ -87,17 +88,17 @@ class SendReceive(Op[Tensor], frozen=True, eq=False):
 
     @property
     def halves(self) -> tuple[Recv, Send]:
-        """Its two messages, in the order in which a world begins them."""
+        """The two messages, in a world's order of beginning."""
         recv = Recv(self.like, self.source, self.tag, self.channel, timeout_s=self.timeout_s)
         return recv, Send(self.buffer, self.to, self.tag, self.channel, timeout_s=self.timeout_s)
 
 
 class Parcel(Protocol):
-    """What travels between mailboxes: a message that knows its size."""
+    """A message between mailboxes, which knows its size."""
 
     @property
     def num_bytes(self) -> int:
-        """What it costs a link."""
+        """The bytes that a link carries."""
 
 
 class Post(Op[None], frozen=True, eq=False):
@@ -206,9 +207,9 @@ COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Barrier
 
 
 class WholeSum(Collective[bool], frozen=True, eq=False):
-    """Whether the world has let the time of all messages of `route` over `buffer` pass, which then need not be sent.
+    """A question: has the world let the time of all messages of `route` over `buffer` pass? Then do not send them.
 
-    Asked by routes whose buffer has no values. Virtual worlds may answer True (`worlds.whole_sums`).
+    Routes with a buffer without values ask it. Virtual worlds may answer True (`worlds.whole_sums`).
     """
 
     route: Callable[..., Any]
@@ -229,7 +230,7 @@ _KINDS: dict[type, str] = {
 class Compute(Op[T], frozen=True, eq=False):
     """Run `work()`. A virtual world charges `flops` at the rank's speed; a real one takes the time it takes.
 
-    On a cluster whose kernels were measured it charges `uses` instead, where there are some.
+    On a cluster with measured kernels it charges `uses` instead, where there are some.
     """
 
     work: Callable[[], T]
@@ -247,7 +248,7 @@ class Now(Op[float], frozen=True, eq=False):
     """The world's clock, in seconds since the run began."""
 
     clock: Callable[[], float] | None = None
-    """Reads it at once, so that nothing need be suspended; None: the world answers."""
+    """Reads it immediately, so that nothing need be suspended; None: the world answers."""
 
     def __await__(self) -> Generator[Op[Any], Any, float]:
         answer: float = (yield self) if self.clock is None else self.clock()
@@ -255,7 +256,7 @@ class Now(Op[float], frozen=True, eq=False):
 
 
 class Mark(Op[None], frozen=True, eq=False):
-    """This rank begins step `step`: what traces, errors and injected faults are keyed by."""
+    """This rank begins step `step`, the key of traces, errors and injected faults."""
 
     step: int
 

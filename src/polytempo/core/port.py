@@ -69,11 +69,11 @@ class Port:
     channel: int = 0
     timeout_s: float | None = None
     mesh: Mesh | None = None
-    """How the ranks of `whole` are laid out."""
+    """The layout of the ranks of `whole`."""
     whole: Port | None = None
     """The group that `meshed` was called on; None: this one."""
     clock: Now = field(default=_NOW, compare=False, repr=False)
-    """What `now` asks."""
+    """The question that `now` asks."""
     series: int = 0
     """The number of the model that is trained over it, in its world: another one's messages may be under way."""
 
@@ -301,7 +301,7 @@ class Port:
 
 
 def world_port(rank: int, hosts: Sequence[int], clock: Now = _NOW) -> Port:
-    """The port of world rank `rank` in a world whose rank `r` runs on host `hosts[r]`."""
+    """The port of world rank `rank` in a world with rank `r` on host `hosts[r]`."""
     return Port(rank=rank, members=_all_ranks(len(hosts)), hosts=tuple(hosts), clock=clock)
 
 

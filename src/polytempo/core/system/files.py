@@ -79,7 +79,7 @@ def replace(path: Place, content: str | bytes) -> None:
 
 
 def remedy(error: Exception) -> str:
-    """What lets a write succeed that failed with `error`. Of what is no OSError, the system's number is in its text."""
+    """The remedy of a write that failed with `error`. Others than OSError have its number in their text."""
     number = getattr(error, "errno", None)
     if number is None and (found := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(found[1])

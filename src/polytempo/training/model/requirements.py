@@ -46,7 +46,7 @@ def check_served(
 ) -> None:
     """Raise ValueError where a loop of one's own cannot train `model` by a parameter server.
 
-    `features`: those of `strategy` that the loop does not see to itself, as a pipeline sees to stages.
+    `features`: features of `strategy` that the loop does not handle itself, as a pipeline handles stages.
     """
     service = strategy.server
     assert service is not None
