@@ -26,7 +26,7 @@ class RunEvents:
 
     @property
     def group(self) -> None:
-        """The processes of the run are no elastic group."""
+        """The processes of the run are not an elastic group."""
 
     @property
     def facts(self) -> dict[str, Any]:

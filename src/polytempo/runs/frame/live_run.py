@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 
 
 class RunHistory(Protocol):
-    """What became of a run's processes so far."""
+    """The fate of a run's processes so far."""
 
     @property
     def events(self) -> Sequence[Mapping[str, Any]]:

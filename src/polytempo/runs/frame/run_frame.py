@@ -1,4 +1,4 @@
-"""`RunFrame`: what a launcher puts around a run on processes, whichever strategy trains.
+"""`RunFrame`: the launcher's frame around a run on processes, for every strategy.
 
 folder ─ logs ─ live status ─ rows as progress ─ [ engine ─ files for other hosts ─ notice of SIGTERM ] ─ page
 """
@@ -41,13 +41,13 @@ class RunFrame:
         stack: ExitStack,
     ) -> None:
         self.spec, self.out = spec, spec.options.out
-        """With the folder's whole path."""
+        """The frame with the folder's whole path."""
         self.show = show
         """Shows a row of metrics."""
         self.given: dict[str, Any] = {}
-        """What processes must know besides, where they do not see the folder (see `launcher_files`)."""
+        """Further facts for processes that do not see the folder (see `launcher_files`)."""
         self.notice: Notice | None = None
-        """Whether this process was asked to leave. None: that ends it as any other process."""
+        """True if this process was asked to leave. None: that ends it as any other process."""
         self._live, self._logs, self._stack = live, logs, stack
         self._writer: MetricsWriter | None = None
 
@@ -78,7 +78,7 @@ class RunFrame:
 
 @contextmanager
 def framed(spec: RunSpec, progress: Progress | None, history: RunHistory | None = None) -> Iterator[RunFrame]:
-    """A frame around a run. `history`: what became of its processes, for the live status."""
+    """A frame around a run. `history`: the fate of its processes, for the live status."""
     out = spec.options.out and spec.options.out.resolve()
     if out is not None:
         files.run_folder(out)
@@ -97,7 +97,7 @@ def with_page(result: Result, spec: RunSpec) -> Result:
 
 @contextmanager
 def torch_threads(number: int = 1) -> Iterator[None]:
-    """Inside, this process computes with so many threads. OpenMP's would not survive a fork, but for one."""
+    """Let this process compute with so many threads inside. OpenMP's would not survive a fork, but for one."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
