@@ -18,8 +18,8 @@ def spreads(graph: Graph) -> list[float]:
     """Largest minus smallest value among the ranks after each round."""
     transform = mix(graph)
 
-    async def program(port: pt.Port) -> list[float]:
-        bundle = pt.Bundle({"x": torch.tensor([float(port.rank)])})
+    async def program(port: pt.core.Port) -> list[float]:
+        bundle = pt.core.Bundle({"x": torch.tensor([float(port.rank)])})
         state, seen = transform.init(bundle), [float(port.rank)]
         for _ in range(ROUNDS):
             answer, state = await transform.apply(port, bundle, state)
@@ -27,7 +27,7 @@ def spreads(graph: Graph) -> list[float]:
             seen.append(float(bundle.flat))
         return seen
 
-    outcome = pt.VirtualWorld(pt.cluster.ethernet(), RANKS).run(program)
+    outcome = pt.worlds.VirtualWorld(pt.cluster.ethernet(), RANKS).run(program)
     return [max(values) - min(values) for values in zip(*outcome.results, strict=True)]
 
 

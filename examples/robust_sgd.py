@@ -14,7 +14,7 @@ from polytempo.core import chain, stateless
 from polytempo.jobs.digits import job
 
 
-async def lie(port: pt.Port, bundle: pt.Bundle) -> pt.Bundle:
+async def lie(port: pt.core.Port, bundle: pt.core.Bundle) -> pt.core.Bundle:
     """Rank 3 turns its gradient around and makes it large; the others tell the truth."""
     return bundle.map(lambda flat: -20 * flat) if port.rank == 3 else bundle
 

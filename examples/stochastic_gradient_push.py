@@ -14,10 +14,10 @@ from polytempo.aggregation import push_sum, random_targets
 RANKS, ROUNDS = 16, 24
 
 
-async def program(port: pt.Port) -> list[float]:
+async def program(port: pt.core.Port) -> list[float]:
     """This rank's number after each round."""
     transform = push_sum(random_targets(seed=0))
-    bundle = pt.Bundle({"x": torch.tensor([float(port.rank)])})
+    bundle = pt.core.Bundle({"x": torch.tensor([float(port.rank)])})
     state, seen = transform.init(bundle), [float(port.rank)]
     for _ in range(ROUNDS):
         answer, state = await transform.apply(port, bundle, state)
@@ -26,7 +26,7 @@ async def program(port: pt.Port) -> list[float]:
     return seen
 
 
-outcome = pt.VirtualWorld(pt.cluster.ethernet(), RANKS).run(program)
+outcome = pt.worlds.VirtualWorld(pt.cluster.ethernet(), RANKS).run(program)
 for number, values in enumerate(zip(*outcome.results, strict=True)):
     if number % 4 == 0:
         print(f"after {number:2} rounds from {min(values):6.3f} to {max(values):6.3f}; the mean is 7.5")

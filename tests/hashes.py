@@ -41,7 +41,7 @@ def attempt(world: str, row: Row) -> list[Any]:
         by_pace = by_pace or row.drops
         result = pt.run(find("digits"), strategy, 1 if by_pace else WORKERS, steps=STEPS, threads=1)
         return hashes(result) if strategy.server is None else [result.parameters_sha256]
-    except (ValueError, pt.PolytempoError) as error:
+    except (ValueError, pt.errors.PolytempoError) as error:
         return [type(error).__name__]
 
 

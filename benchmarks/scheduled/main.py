@@ -44,7 +44,7 @@ def speed(rows: int, columns: int, sweeps: int, turns: int) -> None:
     def work(info: RankInfo) -> list[float]:
         world = init(quiet=True)
 
-        async def rank(port: pt.Port) -> list[float]:
+        async def rank(port: pt.core.Port) -> list[float]:
             begun = await program.begin(port, tuple(samples))
             await performed(port, begun, sweeps=1, tolerance=0)
             computed_s, begin_s = time.process_time(), time.perf_counter()

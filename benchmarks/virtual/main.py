@@ -47,7 +47,7 @@ def messages(num_messages: int = 20_000) -> None:
                 await port.send(ball, 0)
 
     begin_s = time.process_time()
-    pt.VirtualWorld(Cluster(network=LINK), 2).run(program)
+    pt.worlds.VirtualWorld(Cluster(network=LINK), 2).run(program)
     seconds = time.process_time() - begin_s
     print(
         f"| ping-pong, {num_messages:,} messages | {seconds:.2f} s | {1e6 * seconds / num_messages:.1f} µs a message |"
@@ -66,7 +66,7 @@ def rings() -> None:
 
     for num_ranks, how, at_once in ((64, "every message", False), (64, "whole", True), (1024, "whole", True)):
         begin_s = time.process_time()
-        simulated_s = pt.VirtualWorld(Cluster(network=LINK), num_ranks, whole_sums=at_once).run(program).seconds
+        simulated_s = pt.worlds.VirtualWorld(Cluster(network=LINK), num_ranks, whole_sums=at_once).run(program).seconds
         seconds = time.process_time() - begin_s
         price = ring_price(num_ranks, 4.0 * NUM_VALUES, LINK.latency_s, LINK.bytes_per_s)
         error = abs(simulated_s / price.seconds - 1)

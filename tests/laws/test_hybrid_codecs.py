@@ -293,7 +293,7 @@ def test_codecs_that_cannot_serve_are_refused(given: dict[str, Any], error: type
 
 def test_ranks_with_other_codecs_are_told() -> None:
     codecs: list[Any] = [c.int8(), c.bf16()]
-    with pytest.raises(pt.Mismatch, match="disagree about codecs"):
+    with pytest.raises(pt.errors.Mismatch, match="disagree about codecs"):
         on_ranks(2, lambda port: pt.hybrid(made(images), ["7"], activations=codecs[port.rank], port=port))
 
 

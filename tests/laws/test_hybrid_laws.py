@@ -223,7 +223,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
     refused(
         2, lambda p: pt.hybrid(made(images), plan, port=p), ValueError, "the plan is for 3 workers, and there are 2"
     )
-    refused(2, lambda p: pt.hybrid(made(images), [str(7 + 2 * p.rank)], port=p), pt.Mismatch, "disagree about layers")
+    refused(
+        2, lambda p: pt.hybrid(made(images), [str(7 + 2 * p.rank)], port=p), pt.errors.Mismatch, "disagree about layers"
+    )
     two = lambda p: pt.hybrid(made(images), ["7"], port=p.meshed(data=1, model=2))  # noqa: E731
     refused(2, two, ValueError, "has ranks that hold parts of one model")
 

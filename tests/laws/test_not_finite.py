@@ -70,7 +70,7 @@ def run(row: Row, way: str, out: Path | None = None, *, allow_nan: bool = False)
     ids=lambda given: given if isinstance(given, str) else label(given),
 )
 def test_the_error_names_the_step_the_rank_and_the_parameter(row: Row, way: str) -> None:
-    with pytest.raises(pt.NotFinite, match=f"rank {CULPRIT}, step .*(nan|inf)") as caught:
+    with pytest.raises(pt.errors.NotFinite, match=f"rank {CULPRIT}, step .*(nan|inf)") as caught:
         run(row, way)
     error = caught.value
     assert error.rank == CULPRIT
@@ -84,7 +84,7 @@ def test_the_error_names_the_step_the_rank_and_the_parameter(row: Row, way: str)
 
 @pytest.mark.parametrize("row", HELPED, ids=label)
 def test_a_slice_of_a_batch_is_looked_at_by_whoever_computes_it(row: Row) -> None:
-    with pytest.raises(pt.NotFinite, match="the loss is nan") as caught:
+    with pytest.raises(pt.errors.NotFinite, match="the loss is nan") as caught:
         run(row, "loss")
     assert (caught.value.rank, caught.value.step is not None) == (CULPRIT, True)
 
@@ -103,7 +103,7 @@ def test_allow_nan_goes_on_to_the_end(row: Row) -> None:
 
 @pytest.mark.parametrize("row", [row for row in [*ROWS, *SERVED] if encodes(row)], ids=label)
 def test_with_allow_nan_the_codec_that_cannot_encode_it_says_so(row: Row) -> None:
-    with pytest.raises(pt.NotFinite, match="cannot encode") as caught:
+    with pytest.raises(pt.errors.NotFinite, match="cannot encode") as caught:
         run(row, "loss", allow_nan=True)
     assert caught.value.codec
     if row in ROWS and "codec=" not in label(row):
@@ -118,7 +118,7 @@ def test_good_checkpoints_stay(name: str, allow_nan: bool, tmp_path: Path) -> No
     if allow_nan:
         run(row, "loss", tmp_path, allow_nan=True)
     else:
-        with pytest.raises(pt.NotFinite):
+        with pytest.raises(pt.errors.NotFinite):
             run(row, "loss", tmp_path)
     folders = sorted(folder.name for folder in (tmp_path / "checkpoint").glob("step-*"))
     assert folders == ["step-00000001", "step-00000002"]

@@ -248,7 +248,7 @@ def test_running_statistics_meet_at_the_server() -> None:
 def test_a_nan_is_named_before_the_server_has_it() -> None:
     trial = ServedTrial(s.async_sgd(), allow_nan=False)
     trial.net[0].weight.register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(pt.NotFinite, match=r"0\.weight"):
+    with pytest.raises(pt.errors.NotFinite, match=r"0\.weight"):
         loops.plain(trial)
     trial.handle.detach()
 

@@ -215,5 +215,5 @@ def test_an_error_inside_is_not_waited_for() -> None:
             loop(net, optimizer, part(world.rank, 2))
         return None
 
-    with pytest.raises(pt.WorkerDied, match=r"rank 1 of 2 raised LookupError(.|\n)*no more disks"):
+    with pytest.raises(pt.errors.WorkerDied, match=r"rank 1 of 2 raised LookupError(.|\n)*no more disks"):
         together(2, work)

@@ -105,7 +105,7 @@ def test_ranks_agree_on_their_scalers() -> None:
     def work(world: ProcessWorld) -> Result:
         net = small(torch.float32)
         scaler = GradScaler("cpu", init_scale=2.0 ** (8 + world.rank))
-        with pytest.raises(pt.Mismatch, match="scaler"):
+        with pytest.raises(pt.errors.Mismatch, match="scaler"):
             pt.attach(net, SGD(net.parameters(), lr=0.1), s.local_sgd(), scaler=scaler)
         return None
 

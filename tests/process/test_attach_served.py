@@ -128,7 +128,7 @@ def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
         loop = Loop(s.async_sgd(shards=2), lambda loop: world.rank == 0 and loop.handle.step == 2)
         home = Path(tempfile.gettempdir())  # of this run: what ranks make lies in it
         if world.rank == 1:
-            with pytest.raises(pt.PolytempoError, match=r"rank 0 has ended.*ValueError: the loop's own mistake"):
+            with pytest.raises(pt.errors.PolytempoError, match=r"rank 0 has ended.*ValueError: the loop's own mistake"):
                 loop.epochs(10_000)  # one of its own may be over before rank 0 has ended
             return None
         loop.epoch()

@@ -225,9 +225,9 @@ def test_a_worker_that_is_killed_is_started_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_loss_that_is_not_finite_is_the_same_error(tmp_path: Path) -> None:
-    with pytest.raises(pt.NotFinite, match="step 3") as raised:
+    with pytest.raises(pt.errors.NotFinite, match="step 3") as raised:
         pt.run(job_in(tmp_path, NOT_FINITE), pt.strategies.sync_sgd(), 2, steps=8, engine=pt.engines.subprocess())
-    assert isinstance(raised.value.__cause__, pt.WorkerDied)
+    assert isinstance(raised.value.__cause__, pt.errors.WorkerDied)
 
 
 def test_a_job_without_a_name_is_refused_before_anything_is_started(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_rank_does_not_wait_for_a_folder_that_is_gone(monkeypatch: pytest.Monk
     """As where the launcher has ended: torch's file store would look for the file for five minutes."""
     for name, value in {"RANK": "0", "SIZE": "2", "RENDEZVOUS": str(tmp_path / "gone")}.items():
         monkeypatch.setenv(f"POLYTEMPO_{name}", value)
-    with pytest.raises(pt.PeerLost):
+    with pytest.raises(pt.errors.PeerLost):
         pt.init(quiet=True, timeout_s=0.1)
 
 
@@ -307,7 +307,9 @@ def test_it_says_nothing_when_told_so_and_once_otherwise(tmp_path: Path) -> None
 def test_a_missing_rank_is_waited_for_only_so_long() -> None:
     def work(rank_info: RankInfo) -> Result:
         if rank_info.rank == 0:
-            with pytest.raises(pt.TimedOut, match=r"rank 0, .*meeting all 2 ranks .* did not finish within 0.5 s"):
+            with pytest.raises(
+                pt.errors.TimedOut, match=r"rank 0, .*meeting all 2 ranks .* did not finish within 0.5 s"
+            ):
                 pt.init(timeout_s=0.5, quiet=True)
         return None
 

@@ -36,7 +36,9 @@ def test_a_resumed_run_goes_on_with_its_average_to_the_bit(strategy: pt.Strategy
     """And its weights are those of a run that averages nothing."""
     whole = run(strategy, tmp_path / "whole", 14, ema=0.9)
     run(strategy, tmp_path / "cut", 6, ema=0.9)
-    with pytest.raises(pt.WorkerDied, match=r"was saved with ema=0\.9, and this run goes on without a moving average"):
+    with pytest.raises(
+        pt.errors.WorkerDied, match=r"was saved with ema=0\.9, and this run goes on without a moving average"
+    ):
         run(strategy, tmp_path / "cut", 14, resume=True)
     resumed = run(strategy, tmp_path / "cut", 14, ema=0.9, resume=True)
     assert (resumed.loss, resumed.accuracy) == (whole.loss, whole.accuracy)

@@ -71,7 +71,7 @@ def test_a_job_that_fails_is_named() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise RuntimeError("no such loss")
 
-    with pytest.raises(pt.WorkerDied, match=r"worker-\d .*no such loss"):
+    with pytest.raises(pt.errors.WorkerDied, match=r"worker-\d .*no such loss"):
         run(replace(JOB, loss=loss))
 
 
@@ -80,5 +80,5 @@ def test_the_last_replica_is_named() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return output
 
-    with pytest.raises(pt.WorkerDied, match=r"worker-\d was killed by SIGKILL"):
+    with pytest.raises(pt.errors.WorkerDied, match=r"worker-\d was killed by SIGKILL"):
         run(replace(JOB, loss=loss))

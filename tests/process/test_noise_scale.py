@@ -93,7 +93,7 @@ def test_ranks_that_ask_for_different_looks_are_named() -> None:
     def work(world: ProcessWorld) -> Result:
         net = small()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        with pytest.raises(pt.Mismatch, match="noise_scale"):
+        with pytest.raises(pt.errors.Mismatch, match="noise_scale"):
             pt.attach(net, optimizer, noise_scale=NoiseProbe(4, every=2 + world.rank))
         with pytest.raises(ValueError, match="PT1107"):
             pt.attach(net, optimizer, s.downpour(), noise_scale=NoiseProbe(4))

@@ -65,7 +65,9 @@ def job(*, marked: bool = True, scale: float = 1.0, once: Path | None = None) ->
 
 @pytest.mark.parametrize("strategy", [sync_sgd(), pt.strategies.hogwild(), pt.strategies.async_sgd()], ids=str)
 def test_a_run_ends_by_name_and_its_checkpoints_are_finite(strategy: pt.Strategy, tmp_path: Path) -> None:
-    with pytest.raises(pt.NotFinite, match=r"rank \d, step \d+: the loss is nan, though all parameters") as caught:
+    with pytest.raises(
+        pt.errors.NotFinite, match=r"rank \d, step \d+: the loss is nan, though all parameters"
+    ) as caught:
         pt.run(job(), strategy, 2, out=tmp_path, steps=16, checkpoint_every=1)
     assert caught.value.rank in (0, 1)
     # the first epoch has 8 batches: 4 steps of two workers in step, up to 8 of one that waits for no other; with one
@@ -83,7 +85,7 @@ def test_what_only_the_optimizer_holds_is_not_saved_either(
     strategy: pt.Strategy, checkpoint_every: int, tmp_path: Path
 ) -> None:
     """A gradient of 1e25 is finite, and so are the parameters; its square, which Adam keeps, is not."""
-    with pytest.raises(pt.NotFinite, match=r"is inf, so .* not written, and the earlier ones stay"):
+    with pytest.raises(pt.errors.NotFinite, match=r"is inf, so .* not written, and the earlier ones stay"):
         pt.run(job(marked=False, scale=1e25), strategy, 2, out=tmp_path, steps=8, checkpoint_every=checkpoint_every)
     assert not list((tmp_path / "checkpoint").glob("step-*"))
     assert not list((tmp_path / "checkpoint").glob("snapshot-*-shard-*.json"))
@@ -110,7 +112,7 @@ def poisoned(world: ProcessWorld, step: int, strategy: pt.Strategy, *, allow_nan
             handle.replica.optimizer.zero_grad()
             (squared(net(x), y) * (math.nan if world.rank == 1 and number == step else 1.0)).backward()
             handle.replica.optimizer.step()
-    except pt.NotFinite as error:
+    except pt.errors.NotFinite as error:
         return f"rank {error.rank} step {error.step} {error.parameter}"
     except PolytempoError as error:
         return "lost" if isinstance(error, PeerLost) else repr(error)

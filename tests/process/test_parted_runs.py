@@ -86,7 +86,7 @@ def test_a_killed_worker_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path
         return torch.nn.functional.cross_entropy(output, target)
 
     mortal, out = job(loss=loss), tmp_path / "run"
-    with pytest.raises(pt.WorkerDied, match="killed by SIGKILL"):
+    with pytest.raises(pt.errors.WorkerDied, match="killed by SIGKILL"):
         pt.run(mortal, split(2), 2, steps=STEPS, threads=1, out=out, checkpoint_every=SAVED)
     found = pt.run(mortal, split(2), 2, steps=STEPS, threads=1, out=out, checkpoint_every=SAVED, resume=True)
     assert found.parameters_sha256 == pt.run(mortal, split(2), 2, steps=STEPS, threads=1).parameters_sha256

@@ -161,7 +161,7 @@ def other_rate(parameters: Any, lr: float) -> Optimizer:
 
 def test_a_run_whose_replicas_of_a_stage_differ_is_ended() -> None:
     job = replace(staged_job.plain(), optimizer=other_rate, schedule=None)
-    with pytest.raises(pt.WorkerDied, match=r"Drifted: step \d+: ranks 1, 3 have drifted apart.*option 'lr'"):
+    with pytest.raises(pt.errors.WorkerDied, match=r"Drifted: step \d+: ranks 1, 3 have drifted apart.*option 'lr'"):
         pt.run(job, pt.strategies.one_f_one_b(2, 2), 4, steps=12, threads=1)
     ignored = pt.run(job, pt.strategies.one_f_one_b(2, 2), 4, steps=2, threads=1, on_drift="ignore")
     assert ignored.steps == 2

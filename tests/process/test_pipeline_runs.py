@@ -117,7 +117,7 @@ def test_a_checkpoint_is_the_whole_model_and_goes_on_in_other_stages(tmp_path: P
 
 def test_a_checkpoint_of_whole_models_is_refused(tmp_path: Path) -> None:
     pt.simulate(job(), pt.strategies.sync_sgd(), 2, steps=4, out=tmp_path, checkpoint_every=4)
-    with pytest.raises(pt.WorkerDied, match="whose workers hold the whole model, and ddg"):
+    with pytest.raises(pt.errors.WorkerDied, match="whose workers hold the whole model, and ddg"):
         pt.run(job(), pt.strategies.ddg(2), 2, steps=8, out=tmp_path, resume=True)
 
 
@@ -183,7 +183,7 @@ def ending(at: int, by: signal.Signals, once: Path) -> pt.Job:
 
 def test_a_stage_that_is_killed_ends_the_run_by_name_and_it_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     of, strategy, out = ending(9, signal.SIGKILL, tmp_path / "once"), pt.strategies.ddg(2), tmp_path / "out"
-    with pytest.raises(pt.WorkerDied, match="rank 1 of 2 was killed by SIGKILL"):
+    with pytest.raises(pt.errors.WorkerDied, match="rank 1 of 2 was killed by SIGKILL"):
         pt.run(of, strategy, 2, steps=STEPS, threads=1, out=out, checkpoint_every=3)
     resumed = pt.run(of, strategy, 2, steps=STEPS, threads=1, out=out, resume=True)
     assert resumed.parameters_sha256 == pt.simulate(job(), strategy, 2, steps=STEPS, threads=1).parameters_sha256

@@ -414,5 +414,5 @@ def test_a_stage_that_dies_ends_the_others_with_its_name() -> None:
         pipe.step(x, y)
         return "not reached"
 
-    with pytest.raises(pt.WorkerDied, match=r"rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 raised PeerLost"):
+    with pytest.raises(pt.errors.WorkerDied, match=r"rank 1 of 2 was killed by SIGKILL(.|\n)*rank 0 raised PeerLost"):
         together(2, work)

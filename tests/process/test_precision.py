@@ -104,7 +104,7 @@ def test_ranks_that_disagree_are_told() -> None:
     def work(rank_info: RankInfo) -> str:
         world = pt.init(quiet=True)
         net = nn.Linear(2, 2)
-        with pytest.raises(pt.Mismatch) as error:
+        with pytest.raises(pt.errors.Mismatch) as error:
             pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), precision="bf16" if world.rank else None)
         return str(error.value)
 

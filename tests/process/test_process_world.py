@@ -359,7 +359,7 @@ def test_a_lost_peer_is_an_error_at_the_await(tmp_path: Path) -> None:
         world.drive(program())
         return None
 
-    with pytest.raises(pt.WorkerDied, match="rank 1 of 2 ended without a result") as died:
+    with pytest.raises(pt.errors.WorkerDied, match="rank 1 of 2 ended without a result") as died:
         together(2, work)
     assert died.value.rank == 1
     assert died.value.exit_code == 5

@@ -139,7 +139,7 @@ def test_a_peer_that_is_lost_meanwhile_is_an_error_at_the_await(tmp_path: Path) 
             (tmp_path / "said").write_text(f"{error.rank} {error.step} {error.operation} {error.peer}")
         return None
 
-    with pytest.raises(pt.WorkerDied, match="rank 1 of 2 ended without a result"):
+    with pytest.raises(pt.errors.WorkerDied, match="rank 1 of 2 ended without a result"):
         on_two_hosts(work)
     assert (tmp_path / "said").read_text() in ("0 3 recv from rank 1 (tag 0) 1", "0 3 send to rank 1 (tag 0) 1")
 

@@ -195,7 +195,7 @@ def test_a_killed_launcher_takes_its_agents_along(tmp_path: Path, private: Path)
 
 def test_an_agent_that_cannot_start_is_named(tmp_path: Path) -> None:
     engine = Ssh(("a",), python="/no/python", command=("env", "HOST={host}"), address="127.0.0.1")
-    with pytest.raises(pt.PolytempoError, match=r"0 of 1 agents have joined the run: host a ended .*/no/python"):
+    with pytest.raises(pt.errors.PolytempoError, match=r"0 of 1 agents have joined the run: host a ended .*/no/python"):
         pt.run(DIGITS, pt.strategies.sync_sgd(), 2, steps=1, engine=engine)
     starter = ChildAgents([("host a", ["/no/ssh"])])
     with pytest.raises(ValueError, match=r"host a: cannot start /no/ssh"):

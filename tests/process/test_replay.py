@@ -207,7 +207,7 @@ def test_a_run_that_failed_is_replayed_to_its_end(tmp_path: Path) -> None:
         value: Tensor = nn.functional.cross_entropy(output, target)
         return value * float("nan") if calls[0] == 20 else value
 
-    with pytest.raises(pt.NotFinite, match="rank 0, step 19: the loss is nan"):
+    with pytest.raises(pt.errors.NotFinite, match="rank 0, step 19: the loss is nan"):
         pt.run(job(loss=loss), s.async_sgd(), 1, steps=36, threads=1, out=tmp_path)
     calls[0] = 0
     replayed = replay(tmp_path, job(loss=loss), s.async_sgd())

@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, harm: str, tmp_path:
         del content[-1:]
     (newest / file).write_bytes(content)
     with pytest.raises(
-        pt.WorkerDied, match=rf"DamagedCheckpoint(.|\n)*{newest.name}/{file} (is damaged|has \d+ bytes)"
+        pt.errors.WorkerDied, match=rf"DamagedCheckpoint(.|\n)*{newest.name}/{file} (is damaged|has \d+ bytes)"
     ):
         fitted(s.local_sgd(period=2), steps=4, out=tmp_path, resume=True)
 
@@ -210,14 +210,14 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, harm: str, tmp_path:
 def test_a_checkpoint_of_another_strategy_is_refused(tmp_path: Path) -> None:
     fitted(s.local_sgd(period=2), steps=2, out=tmp_path)
     with pytest.raises(
-        pt.WorkerDied,
+        pt.errors.WorkerDied,
         match=r"raised ValueError: .* was saved by local_sgd\(period=2.*this run uses local_sgd\(period=3",
     ):
         fitted(s.local_sgd(period=3), steps=4, out=tmp_path, resume=True)
 
 
 def test_nothing_to_resume_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pt.WorkerDied, match=r"there is no checkpoint in .*checkpoint to resume from"):
+    with pytest.raises(pt.errors.WorkerDied, match=r"there is no checkpoint in .*checkpoint to resume from"):
         fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)
 
 
@@ -225,7 +225,9 @@ def test_a_parameter_server_s_snapshots_are_no_checkpoint_but_are_named(tmp_path
     root = tmp_path / "checkpoint"
     root.mkdir()
     (root / "snapshot-00000001-run.json").touch()
-    with pytest.raises(pt.WorkerDied, match=r"holds snapshots of a parameter server, and sync_sgd.*the --strategy"):
+    with pytest.raises(
+        pt.errors.WorkerDied, match=r"holds snapshots of a parameter server, and sync_sgd.*the --strategy"
+    ):
         fitted(s.sync_sgd(), steps=2, out=tmp_path, resume=True)
 
 

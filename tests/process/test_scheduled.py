@@ -45,7 +45,7 @@ def test_both_worlds_reach_the_same_bits(program: Any, given: Sequence[object], 
 
 def test_what_has_no_bound_is_named() -> None:
     unscheduled = lasso(l1=0.05, order="random", bound=None)
-    with pytest.raises(pt.NotFinite, match=r"step \d+: the objective is \w+, the updates of a round"):
+    with pytest.raises(pt.errors.NotFinite, match=r"step \d+: the objective is \w+, the updates of a round"):
         pt.schedule(unscheduled, data.correlated(rows=60, columns=90, block=30, nonzeros=4), 2, sweeps=300)
 
 

@@ -279,7 +279,7 @@ def test_an_error_in_a_worker_ends_the_run_and_is_shown() -> None:
 
 def test_processes_are_not_started_again_for_ever_and_every_life_has_its_log(tmp_path: Path) -> None:
     faults = Fault(20, "worker", 1), Fault(40, "head", 0), Fault(60, "worker", 1)
-    error = ended(pt.PolytempoError, faulty(*faults), harm.counting(800), restarts=2, out=tmp_path)
+    error = ended(pt.errors.PolytempoError, faulty(*faults), harm.counting(800), restarts=2, out=tmp_path)
     assert str(error) == (
         "worker-1.2 was killed by SIGKILL, and 2 processes have been started again already; give more restarts if "
         "that is to be expected"

@@ -116,7 +116,7 @@ def test_a_stage_that_dies_takes_its_replica_along_and_others_get_its_batches() 
         except ValueError:
             pipe._epochs.joined.link.mail.close(0.0)  # type: ignore[union-attr]
             return "died"
-        except pt.PolytempoError as error:
+        except pt.errors.PolytempoError as error:
             return str(error)
         finally:
             if world.rank in (1, 3):

@@ -86,7 +86,7 @@ def test_an_attached_split_model_trains_as_the_whole_one(strategy: Strategy) -> 
 def test_ranks_that_split_differently_are_told_so() -> None:
     def work(world: ProcessWorld) -> str:
         rules = RULES if world.rank else {**RULES, "*.up": "row"}
-        with pytest.raises(pt.Mismatch, match="ranks disagree about rules") as error:
+        with pytest.raises(pt.errors.Mismatch, match="ranks disagree about rules") as error:
             pt.split(made(Transformer), rules)
         return str(error.value)
 

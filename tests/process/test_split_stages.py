@@ -141,7 +141,9 @@ def refused(strategy: Strategy, model: nn.Module, sample: Tensor, by: Any = "ope
         stage = PipelineStage(model, parts, lambda m: sgd(m.parameters()), text_loss, strategy, whole, seed=0)
         await stage.step((sample,), sample)
 
-    with pytest.raises((ValueError, pt.Deadlock)) as error:  # where others wait for this stage, its error is the cause
+    with pytest.raises(
+        (ValueError, pt.errors.Deadlock)
+    ) as error:  # where others wait for this stage, its error is the cause
         VirtualWorld(one_host(size), size).run(made_and_called)
     return str(error.value.__cause__ or error.value)
 

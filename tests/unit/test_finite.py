@@ -49,20 +49,22 @@ def test_a_mask_of_infinities_that_was_there_from_the_beginning_hinders_no_check
     saved = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     check_saved(saved, unchecked, step=3, rank=1)
     saved["model/weight"] = torch.tensor([[1.0, math.nan]])
-    with pytest.raises(pt.NotFinite, match="rank 1, step 2: element 1 of parameter 'weight' is nan, so the checkpoint"):
+    with pytest.raises(
+        pt.errors.NotFinite, match="rank 1, step 2: element 1 of parameter 'weight' is nan, so the checkpoint"
+    ):
         check_saved(saved, unchecked, step=3, rank=1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_another_process_can_raise_the_same_error(value: float) -> None:
-    error = pt.NotFinite("", 3, value, "the gradient of 'w'", step=5, rank=2, parameter="w", advice="look at it")
-    again = pt.NotFinite.from_facts(json.loads(json.dumps(error.facts)))
+    error = pt.errors.NotFinite("", 3, value, "the gradient of 'w'", step=5, rank=2, parameter="w", advice="look at it")
+    again = pt.errors.NotFinite.from_facts(json.loads(json.dumps(error.facts)))
     assert str(again) == str(error) == f"rank 2, step 5: element 3 of the gradient of 'w' is {value}, look at it"
     assert (again.step, again.rank, again.parameter, str(again.value)) == (5, 2, "w", str(value))
 
 
 def test_a_codec_learns_its_step_once() -> None:
-    error = pt.NotFinite("one_bit()", 0, math.nan, "w").at(4)
+    error = pt.errors.NotFinite("one_bit()", 0, math.nan, "w").at(4)
     assert (error.step, error.at(5).step) == (4, 4)
     assert str(error).startswith("step 4: element 0 of w is nan, which one_bit() cannot encode")
 
@@ -72,7 +74,9 @@ def test_a_loss_that_only_its_parameters_explain() -> None:
     with torch.no_grad():
         model.bias.fill_(math.inf)
     guard = Guard(model, dict(model.named_parameters()))
-    with pytest.raises(pt.NotFinite, match="the loss is inf, because element 0 of parameter 'bias' is inf") as caught:
+    with pytest.raises(
+        pt.errors.NotFinite, match="the loss is inf, because element 0 of parameter 'bias' is inf"
+    ) as caught:
         guard.loss(model(torch.ones(1, 2)).sum(), 7, 1)
     assert (caught.value.step, caught.value.rank, caught.value.parameter) == (7, 1, "bias")
 
@@ -81,9 +85,9 @@ def test_looking_packs_no_bundle() -> None:
     model = nn.Linear(2, 1)
     guard = Guard(model, dict(model.named_parameters()))
     bundle = Bundle({"weight": torch.ones(1, 2), "bias": torch.tensor([math.nan])})
-    with pytest.raises(pt.NotFinite, match="element 0 of the gradient of 'bias' is nan"):
+    with pytest.raises(pt.errors.NotFinite, match="element 0 of the gradient of 'bias' is nan"):
         guard.bundle(bundle, 0, 0)
     assert not bundle.packed
     assert bundle.flat.isnan().any()
-    with pytest.raises(pt.NotFinite, match="element 0 of the gradient of 'bias' is nan"):
+    with pytest.raises(pt.errors.NotFinite, match="element 0 of the gradient of 'bias' is nan"):
         guard.bundle(bundle, 0, 0)

@@ -378,5 +378,5 @@ def test_what_a_job_does_wrong_in_a_trial_is_said() -> None:
         raise RuntimeError("a loss that is broken")
 
     tried = Trials(replace(pt.jobs.find("digits"), loss=loss), None, CLUSTER, {"accuracy": 0.99}, 0)
-    with pytest.raises(pt.JobFailed, match="a loss that is broken"):
+    with pytest.raises(pt.errors.JobFailed, match="a loss that is broken"):
         tried.run(SYNCHRONOUS, 1, 64, 0, most_samples=1.0)

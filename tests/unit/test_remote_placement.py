@@ -223,7 +223,9 @@ def test_without_room_and_without_another_agent_it_ends() -> None:
 
 def test_agents_that_do_not_come_are_named() -> None:
     with (
-        pytest.raises(pt.PolytempoError, match="0 of 1 agents have joined the run: host 0 ended with exit code 1"),
+        pytest.raises(
+            pt.errors.PolytempoError, match="0 of 1 agents have joined the run: host 0 ended with exit code 1"
+        ),
         opened(Starter(), 1),
     ):
         pass

@@ -115,7 +115,7 @@ def test_groups_have_equal_parts_of_the_samples_and_share_none() -> None:
     data = pt.Data(TensorDataset(torch.arange(11)))
     parts: list[list[int]] = [[], [], []]
 
-    async def program(port: pt.Port) -> None:
+    async def program(port: pt.core.Port) -> None:
         placed = grouped(port, 3)
         train = data_of_group(data, placed).train
         parts[placed.coordinates["group"]] = [int(train[i][0]) for i in range(len(train))]  # type: ignore[arg-type]
