@@ -52,7 +52,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-integrations test-engines test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-all mutations test-integrations test-engines test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -93,6 +93,12 @@ ifneq ($(WITHOUT_BROWSER),)
 endif
 	BUDGET=all $(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
 	BUDGET=all $(PYTEST) -q $(ALONE)
+
+# Which tier: check, test or all. MUTATION is a part of the paths that are changed.
+TIER ?= test
+
+mutations: install ## how many of 40 planted bugs the tests of a tier find: TIER=check, test or all (an hour)
+	$(BIN)/python tests/mutations.py --tier $(TIER) --only '$(MUTATION)' --later $(LATER)
 
 test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo (minutes)
 	$(INTEGRATIONS)/bin/python -m pytest -q tests/integrations

@@ -7,7 +7,6 @@ import signal
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from polytempo.wire.keys import Keys, make_keys, write_keys
 from polytempo.wire.zeromq import Mailbox
 from polytempo.worlds import ProcessWorld
 from process.crew import flat, small, squared, together
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -137,9 +137,7 @@ def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
         processes = [loop.server, *children(loop.server)]
         sys.last_value = ValueError("the loop's own mistake")  # as an interpreter leaves it that ends with that
         loop.handle._epochs.at_exit()
-        until_s = time.monotonic() + 10
-        while any(Path(f"/proc/{each}").exists() for each in processes) and time.monotonic() < until_s:
-            time.sleep(0.01)  # the janitor is no child of this process
+        soon(lambda: not any(Path(f"/proc/{each}").exists() for each in processes), 10)  # the janitor is no child
         return [folder.exists(), [each for each in processes if Path(f"/proc/{each}").exists()]]
 
     assert together(2, work)[0] == [False, []]

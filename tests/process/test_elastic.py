@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from polytempo.runs.run_collective import run_collective
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import parse_precision
 from polytempo.spec.run_spec import RunSpec
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +51,7 @@ def slowly(output: Tensor, hurry: Path | None) -> None:
     """
     if hurry is not None and output.requires_grad and not hurry.exists():
         calls.append(min(0.5, 0.02 * 1.02 ** len(calls)))
-        time.sleep(calls[-1])
+        soon(hurry.exists, calls[-1])
 
 
 def job(hurry: Path | None = None, fails: bool = False) -> pt.Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic, wanted_by_growth
 from polytempo.spec.run_spec import RunSpec
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +32,7 @@ def job(joined: Path | None = None, **more: Any) -> pt.Job:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if joined is not None and output.requires_grad and not joined.exists():
             slow.append(min(0.5, 0.02 * 1.03 ** len(slow)))
-            time.sleep(slow[-1])
+            soon(joined.exists, slow[-1])
         return nn.functional.mse_loss(output, target)
 
     return pt.Job(

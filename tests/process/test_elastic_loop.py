@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +55,7 @@ def test_each_sample_counts_once_over_kills_and_joins(precision: str | None, tmp
         while batches.epoch < EPOCHS:
             for which, x in batches:
                 if not hurry.exists():
-                    time.sleep(slow_s)
+                    soon(hurry.exists, slow_s)
                     slow_s = min(1.0, slow_s * 1.05)
                 state.optimizer.zero_grad()
                 state.model(x).mean().backward()
@@ -107,7 +107,7 @@ def averaged(strategy: str, commits_every: int, hurry: Path) -> Any:
         while batches.epoch < EPOCHS:
             for which, x in batches:
                 if not hurry.exists():
-                    time.sleep(slow_s)
+                    soon(hurry.exists, slow_s)
                     slow_s = min(1.0, slow_s * 1.05)
                 state.optimizer.zero_grad()
                 (state.model(x) * which[:, None]).mean().backward()  # each worker's own way

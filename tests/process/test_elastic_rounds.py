@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.synchronization import every
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -53,7 +53,7 @@ def digits(hurry: Path) -> pt.Job:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if output.requires_grad and not hurry.exists():
             calls.append(min(0.5, 0.005 * 1.01 ** len(calls)))
-            time.sleep(calls[-1])
+            soon(hurry.exists, calls[-1])
         return found.loss(output, target)
 
     return replace(found, loss=loss)

@@ -33,30 +33,45 @@ print("also this", file=sys.stderr)
 with open(os.environ["POLYTEMPO_ANSWER_FILE"], "w") as file:
     file.write(str(10 * hvd.rank()))
 """
-FAILS = """
-import os, sys, time
+MEET = """
+try:
+    os.mkfifo("met")
+except FileExistsError:
+    pass
+os.close(os.open("met", os.O_WRONLY if os.environ["HOROVOD_RANK"] == "1" else os.O_RDONLY))
+"""
+"""Two ranks wait for each other: to open a pipe waits for its other end."""
+
+FAILS = (
+    """
+import os, signal, sys
 from pathlib import Path
 
 print("fusion", os.environ["HOROVOD_FUSION_THRESHOLD"], end="")
 Path("pid-" + os.environ["HOROVOD_RANK"]).write_text(str(os.getpid()))
-while not Path("pid-1").exists():
-    time.sleep(0.01)
+"""
+    + MEET
+    + """
 if os.environ["HOROVOD_RANK"] == "0":
     sys.exit(3)
-time.sleep(100)
+signal.pause()
 """
-INTERRUPTS = """
-import os, signal, time
+)
+INTERRUPTS = (
+    """
+import os, signal
 from pathlib import Path
 
 Path("pid-" + os.environ["HOROVOD_RANK"]).write_text(str(os.getpid()))
-while not (Path("pid-0").exists() and Path("pid-1").exists()):
-    time.sleep(0.01)
+"""
+    + MEET
+    + """
 if os.environ["HOROVOD_RANK"] == "0":
     launcher = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(") ")[2].split()[1])
     os.kill(launcher, signal.SIGINT)
-time.sleep(100)
+signal.pause()
 """
+)
 
 RANKED = """
 import os

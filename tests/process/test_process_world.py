@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -270,11 +271,11 @@ def test_the_native_mean_equals_the_rings_to_rounding() -> None:
 
 
 def leave_together(world: ProcessWorld) -> None:
-    """Leave together, without the pairs that a deadline has closed."""
-    home = Path(os.environ["POLYTEMPO_RENDEZVOUS"])
-    (home / f"waited-{world.rank}").touch()
-    while not (home / f"waited-{1 - world.rank}").exists():
-        time.sleep(0.01)
+    """Leave together, without the pairs that a deadline has closed. To open a pipe waits for its other end."""
+    pipe = Path(os.environ["POLYTEMPO_RENDEZVOUS"]) / "left"
+    with suppress(FileExistsError):
+        os.mkfifo(pipe)
+    os.close(os.open(pipe, os.O_WRONLY if world.rank else os.O_RDONLY))
 
 
 def test_a_deadline_is_kept_and_the_error_says_what_waited() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from polytempo.core import Strategy
 from polytempo.data.batches import Batches
 from polytempo.server.snapshots.snapshot import complete, newest_whole
 from polytempo.spec.result import parameters_sha256
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -77,8 +77,8 @@ def dies_once(flag: Path, calls_before: int, worker: str) -> Loss:
         nonlocal calls
         calls += 1
         if os.environ["POLYTEMPO_RANK"] != worker:
-            while calls > ENOUGH and not flag.exists():
-                time.sleep(0.001)
+            if calls > ENOUGH:
+                soon(flag.exists)
         elif calls > calls_before and not flag.exists():
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -138,11 +138,8 @@ def killed(out: Path, strategy: Strategy) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        give_up_at_s = time.monotonic() + 1.0
-        while calls > ENOUGH and time.monotonic() < give_up_at_s:
-            if complete(out / "checkpoint", 1, SHARDS):
-                os.kill(launcher, signal.SIGKILL)
-            time.sleep(0.001)
+        if calls > ENOUGH and soon(lambda: complete(out / "checkpoint", 1, SHARDS), 1.0):
+            os.kill(launcher, signal.SIGKILL)
         return output.mean()
 
     child = os.fork()

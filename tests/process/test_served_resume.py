@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.run_snapshot import read_run_snapshot, run_snapshot_path
 from polytempo.server.snapshots.snapshot import complete, newest_whole
 from polytempo.spec.result import parameters_sha256
+from waiting import soon
 
 pytestmark = pytest.mark.process
 
@@ -83,8 +83,8 @@ def killed(out: Path, number: int, how: Strategy, *, resume: bool = False) -> No
     def loss(output: Tensor, target: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        while calls > ENOUGH and not complete(out / "checkpoint", number, SHARDS):
-            time.sleep(0.001)
+        if calls > ENOUGH:
+            soon(lambda: complete(out / "checkpoint", number, SHARDS))
         if calls > ENOUGH:
             os.kill(launcher, signal.SIGKILL)
         return output.mean()
@@ -164,9 +164,8 @@ def test_a_run_killed_while_its_last_score_is_awaited_has_it_after_a_resume(tmp_
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if os.environ.get("POLYTEMPO_SIZE") == "1":  # a rehearsal, before there is a run
             return output.mean()
-        while not output.requires_grad and not complete(tmp_path / "checkpoint", 1, SHARDS):
-            time.sleep(0.001)
         if not output.requires_grad:
+            soon(lambda: complete(tmp_path / "checkpoint", 1, SHARDS))
             os.kill(launcher, signal.SIGKILL)
         return output.mean()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from polytempo.engines.on_spark.task import AgentEnd, run_agent
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.runs.frame.arguments import parse_engine
 from polytempo.wire.keys import make_keys
+from waiting import soon
 
 TICKET = AgentTicket("tcp://10.0.0.1:4242", make_keys())
 LONG_S = 20.0
@@ -40,7 +39,7 @@ def test_an_agent_that_reads_nothing_is_waited_for() -> None:
     assert run_agent([sys.executable, "-c", "import os; os.close(0); os._exit(4)"], "x" * (1 << 20)) == 4
 
 
-AGENT = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
+AGENT = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"
 TASK = "import sys; from polytempo.engines.on_spark.task import run_agent; run_agent(sys.argv[1:], 'ticket')"
 
 
@@ -62,16 +61,6 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + LONG_S
-    waited = threading.Event()
-    while not holds():
-        if time.monotonic() > until_s:
-            return False
-        waited.wait(0.02)
-    return True
 
 
 # --- stages
