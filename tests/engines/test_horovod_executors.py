@@ -50,6 +50,12 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+def test_actors_that_are_late_are_an_error_with_a_remedy(cluster: None) -> None:
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=0.001), num_workers=2)
+    with pytest.raises(PolytempoError, match=r"2 actors .* within 0\.001 s.*timeout_s="):
+        executor.start()
+
+
 def test_actors_of_ray_are_ranks(cluster: None) -> None:
     executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
     with pytest.raises(ValueError, match="has not been started"):

@@ -203,7 +203,13 @@ class RayExecutor:
             for bundle in bundles
         ]
         self._actors = started
-        places = ray.get([actor.place.remote() for actor in started], timeout=self._settings.timeout_s)
+        try:
+            places = ray.get([actor.place.remote() for actor in started], timeout=self._settings.timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise PolytempoError(
+                f"{len(started)} actors of Ray were not there within {self._settings.timeout_s:g} s, the time to load "
+                "torch included; give more: RayExecutor.create_settings(timeout_s=…)"
+            ) from None
         nodes = [node for node, _, _ in places]
         order = sorted(range(len(started)), key=lambda number: (nodes.index(nodes[number]), number))
         self._actors = [started[number] for number in order]
