@@ -46,7 +46,7 @@ NEEDS = {
 
 HEAD = """# Claims of papers, and our figures
 
-Every figure of the papers that Polytempo's strategies come from, beside ours. `python docs/claims/write.py` writes
+Compare the figures of the strategies' papers with ours, and rerun any of ours. `python docs/claims/write.py` writes
 this page from [docs/claims](claims). [A test](../tests/unit/test_claims.py) fails where a row names a test or a
 benchmark that is gone, or a number that is not in it.
 
