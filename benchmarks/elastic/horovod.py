@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.horovod.launcher.elastic_ranks import ElasticRanks, run_elastic_ranks
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 
 PROCESSES, MOST = 3, 4
 FAULTS = {

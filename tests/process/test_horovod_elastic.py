@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from polytempo.horovod.launcher.elastic_ranks import ElasticRanks, run_elastic_ranks
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.run_ranks import RanksFailed
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from process.test_remote_engine import children_of
 
 pytestmark = pytest.mark.process

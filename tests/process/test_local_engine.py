@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, but does not tell mypy
 
 from polytempo.core.errors import PeerLost
+from polytempo.engines import local_engine as worker_threads
 from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.engine import Result
 from polytempo.engines.join.environment import recognise
 from polytempo.engines.launch import launch
-from polytempo.engines.processes import threads as worker_threads
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.worker import RankInfo
 from process.launches import private, rest

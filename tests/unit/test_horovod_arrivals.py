@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.horovod.torch import gradient_arrivals
-from polytempo.horovod.torch.gradient_arrivals import GradientArrivals
+from polytempo.horovod.torch import gradient_reduction
+from polytempo.horovod.torch.gradient_reduction import GradientArrivals
 
 GROUPS = [[100, 50], [60], [500], [10]]
 """Bytes of five parameters in four groups."""
@@ -13,8 +13,8 @@ GROUPS = [[100, 50], [60], [500], [10]]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_arrivals, "_FIRST_BYTES", 60)
-    monkeypatch.setattr(gradient_arrivals, "_NEXT_BYTES", 200)
+    monkeypatch.setattr(gradient_reduction, "_FIRST_BYTES", 60)
+    monkeypatch.setattr(gradient_reduction, "_NEXT_BYTES", 200)
 
 
 def begun(passes: int = 1, *, overlaps: bool = True) -> GradientArrivals:

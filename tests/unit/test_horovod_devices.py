@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from polytempo.horovod.negotiation.fusion import fused
-from polytempo.horovod.negotiation.matching import refusal
+from polytempo.horovod.negotiation.matching import fused, refusal
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
-from polytempo.horovod.runtime.device_order import DeviceOrder, in_order
-from polytempo.horovod.runtime.operation import Operation
+from polytempo.horovod.runtime.operation import DeviceOrder, Operation, in_order
 from polytempo.horovod.runtime.performer import zeros
 
 GPU = torch.device("cuda", 0)

@@ -9,12 +9,12 @@ import pytest
 import polytempo.horovod.torch as hvd
 from polytempo.core import PeerLost, PolytempoError
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.horovod.elastic import place as places
-from polytempo.horovod.elastic.place import ElasticPlace
+from polytempo.horovod import elastic_place as places
+from polytempo.horovod.elastic_place import ElasticPlace
 from polytempo.horovod.runtime import session
 from polytempo.horovod.runtime.link import RankLink
-from polytempo.horovod.runtime.logs import LOG
 from polytempo.horovod.runtime.performer import Performer
+from polytempo.horovod.runtime.settings import LOG
 from polytempo.membership.message import GroupView
 from polytempo.runs.elastic.member_board import LauncherBoard
 

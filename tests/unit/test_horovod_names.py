@@ -19,8 +19,7 @@ import polytempo.horovod.torch as hvd
 from polytempo.horovod.negotiation.autotuner import AutotuneOptions
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.runtime.link import RankLink
-from polytempo.horovod.runtime.logs import LOG, begin_log
-from polytempo.horovod.runtime.settings import HorovodSettings
+from polytempo.horovod.runtime.settings import LOG, HorovodSettings, begin_log
 
 PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
 ROWS = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polytempo.horovod.torch as hvd
-from polytempo.horovod.elastic.place import ElasticPlace
+from polytempo.horovod.elastic_place import ElasticPlace
 from polytempo.horovod.torch import strategy_optimizer
 from polytempo.horovod.torch.elastic import HostsUpdatedInterrupt
 from polytempo.horovod.torch.elastic import state as states

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polytempo.horovod.negotiation.autotuner import AutotuneOptions, Autotuner, TunedSettings
-from polytempo.horovod.negotiation.gaussian_process import fit, next_point
+from polytempo.horovod.negotiation.autotuner import AutotuneOptions, Autotuner, TunedSettings, fit, next_point
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
 from polytempo.horovod.runtime.timeline import TimelineFile
 from polytempo.horovod.runtime.tuning import Tuning

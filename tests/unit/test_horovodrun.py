@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from polytempo.cli.horovod.horovodrun_arguments import parsed, variables
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
-from polytempo.horovod.launcher.host_discovery import discovered
-from polytempo.horovod.launcher.host_slots import HostSlots
-from polytempo.horovod.launcher.hosts import parsed_hosts, places, read_hostfile
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.elastic_ranks import HostSlots
+from polytempo.horovod.launcher.hosts import discovered, parsed_hosts, places, read_hostfile
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ from polytempo.cluster import Cluster, CollectiveLink, Link
 from polytempo.cluster.measured import read_cluster
 from polytempo.cluster.prices import read_measured, read_price, read_spread
 from polytempo.planner.forecast import RunForecast, Uncertainty, forecast
-from polytempo.planner.front import PlanLimits, chance, front, ranked, runner_up
-from polytempo.planner.reversal import reversal
+from polytempo.planner.front import PlanLimits, chance, front, ranked, reversal, runner_up
 from polytempo.planner.run_price import Pricer, RunPrice, faster_network
 from polytempo.planner.samples_law import SamplesLaw, SamplesTrial, deviation, drawn_laws, fitted
+from polytempo.planner.search import Trials
 from polytempo.planner.search_space import SYNCHRONOUS, PlannedRun, SearchSpace, family_of, usual_strategies
-from polytempo.planner.trials import Trials
 
 SEEDS = range(20)
 

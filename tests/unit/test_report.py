@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from polytempo.report.names import labels, short_labels
 from polytempo.report.pages.page import page, write_report
 from polytempo.report.pages.summary import baseline_sentences, human_bytes, human_seconds, percent, summaries
 from polytempo.report.pages.table import facts, numbers, summary_table, tiles
 from polytempo.report.pictures.picture import write_picture
-from polytempo.report.runs import RunRecord, load_run, read_events
+from polytempo.report.runs import RunRecord, labels, load_run, read_events, short_labels
 from polytempo.worlds.trace import Event, write_chrome_trace
 from report_runs import record
 

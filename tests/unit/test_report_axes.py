@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.report.pages.document import PLOTLY
-from polytempo.report.pictures.axes import axes_of
+from polytempo.report.pictures.figure import axes_of
 from polytempo.report.pictures.style import (
     BACKDROP,
     COLORS,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.report.status.forecast import Forecast
-from polytempo.report.status.progress import Progress, status_line, time_left
+from polytempo.report.status.progress import Forecast, Progress, status_line, time_left
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,7 @@ import pytest
 from object_store import bucket
 from polytempo.core.system import files
 from polytempo.core.system.url_path import UrlPath, place
-from polytempo.report.status.grown_object import GrownObject
-from polytempo.report.status.metrics import MetricsWriter, read_metrics
+from polytempo.report.status.metrics import GrownObject, MetricsWriter, read_metrics
 from polytempo.spec.options import RunOptions
 
 

@@ -6,6 +6,8 @@ import os
 import secrets
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,6 @@ from polytempo.core.system.files import made
 from polytempo.engines.engine import EngineAddress, EngineProcess, Launch, Result, Role
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.fork import fork, held_signals
-from polytempo.engines.processes.threads import threads_per_worker
 from polytempo.engines.processes.worker import RankInfo, failure_of, result_path, serve
 from polytempo.engines.processes.worker_processes import Child, Children
 
@@ -90,3 +91,44 @@ class LocalEngine:
         path = result_path(self._home, child.role.life)
         child.result = path.read_bytes() if path.exists() else None
         child.failure = failure_of(self._home, child.role.life)
+
+
+_POLL_S = 0.02
+_LOOKS = 3
+
+
+def threads_per_worker(workers: int, asked: int | None = None) -> int:
+    """How many threads each of `workers` processes forked from this one may have (see `launch`).
+
+    To be asked after a first fork (the janitor's): it lets libraries that can fork, like OpenBLAS,
+    put their threads away. Those of OpenMP stay, and a child waits for ever for them to work.
+    """
+    strangers = _native_threads()
+    if asked is None:
+        return 1 if strangers else max(1, _cores() // workers)
+    if asked < 1:
+        raise ValueError(f"threads={asked} must be at least 1")
+    if asked > 1 and strangers:
+        raise ValueError(
+            f"threads={asked} is impossible: this process has computed with several threads already ({strangers} are "
+            "not Python's), and a worker forked from it would wait for ever in its first parallel loop; "
+            "use threads=1, or start the run before anything is computed"
+        )
+    return asked
+
+
+def _native_threads() -> int:
+    """Threads of this process that are not Python's; 0 where there is no /proc to count them (macOS)."""
+    if not os.path.isdir("/proc/self/task"):
+        return 0
+    strangers = 0
+    for _ in range(_LOOKS):  # a thread that has just ended is listed for a moment longer
+        strangers = max(0, len(os.listdir("/proc/self/task")) - threading.active_count())
+        if strangers == 0:
+            break
+        time.sleep(_POLL_S)
+    return strangers
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

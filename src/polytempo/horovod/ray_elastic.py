@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from polytempo.engines.engine import EngineProcess, Role
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.horovod.launcher.elastic_ranks import ElasticRanks
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
 from polytempo.horovod.launcher.output import OutputRelay
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 
 _LOOK_S = 1.0
 """How often Ray is asked for its nodes."""

@@ -12,11 +12,9 @@ from polytempo.engines.launch import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.horovod.function_process import WORDS, answer_of, called
 from polytempo.horovod.launcher.elastic_ranks import Discover, run_elastic_ranks
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
-from polytempo.horovod.launcher.host_discovery import HostDiscovery
-from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
+from polytempo.horovod.launcher.hosts import HostDiscovery, parsed_hosts, read_hostfile
 from polytempo.horovod.launcher.run_ranks import run_ranks
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import shutdown
 

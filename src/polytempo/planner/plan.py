@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from polytempo.planner.forecast import RunForecast
-from polytempo.planner.front import PlanLimits
-from polytempo.planner.reversal import Reversal
+from polytempo.planner.front import PlanLimits, Reversal
 from polytempo.planner.samples_law import SamplesLaw, SamplesTrial
 from polytempo.planner.search_space import LeftOut
 

@@ -11,11 +11,9 @@ import typer
 import polytempo
 from polytempo.cli.horovod.horovodrun_arguments import variables
 from polytempo.horovod.launcher.elastic_ranks import run_elastic_ranks
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
-from polytempo.horovod.launcher.host_discovery import HostDiscovery
-from polytempo.horovod.launcher.hosts import parsed_hosts, read_hostfile
+from polytempo.horovod.launcher.hosts import HostDiscovery, parsed_hosts, read_hostfile
 from polytempo.horovod.launcher.run_ranks import RanksFailed, run_ranks
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from polytempo.horovod.runtime.settings import HorovodSettings
 from polytempo.horovod.torch.basics import nccl_built
 from polytempo.native.library import why_not

@@ -17,14 +17,13 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, s
 from polytempo.cli.predict.plan_run_request import RunPlanRequest
 from polytempo.core.system import files
 from polytempo.planner.forecast import RunForecast
-from polytempo.planner.front import PlanLimits
+from polytempo.planner.front import PlanLimits, Reversal
 from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
-from polytempo.planner.reversal import Reversal
 from polytempo.planner.search import plan_run as planned
 from polytempo.planner.search_space import SearchSpace, usual_strategies
-from polytempo.report.names import plural
 from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
 from polytempo.report.pages.summary import human_seconds
+from polytempo.report.runs import plural
 from polytempo.spec.job import Job
 from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.catalogue import parse_cluster

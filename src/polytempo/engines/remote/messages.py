@@ -1,10 +1,14 @@
-"""What the head of a run, in the launcher, and the agents on hosts say to each other; msgpack, never pickle."""
+"""Messages between the head of a run, in the launcher, and the agents on hosts; msgpack, never pickle."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from msgspec import Struct
+
+from polytempo.engines.engine import Launch
+from polytempo.spec.topology import Topology
 
 ECHO = "POLYTEMPO_ECHO_LOGS"
 """The variable of the environment that makes an agent write its processes' logs to its standard error, too."""
@@ -117,3 +121,29 @@ class Close(Struct, tag="close", frozen=True):
 
 
 ToAgent = Welcome | RunData | StartProcess | StopProcess | AskWhere | PreemptAll | Close
+
+
+PIECE_BYTES = 32 << 20
+"""So many bytes travel in one message."""
+
+
+class TravellingRun(NamedTuple):
+    """What agents get of a run."""
+
+    text: str
+    topology: Topology
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, launch: Launch) -> TravellingRun:
+        """A job's. ValueError where it cannot travel."""
+        if launch.spec is None:
+            raise ValueError("a function cannot travel to other hosts; give engine=pt.engines.local()")
+        return cls(launch.spec.to_json(), launch.spec.topology())
+
+    def messages(self, number: int, most: int, threads: int) -> Iterator[ToAgent]:
+        """To agent `number`: a `Welcome`, and its pieces."""
+        starts = range(0, len(self.data), PIECE_BYTES)
+        yield Welcome(number, self.text, most, threads, len(starts))
+        for start in starts:
+            yield RunData(self.data[start : start + PIECE_BYTES])

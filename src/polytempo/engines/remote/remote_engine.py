@@ -30,10 +30,10 @@ from polytempo.engines.remote.messages import (
     StartProcess,
     StopProcess,
     ToAgent,
+    TravellingRun,
 )
 from polytempo.engines.remote.starter import AgentStarter, StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.spec.placement import on_hosts
 from polytempo.wire.channel import ChannelServer
 from polytempo.wire.keys import Keys, make_keys

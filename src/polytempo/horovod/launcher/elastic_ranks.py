@@ -13,19 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from polytempo.engines.engine import EngineProcess, Role
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.processes.command_process import CommandRun
-from polytempo.horovod.elastic.place import LIFE, MEETING
-from polytempo.horovod.launcher.elastic_settings import ElasticSettings
-from polytempo.horovod.launcher.host_discovery import HostDiscovery
+from polytempo.horovod.elastic_place import LIFE, MEETING
 from polytempo.horovod.launcher.host_engines import HostEngines
-from polytempo.horovod.launcher.host_slots import HostSlots
-from polytempo.horovod.launcher.life_starter import LifeStarter
+from polytempo.horovod.launcher.hosts import HostDiscovery
 from polytempo.horovod.launcher.output import OutputRelay
 from polytempo.horovod.launcher.run_ranks import RanksFailed, code_of, ended, said, status
-from polytempo.horovod.launcher.settings import LaunchSettings
+from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from polytempo.membership.message import Begin, Dismiss, Fail, GroupView, Interrupt, Kill, Leave, Order, Ready, Report
 from polytempo.membership.run_membership import RunMembership
 from polytempo.runs.elastic.member_board import LauncherBoard
@@ -279,3 +277,82 @@ class ElasticRanks:
         self.processes[life] = process
         self._relay.follow(process)
         said(self._settings, f"process {life} is started on {host}")
+
+
+class HostSlots:
+    """Hosts with their slots, and those where a process has failed.
+
+    Such a host gets no new processes: for ever, or with `cooldown_s` = (shortest, longest) for the shortest time,
+    which doubles with each failure up to the longest. Processes that run there stay.
+    """
+
+    def __init__(self, cooldown_s: tuple[float, float] | None = None) -> None:
+        self._cooldown_s = cooldown_s
+        self._slots: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+        self._until_s: dict[str, float] = {}
+
+    def found(self, hosts: Mapping[str, int]) -> None:
+        """There are these hosts now. Those that were known keep their order, and come first."""
+        self._slots = {name: hosts[name] for name in [*self._slots, *hosts] if name in hosts}
+
+    def failed(self, now_s: float, host: str) -> None:
+        """A process has failed there."""
+        if self._until_s.get(host, 0.0) > now_s:
+            return  # it failed with another one
+        number = self._failures[host] = self._failures.get(host, 0) + 1
+        if self._cooldown_s is None:
+            self._until_s[host] = float("inf")
+        else:
+            shortest, longest = self._cooldown_s
+            self._until_s[host] = now_s + min(shortest * 2 ** (number - 1), longest)
+
+    def is_blacklisted(self, now_s: float, host: str) -> bool:
+        """Whether it gets no new processes now."""
+        return now_s < self._until_s.get(host, 0.0)
+
+    def capacity(self, now_s: float, running: Mapping[str, int]) -> int:
+        """How many processes there may be, those included that run: `running` has their number by host."""
+        return sum(
+            min(slots, running.get(name, 0)) if self.is_blacklisted(now_s, name) else slots
+            for name, slots in self._slots.items()
+        )
+
+    def room(self, now_s: float, running: Mapping[str, int]) -> str | None:
+        """The first host that has a free slot; None where there is none."""
+        for name, slots in self._slots.items():
+            if running.get(name, 0) < slots and not self.is_blacklisted(now_s, name):
+                return name
+        return None
+
+    def surplus(self, running: Mapping[str, int]) -> dict[str, int]:
+        """How many processes each host has beyond its slots; one that is no longer there has none."""
+        beyond = {name: number - self._slots.get(name, 0) for name, number in running.items()}
+        return {name: number for name, number in beyond.items() if number > 0}
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether there are hosts, and none of them will ever get a new process."""
+        return bool(self._slots) and all(self._until_s.get(name) == float("inf") for name in self._slots)
+
+
+class LifeStarter(Protocol):
+    """Starts processes on hosts by name, sees them end, and ends them."""
+
+    def begin(self, name: str, slots: int) -> None:
+        """Get ready for processes on a host with so many slots; it does not wait."""
+
+    def is_open(self, name: str) -> bool:
+        """Whether processes can be started there."""
+
+    def problem(self, name: str) -> Exception | None:
+        """Why they cannot; the next `begin` tries again."""
+
+    def start(self, name: str, role: Role, label: str, environment: Mapping[str, str]) -> EngineProcess:
+        """Start a process there, with these variables. `label` begins the lines of its output."""
+
+    def poll(self, wait_s: float) -> list[EngineProcess]:
+        """The processes that have ended since the last poll; waits for one at most for `wait_s`."""
+
+    def stop(self, process: EngineProcess | None = None) -> None:
+        """End one process for certain; None: all."""

@@ -17,9 +17,9 @@ from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.command_process import CommandRun, perform_command
 from polytempo.engines.remote.child_agents import ChildAgents
+from polytempo.engines.remote.messages import TravellingRun
 from polytempo.engines.remote.network import address_of, common_address, interface_of
 from polytempo.engines.remote.remote_engine import opened_remote
-from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.engines.ssh_engine import Ssh
 from polytempo.horovod.launcher.settings import LOCAL_NAMES, LaunchSettings
 from polytempo.spec.topology import Topology

@@ -1,4 +1,4 @@
-"""Hosts and their slots, as `horovodrun` takes them, and which rank is where. Text and arithmetic, nothing else."""
+"""Hosts and their slots, as `horovodrun` takes them or a user's program prints them, and the place of each rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from polytempo.runs.elastic.available_program import PolledProgram
 
 _NAME = re.compile(r"[\w.@%][\w.@%-]*", re.ASCII)
 _HOSTFILE_LINE = re.compile(r"(?P<name>[^\s:]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<short>\d+))?")
@@ -110,3 +112,32 @@ def places(hosts: Mapping[str, int], size: int) -> list[SlotPlace]:
             with_it = [other for other, (_, those) in enumerate(used) if len(those) > local]
             found.append(SlotPlace(name, rank, size, local, len(ranks), with_it.index(number), len(with_it), number))
     return found
+
+
+_EVERY_S = 1.0
+_SAID = 80
+
+
+class HostDiscovery(PolledProgram[Mapping[str, int]]):
+    """Slots by host: lines like `host1:2`, or `host1`, which has `slots`. The program runs once a second.
+
+    ValueError where there is no such program, or this user may not run it.
+    """
+
+    def __init__(self, program: Path, slots: int) -> None:
+        super().__init__(
+            "--host-discovery-script ", program, {}, lambda printed: discovered(printed, slots), _named, _EVERY_S
+        )
+
+
+def discovered(printed: str, slots: int) -> dict[str, int]:
+    """Slots by host of what the program has printed; empty where it printed nothing. ValueError for another text."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    try:
+        return counted(parsed_host(line, slots) for line in lines)
+    except ValueError as error:
+        raise ValueError(f"it printed {printed.strip()[:_SAID]!r}: {error}") from None
+
+
+def _named(hosts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}:{slots}" for name, slots in hosts.items()) or "no hosts"

@@ -16,8 +16,7 @@ from operator import or_
 import msgspec
 
 from polytempo.horovod.negotiation.cache import ResponseCache, slots_of
-from polytempo.horovod.negotiation.fusion import fused
-from polytempo.horovod.negotiation.matching import agreement, refusal, with_joined
+from polytempo.horovod.negotiation.matching import agreement, fused, refusal, with_joined
 from polytempo.horovod.negotiation.message import (
     WHOLE,
     Agreement,

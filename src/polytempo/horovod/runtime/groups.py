@@ -1,8 +1,9 @@
-"""The transports that perform collectives: one for each process set, of which torch knows nothing."""
+"""Transports that perform collectives: one for each process set, unknown to torch; and means by a codec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch._C._distributed_c10d import (
 )
 
 from polytempo.aggregation.adasum import adasum
-from polytempo.core import Bundle, State, Transform
+from polytempo.compression import through
+from polytempo.compression.exchange.wire_route import Exchanged
+from polytempo.core import Bundle, Codec, State, Transform
 from polytempo.interop.backend.across_hosts import HostsGroup
 from polytempo.interop.backend.create import create
 from polytempo.interop.backend.named import NamedGroup
@@ -152,3 +155,44 @@ def divide_(tensor: Tensor, number: int) -> None:
         tensor.div_(number)
     else:
         tensor.div_(number, rounding_mode="trunc")
+
+
+_Layout = tuple[torch.dtype, tuple[torch.Size, ...]]
+Kept = tuple[int, dict[_Layout, Exchanged]]
+"""A copy of an exchange's memory."""
+
+
+class CodecExchange:
+    """Made by the program, for one name; all ranks make theirs with equal codecs. Wires travel as `through` decides.
+
+    The unsent residuals belong to it, by dtype and shapes. `step` counts its exchanges: all ranks draw by it.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.name = codec.facts.name
+        self._transform = through(codec)
+        self._states: dict[_Layout, Exchanged] = {}
+        self.step = 0
+
+    def average_(self, transport: SetTransport, tensors: Mapping[str, Tensor]) -> None:
+        """Set the tensors, all of one dtype, to their means. With one rank only the residual is added."""
+        layout = next(iter(tensors.values())).dtype, tuple(tensor.shape for tensor in tensors.values())
+        bundle = Bundle(tensors)
+        state = self._states[layout] if layout in self._states else self._transform.init(bundle)
+        answer, after = transport.transformed(self._transform, bundle, state._replace(step=self.step))
+        self.step, self._states[layout] = after.step, after
+        for tensor, view in zip(tensors.values(), answer.views.values(), strict=True):
+            tensor.copy_(view)
+
+    def kept(self) -> Kept:
+        """A copy of its memory."""
+        return copy.deepcopy((self.step, self._states))
+
+    def go_to(self, kept: Kept) -> None:
+        """Remember this instead."""
+        self.step, self._states = copy.deepcopy(kept)
+
+
+def encodable(tensors: Sequence[Tensor]) -> bool:
+    """True if a codec takes at least one of them: floating-point numbers."""
+    return any(tensor.is_floating_point() for tensor in tensors)

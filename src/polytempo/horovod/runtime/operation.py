@@ -1,15 +1,25 @@
-"""`Operation`: what a program has asked for, until it is done."""
+"""`Operation`: an operation that a program has asked for, until it is done.
+
+On CUDA `DeviceOrder` puts it between the stream of the program and the stream of its performer:
+
+program's stream      … backward │ given                                   ┌ waits for `over` │ optimizer …
+performer's stream               └─▶ waits for `given` │ NCCL │ over ──────┘
+
+No thread waits for a device: streams wait for events. Memory that two streams use is freed once both have done with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import TensorRequest
-from polytempo.horovod.runtime.codec_exchange import CodecExchange
-from polytempo.horovod.runtime.device_order import DeviceOrder
+from polytempo.horovod.runtime.groups import CodecExchange
 
 
 class HorovodInternalError(RuntimeError):
@@ -43,3 +53,53 @@ class Operation:
     def is_complete(self) -> bool:
         """Whether the outputs are there, or never will be."""
         return self.done and (bool(self.error) or self.order is None or self.order.is_over)
+
+
+class DeviceOrder:
+    """Made where the operation is asked for, on the stream that is current there for `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._given = _marked(device)
+        self._over: Any = None
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """What is performed from here on, on the stream that is current now, finds the tensors as they were given."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._given)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def end(self) -> None:
+        """All is on the stream that is current now."""
+        self._over = _marked(self.device)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has done it."""
+        return self._over is not None and bool(self._over.query())
+
+    def give(self, outputs: Iterable[Tensor]) -> None:
+        """What comes on the stream that is current now finds the outputs."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._over is not None:
+            stream.wait_event(self._over)
+        for tensor in outputs:
+            tensor.record_stream(stream)
+
+
+@contextmanager
+def in_order(asked: Sequence[tuple[DeviceOrder, Sequence[Tensor]]]) -> Iterator[None]:
+    """What is performed inside comes after all that was given, and before all that is answered. On one device."""
+    with torch.cuda.device(asked[0][0].device):
+        for order, tensors in asked:
+            order.begin(tensors)
+        yield
+        for order, _ in asked:
+            order.end()
+
+
+def _marked(device: torch.device) -> Any:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
-from polytempo.horovod.runtime.codec_exchange import CodecExchange
-from polytempo.horovod.runtime.device_order import in_order
-from polytempo.horovod.runtime.groups import SetTransport, divide_
-from polytempo.horovod.runtime.operation import Operation
+from polytempo.horovod.runtime.groups import CodecExchange, SetTransport, divide_
+from polytempo.horovod.runtime.operation import Operation, in_order
 
 _COPIED_BYTES = 512 << 10
 """Tensors of fewer bytes are copied into one that travels for all of them."""

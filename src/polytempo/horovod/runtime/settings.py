@@ -1,8 +1,9 @@
-"""`HorovodSettings`: what the variables `HOROVOD_*` say, which scripts and launchers set already."""
+"""`HorovodSettings`: the values of the variables `HOROVOD_*`, which scripts and launchers set already, and its logs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from polytempo.horovod.negotiation.autotuner import AutotuneOptions, TunedSettings
@@ -102,3 +103,27 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name}={text!r} must be a number that is not negative")
     return value
+
+
+LOG = logging.getLogger("polytempo.horovod")
+
+
+def begin_log(settings: HorovodSettings, rank: int) -> Callable[[], None]:
+    """Write lines of the level, and above, to stderr; the answer ends that. Without a level nothing changes."""
+    if not settings.log_level:
+        return lambda: None
+    logging.addLevelName(LEVELS["trace"], "TRACE")
+    handler = logging.StreamHandler()
+    time = "%(asctime)s: " if settings.log_time else ""
+    handler.setFormatter(logging.Formatter(f"[{time}%(levelname)s] [{rank}] %(message)s"))
+    before, propagated = LOG.level, LOG.propagate
+    LOG.setLevel(LEVELS[settings.log_level])
+    LOG.addHandler(handler)
+    LOG.propagate = False
+
+    def end() -> None:
+        LOG.removeHandler(handler)
+        LOG.setLevel(before)
+        LOG.propagate = propagated
+
+    return end

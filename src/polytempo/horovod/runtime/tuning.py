@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polytempo.horovod.negotiation.autotuner import Autotuner, TunedSettings
-from polytempo.horovod.negotiation.fusion import num_bytes
+from polytempo.horovod.negotiation.matching import num_bytes
 from polytempo.horovod.negotiation.message import Agreement
 
 _LOG = logging.getLogger("polytempo.horovod")

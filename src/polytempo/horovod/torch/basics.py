@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from polytempo.horovod.elastic.place import elastic_place
+from polytempo.horovod.elastic_place import elastic_place
 from polytempo.horovod.negotiation.message import WHOLE, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.runtime.session import Session

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import TensorRequest
-from polytempo.horovod.runtime.codec_exchange import CodecExchange, encodable
+from polytempo.horovod.runtime.groups import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.handles import begin, every, only, refuse, synchronize

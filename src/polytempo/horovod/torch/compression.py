@@ -17,7 +17,7 @@ from torch import Tensor
 from polytempo import compression
 from polytempo.compression import feedback
 from polytempo.core import Codec
-from polytempo.horovod.runtime.codec_exchange import CodecExchange
+from polytempo.horovod.runtime.groups import CodecExchange
 
 
 class Compressor:

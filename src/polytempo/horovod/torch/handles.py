@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
-from polytempo.horovod.runtime.codec_exchange import CodecExchange
-from polytempo.horovod.runtime.device_order import DeviceOrder
-from polytempo.horovod.runtime.operation import Operation
+from polytempo.horovod.runtime.groups import CodecExchange
+from polytempo.horovod.runtime.operation import DeviceOrder, Operation
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.process_sets import ProcessSet
 

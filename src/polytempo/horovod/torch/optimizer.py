@@ -18,8 +18,7 @@ from polytempo.core import Codec, Strategy
 from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.collectives import Adasum, Average, ReductionOp, Sum, grouped_allreduce_async_
 from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
-from polytempo.horovod.torch.gradient_arrivals import GradientArrivals
-from polytempo.horovod.torch.gradient_reduction import GradientReduction
+from polytempo.horovod.torch.gradient_reduction import GradientArrivals, GradientReduction
 from polytempo.horovod.torch.handles import synchronize
 from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
 from polytempo.horovod.torch.strategy_optimizer import with_strategy

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
-from polytempo.horovod.elastic.place import elastic_place
+from polytempo.horovod.elastic_place import elastic_place
 from polytempo.horovod.torch.basics import session
 from polytempo.runs.own_loop.attach import attach
 from polytempo.spec.text.catalogue import parse_strategy

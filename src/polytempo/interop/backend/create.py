@@ -1,19 +1,22 @@
-"""`create`: who shares memory with whom, and the process group that follows from it."""
+"""`create`: the process group for the ranks' shared memory, with guards for torch.compile and monitored barriers."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from datetime import timedelta
+from functools import wraps
+from types import FunctionType
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._dynamo import eval_frame
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
-from polytempo.interop.backend.across_hosts import Hosts, HostsGroup
-from polytempo.interop.backend.compiled import leave_alone
-from polytempo.interop.backend.connected import Look, connected
+from polytempo.interop.backend.across_hosts import Hosts, HostsGroup, Look, connected
 from polytempo.interop.backend.messages import PendingMessage
-from polytempo.interop.backend.monitored_barrier import allow_monitored_barrier
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.options import Options
 from polytempo.interop.backend.process_group import SharedMemoryGroup
@@ -21,6 +24,52 @@ from polytempo.interop.backend.work import Finished, Queued
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
 from polytempo.native.meeting import Unreachable, host_identity
+
+
+def allow_monitored_barrier() -> None:
+    """Have `dist.monitored_barrier` ask groups of this backend, and torch's own function for all others."""
+    torchs = dist.monitored_barrier
+    if torchs.__module__ == __name__:
+        return
+
+    @wraps(torchs)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        world: Any = dist.group.WORLD if group is None else group
+        if not isinstance(world, dist.ProcessGroup) or dist.get_backend(world) != "polytempo":
+            torchs(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        default = world.timeout if isinstance(world, NamedGroup) else default_pg_timeout
+        ours: Any = world  # whose method has no type in torch
+        ours.monitored_barrier(limit or default, wait_all_ranks)
+
+    monitored_barrier.__module__ = __name__
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def leave_alone(*classes: type) -> None:
+    """Have torch.compile run the methods of `classes`, and all that they call, as they are.
+
+    What a compiled model asks for is in its graph. But DDP's reducer, which is not compiled, calls a process group from
+    C++ in the middle of a compiled frame, where torch would look at every Python frame. This is what
+    `torch.compiler.disable` does, without loading the compiler (a second) for those who never compile.
+    """
+    for each in classes:
+        for member in vars(each).values():
+            function = getattr(member, "func", getattr(member, "fget", member))  # as a (cached) property has it
+            if isinstance(function, FunctionType):
+                _skip(function.__code__)
+
+
+def _skip(code: Any) -> None:
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    else:  # older versions of torch can only skip them, not what they call
+        eval_frame.skip_code(code)  # type: ignore[attr-defined]
+
 
 allow_monitored_barrier()
 leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, PendingMessage)

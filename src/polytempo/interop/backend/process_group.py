@@ -26,8 +26,8 @@ from polytempo.interop.backend.operands import (
     pieces,
     reducible,
     rows,
+    sum_of_sparse,
 )
-from polytempo.interop.backend.sparse import sum_of_sparse
 from polytempo.interop.backend.work import DONE, Lane
 from polytempo.native.call import form_of
 from polytempo.native.group import Group

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from polytempo.report.names import short_labels
 from polytempo.report.pages.summary import EQUAL, EQUALLY, TIMES, baseline_of, finite, human_seconds, percent
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 FAR_BELOW = 0.02
 """Who ends so far below the best is named."""

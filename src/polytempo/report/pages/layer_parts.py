@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from polytempo.report.names import short_labels
 from polytempo.report.pages.summary import human_bytes
 from polytempo.report.pages.table import scrolling
 from polytempo.report.pictures.figure import Figure, empty_figure
 from polytempo.report.pictures.style import AXIS, COLORS, GRID, PAPER
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 _MOST_LAYERS = 40
 _MOST_NAMED = 8

@@ -6,12 +6,10 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polytempo.report.names import short_labels
 from polytempo.report.pages.summary import finite
-from polytempo.report.pictures.axes import Line
-from polytempo.report.pictures.figure import Figure, empty_figure, run_line
+from polytempo.report.pictures.figure import Figure, Line, empty_figure, run_line
 from polytempo.report.pictures.style import look
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 
 def noise_of(rows: Iterable[Mapping[str, Any]]) -> float | None:

@@ -7,7 +7,6 @@ from html import escape
 
 from polytempo.core.system.files import replace
 from polytempo.core.system.url_path import Place
-from polytempo.report.names import labels, short_labels
 from polytempo.report.pages import layer_parts as parts
 from polytempo.report.pages import noise, served, stages
 from polytempo.report.pages.document import WITHOUT_SCRIPT, document, place_of
@@ -18,7 +17,7 @@ from polytempo.report.pictures import plots
 from polytempo.report.pictures.figure import Figure
 from polytempo.report.pictures.style import css, look
 from polytempo.report.pictures.timeline import WORDS, Timeline, timeline
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, labels, short_labels
 from polytempo.worlds.trace import COMMUNICATION
 
 _SIMULATED = (

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from polytempo.report.names import arguments, short_call
 from polytempo.report.pages.document import WITHOUT_SCRIPT, document, place_of
 from polytempo.report.pages.summary import human_seconds
 from polytempo.report.pictures.figure import Figure, empty_figure
 from polytempo.report.pictures.style import COLORS, INK, css, look
+from polytempo.report.runs import arguments, short_call
 
 _HEADINGS = ("Workers", "Batch", "Time", "From", "To", "Hosts", "{money}", "Memory")
 _MEBIBYTE = 1 << 20

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from polytempo.report.names import short_labels
 from polytempo.report.pages.summary import TIMES, percent
 from polytempo.report.pages.table import scrolling
 from polytempo.report.pictures.figure import Figure, empty_figure
 from polytempo.report.pictures.style import look
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 _MOST_BARS = 60
 """A longer range of staleness is drawn in classes of several values."""

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from polytempo.report.names import short_labels
 from polytempo.report.pages.summary import percent
 from polytempo.report.pages.table import scrolling
 from polytempo.report.pictures.figure import Figure, empty_figure
 from polytempo.report.pictures.style import GRID
 from polytempo.report.pictures.timeline import edges, excerpt
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 from polytempo.worlds.trace import Event
 
 PASSES = {"forward": "#3A8FC4", "backward": "#D55E00", "weight gradients": "#C0609A", "update": "#4D4D4D"}

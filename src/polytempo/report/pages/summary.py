@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from polytempo.report.names import short_labels
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 EQUAL = 0.005
 """Accuracies that differ by no more are called equal: half a point, the chance of one seed and a small test set."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from polytempo.report.names import plural, short_labels
 from polytempo.report.pages.summary import (
     EQUAL,
     EQUALLY,
@@ -19,7 +18,7 @@ from polytempo.report.pages.summary import (
     summaries,
 )
 from polytempo.report.pictures.style import LineStyle, css, look
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, plural, short_labels
 
 
 class Column(NamedTuple):

@@ -7,12 +7,11 @@ from typing import Any
 
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.report.names import short_labels
-from polytempo.report.pictures.axes import axes_of
 from polytempo.report.pictures.canvas import Axes, Figure, FigureCanvasAgg, FuncFormatter, Line2D
+from polytempo.report.pictures.figure import axes_of
 from polytempo.report.pictures.plots import left_out, lines_of, points, time_title
 from polytempo.report.pictures.style import AXIS, GRID, INK, QUIET, look
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 _DOTS_PER_INCH = 140
 _SIZE_INCHES = (1400 / _DOTS_PER_INCH, 560 / _DOTS_PER_INCH)

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from polytempo.report.names import short_labels
 from polytempo.report.pages.summary import TIMES, Summary, finite, human_bytes, percent, summaries
-from polytempo.report.pictures.axes import Line, axes_of
-from polytempo.report.pictures.figure import Figure, empty_figure, run_line
+from polytempo.report.pictures.figure import Figure, Line, axes_of, empty_figure, run_line
 from polytempo.report.pictures.style import PAPER, QUIET, look
-from polytempo.report.runs import RunRecord
+from polytempo.report.runs import RunRecord, short_labels
 
 MAX_POINTS = 60
 """Longer curves are drawn as means over this many windows."""

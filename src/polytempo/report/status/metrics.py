@@ -1,16 +1,20 @@
-"""Metrics as JSON lines: one row for every report of a run's progress."""
+"""Metrics as JSON lines: one row for every report of a run's progress.
+
+A filesystem that takes whole objects only gets the grown object again now and then (`GrownObject`).
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
-from polytempo.report.status.grown_object import GrownObject
 
 _NUMBERS = frozenset(
     {"step", "epoch", "samples", "seconds", "loss", "accuracy", "samples_per_s", "idle_share", "staleness"}
@@ -99,3 +103,55 @@ def _line(row: Mapping[str, Any]) -> bytes:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
+
+
+_LAST_TRIES = 3
+
+
+class GrownObject:
+    """What was appended is put by a thread, at most every `every_s`, and all of it at the end.
+
+    A process that is killed loses at most the rows of that time. A put that fails is tried again with the
+    next one; only the last one's error is raised, by `close`.
+    """
+
+    def __init__(self, path: UrlPath, content: bytes = b"", *, every_s: float = 10.0) -> None:
+        self._path, self._every_s = path, every_s
+        self._content, self._changed = bytearray(content), True
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._put()
+        self._thread = threading.Thread(target=self._work, name="polytempo-metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, content: bytes) -> None:
+        """Append; this never waits for the filesystem."""
+        with self._lock:
+            self._content += content
+            self._changed = True
+
+    def close(self) -> None:
+        """Put what has not been put yet. OSError where that cannot be done."""
+        self._over.set()
+        self._thread.join()
+        for number in range(1, _LAST_TRIES + 1):
+            try:
+                return self._put()
+            except OSError:
+                if number == _LAST_TRIES:
+                    raise
+
+    def _work(self) -> None:
+        while not self._over.wait(self._every_s):
+            with suppress(OSError):
+                self._put()
+
+    def _put(self) -> None:
+        with self._lock:
+            content, changed, self._changed = bytes(self._content), self._changed, False
+        if not changed:
+            return
+        try:
+            self._path.write(content)
+        except OSError:
+            self._changed = True
+            raise

@@ -26,8 +26,8 @@ from polytempo.engines.engine import Engine, Launch, Role
 from polytempo.engines.join.init import host_digest
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes import janitor
+from polytempo.engines.remote.messages import TravellingRun
 from polytempo.engines.remote.remote_engine import opened_remote
-from polytempo.engines.remote.travelling_run import TravellingRun
 from polytempo.runs.frame.events import RunEvents
 from polytempo.runs.mail.host_mail import HostMailboxes, KeeperMail
 from polytempo.runs.mail.mailbox_directory import MailboxDirectory

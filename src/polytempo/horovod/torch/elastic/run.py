@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from polytempo.horovod.elastic.place import elastic_place
+from polytempo.horovod.elastic_place import elastic_place
 from polytempo.horovod.runtime.operation import HorovodInternalError
 from polytempo.horovod.torch.basics import init, shutdown
 from polytempo.horovod.torch.elastic.state import HostsUpdatedInterrupt, State

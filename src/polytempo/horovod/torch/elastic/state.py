@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polytempo.horovod.elastic.place import elastic_place
+from polytempo.horovod.elastic_place import elastic_place
 from polytempo.horovod.torch.basics import rank
 from polytempo.horovod.torch.collectives import Sum, allreduce_async_
 from polytempo.horovod.torch.functions import broadcast_object
