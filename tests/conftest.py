@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins a bac
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-TABLES = BUDGET._replace(few=8 * BUDGET.few)
+TABLES = BUDGET._replace(few=4 * BUDGET.few)
 """The budget of tests/unit: most of its cases are the rows of literal tables."""
 
 SECONDS = {"process": 1.0, "agreement": 1.0, "commands": 1.0, "laws": 0.12}
