@@ -39,64 +39,53 @@ class Mutation(NamedTuple):
     """A place of a file under src/polytempo, its replacement, and the property that breaks."""
 
     path: str
+    """A folder or a file; in a folder the text may move from file to file."""
     old: str
     new: str
     breaks: str
 
 
 MUTATIONS = [
-    Mutation(
-        "core/mesh.py", "rank = rank * length + coordinate", "rank = rank + length * coordinate", "ranks of a mesh"
-    ),
-    Mutation("synchronization/every.py", "if condition(step):", "if condition(step + 1):", "rounds a step early"),
-    Mutation("synchronization/delayed.py", "due.copy()", "due", "two owners of one tensor"),
-    Mutation("aggregation/adasum.py", "rounds + 2 * (extra > 0)", "rounds + (extra > 0)", "the price of odd ranks"),
-    Mutation("aggregation/vote.py", "for buffer in buffers[1:]:", "for buffer in buffers[2:]:", "a rank's vote"),
-    Mutation("aggregation/moving_average.py", "1 - momentum)", "momentum)", "a moving average's weights"),
-    Mutation("aggregation/push_sum.py", "float(weights[port.rank]) - 1", "float(weights[port.rank])", "de-biasing"),
-    Mutation("compression/codecs/natural.py", "& 0x7FFFFFFF) + drawn", "& 0x7FFFFFFF) + drawn // 2", "its mean"),
+    Mutation("core", "rank = rank * length + coordinate", "rank = rank + length * coordinate", "ranks of a mesh"),
+    Mutation("synchronization", "if condition(step):", "if condition(step + 1):", "rounds a step early"),
+    Mutation("synchronization", "due.copy()", "due", "two owners of one tensor"),
+    Mutation("aggregation", "rounds + 2 * (extra > 0)", "rounds + (extra > 0)", "the price of odd ranks"),
+    Mutation("aggregation", "for buffer in buffers[1:]:", "for buffer in buffers[2:]:", "a rank's vote"),
+    Mutation("aggregation", "1 - momentum)", "momentum)", "a moving average's weights"),
+    Mutation("aggregation", "float(weights[port.rank]) - 1", "float(weights[port.rank])", "de-biasing"),
+    Mutation("compression", "& 0x7FFFFFFF) + drawn", "& 0x7FFFFFFF) + drawn // 2", "its mean"),
     Mutation("compression/codecs/top_k.py", "math.ceil(self.ratio", "math.floor(self.ratio", "entries sent"),
-    Mutation("compression/codecs/random_k.py", "self._scale(like) - 1", "self._scale(like)", "its variance's law"),
-    Mutation("collectives/ring.py", "(rank - k - 1) % num_ranks", "(rank - k) % num_ranks", "chunks of a ring"),
-    Mutation(
-        "collectives/tree.py", "port.rank + distance < port.size", "port.rank + distance < port.size - 1", "a leaf"
-    ),
-    Mutation(
-        "collectives/star.py", "2 * latency_s + 2 * through_root", "latency_s + 2 * through_root", "a star's price"
-    ),
-    Mutation("server/rules/softsync.py", "max(1, learners // n)", "max(1, learners // n + 1)", "pushes per update"),
-    Mutation(
-        "server/rules/elastic.py", "Mix(arrival.worker, alpha)", "Mix(arrival.worker, alpha / 2)", "elastic force"
-    ),
-    Mutation("server/rules/backups.py", "len(situation.members) - backups", "len(situation.members)", "backup workers"),
-    Mutation("flexrr/reassignment.py", "return 3 * self.slices", "return 2 * self.slices", "slices of a batch"),
-    Mutation("cluster/rate.py", "_BITS_PER_S[found[2]] / 8", "_BITS_PER_S[found[2]]", "bits for bytes"),
-    Mutation("cluster/fit.py", "place[kernel] + 3]", "place[kernel] + 3].flip(0)", "fitted constants"),
-    Mutation("data/spans.py", "count -= middle - start", "count -= stop - start", "samples taken of spans"),
-    Mutation("data/batches.py", "epochs * self.num_samples + (", "epochs * self.num_samples - (", "samples counted"),
-    Mutation("data/ledger.py", "return self.once == self.num_samples", "return True", "the account of samples"),
-    Mutation(
-        "partition/schedules/waiting.py", "min(stages - 1 - stage, micro_batches)", "0", "micro-batches in flight"
-    ),
-    Mutation("large_batch/lamb.py", "1 - beta2**t for t in steps", "1 - beta1**t for t in steps", "bias correction"),
-    Mutation("planner/samples_law.py", "self.e_min / self.s_min if", "self.s_min / self.e_min if", "the noise scale"),
-    Mutation("worlds/virtual/network.py", "max(now_s, self._out_s[out])", "now_s", "messages that share a link"),
-    Mutation("wire/shared.py", "if end <= self._arenas", "if end >= self._arenas", "tensors in shared memory"),
-    Mutation("spec/options.py", "if self.restarts < 0:", "if self.restarts < -1:", "a mistake of an option"),
-    Mutation("server/record.py", "version, check)", "version + 1, check)", "versions in a server's record"),
-    Mutation("training/checkpoint/manifest.py", "1 <= version <= VERSION", "1 <= version", "files of the future"),
-    Mutation("training/job/sliced_step.py", "if i in used else None", "", "gradients of unused parameters"),
-    Mutation("chaos/launcher.py", "and not self.finished:", "and self.finished:", "restarts of dead workers"),
-    Mutation("engines/processes/failures.py", "_signal_name(-code), lines)", "None, lines)", "the signal of a death"),
-    Mutation(
-        "runs/elastic/member_board.py", "self._broken >= self.generation", "self._broken > self.generation", "ends"
-    ),
-    Mutation("horovod/launcher/hosts.py", "if sum(hosts.values()) < size:", "if False:", "ranks without a slot"),
-    Mutation("horovod/negotiation/gaussian_process.py", "mean - best - _XI", "best - mean - _XI", "tuning"),
-    Mutation("cli/predict/cut_schedules.py", "return link_s / count", "return link_s", "messages of micro-batches"),
-    Mutation("report/pages/layer_parts.py", 'if most >= 1e6 else ("kB", 1e3)', 'if most else ("kB", 1e3)', "units"),
-    Mutation("interop/backend/work.py", "first = self._queue[0]", "first = self._queue[-1]", "the order of calls"),
-    Mutation("replay/rerun.py", "self.facts.generation * LIVES + 1", "self.facts.generation * LIVES", "lives replayed"),
+    Mutation("compression", "self._scale(like) - 1", "self._scale(like)", "its variance's law"),
+    Mutation("collectives", "(rank - k - 1) % num_ranks", "(rank - k) % num_ranks", "chunks of a ring"),
+    Mutation("collectives", "port.rank + distance < port.size", "port.rank + distance < port.size - 1", "a leaf"),
+    Mutation("collectives", "2 * latency_s + 2 * through_root", "latency_s + 2 * through_root", "a star's price"),
+    Mutation("server", "max(1, learners // n)", "max(1, learners // n + 1)", "pushes per update"),
+    Mutation("server", "Mix(arrival.worker, alpha)", "Mix(arrival.worker, alpha / 2)", "elastic force"),
+    Mutation("server", "len(situation.members) - backups", "len(situation.members)", "backup workers"),
+    Mutation("flexrr", "return 3 * self.slices", "return 2 * self.slices", "slices of a batch"),
+    Mutation("cluster", "_BITS_PER_S[found[2]] / 8", "_BITS_PER_S[found[2]]", "bits for bytes"),
+    Mutation("cluster", "place[kernel] + 3]", "place[kernel] + 3].flip(0)", "fitted constants"),
+    Mutation("data", "count -= middle - start", "count -= stop - start", "samples taken of spans"),
+    Mutation("data", "epochs * self.num_samples + (", "epochs * self.num_samples - (", "samples counted"),
+    Mutation("data", "return self.once == self.num_samples", "return True", "the account of samples"),
+    Mutation("partition", "min(stages - 1 - stage, micro_batches)", "0", "micro-batches in flight"),
+    Mutation("large_batch", "1 - beta2**t for t in steps", "1 - beta1**t for t in steps", "bias correction"),
+    Mutation("planner", "self.e_min / self.s_min if", "self.s_min / self.e_min if", "the noise scale"),
+    Mutation("worlds", "max(now_s, self._out_s[out])", "now_s", "messages that share a link"),
+    Mutation("wire", "if end <= self._arenas", "if end >= self._arenas", "tensors in shared memory"),
+    Mutation("spec", "if self.restarts < 0:", "if self.restarts < -1:", "a mistake of an option"),
+    Mutation("server", "version, check)", "version + 1, check)", "versions in a server's record"),
+    Mutation("training", "1 <= version <= VERSION", "1 <= version", "files of the future"),
+    Mutation("training", "if i in used else None", "", "gradients of unused parameters"),
+    Mutation("chaos", "and not self.finished:", "and self.finished:", "restarts of dead workers"),
+    Mutation("engines", "_signal_name(-code), lines)", "None, lines)", "the signal of a death"),
+    Mutation("runs", "self._broken >= self.generation", "self._broken > self.generation", "ends"),
+    Mutation("horovod", "if sum(hosts.values()) < size:", "if False:", "ranks without a slot"),
+    Mutation("horovod", "mean - best - _XI", "best - mean - _XI", "tuning"),
+    Mutation("cli", "return link_s / count", "return link_s", "messages of micro-batches"),
+    Mutation("report", 'if most >= 1e6 else ("kB", 1e3)', 'if most else ("kB", 1e3)', "units"),
+    Mutation("interop", "first = self._queue[0]", "first = self._queue[-1]", "the order of calls"),
+    Mutation("replay", "self.facts.generation * LIVES + 1", "self.facts.generation * LIVES", "lives replayed"),
 ]
 
 
@@ -113,16 +102,23 @@ def left_out(folder: str, names: list[str]) -> set[str]:
     return {"__pycache__", *(of_root if folder == str(ROOT) else [])}
 
 
+def places(mutation: Mutation) -> list[str]:
+    """Files with the text, each as often as it has it. There has to be one."""
+    start = ROOT / "src/polytempo" / mutation.path
+    files = [start] if start.is_file() else sorted(start.rglob("*.py"))
+    return [str(file.relative_to(ROOT)) for file in files for _ in range(file.read_text().count(mutation.old))]
+
+
 def tests_of(mutation: Mutation, tier: str, later: set[str]) -> list[str]:
     """Files of the tests that a tier has for it, the nearest first."""
-    files = reached.reached([f"src/polytempo/{mutation.path}"])
+    files = reached.reached(places(mutation))
     return [path for path in files if tier == "all" or path not in later][: MOST_TESTS[tier]]
 
 
 def found(mutation: Mutation, tier: str, files: list[str], copy: Path, limit_s: float) -> Found:
     """Run the tests on the changed copy, which is as before in the end."""
     begin_s = time.monotonic()
-    path = copy / "src/polytempo" / mutation.path
+    path = copy / places(mutation)[0]
     text = path.read_text(encoding="utf-8")
     try:
         path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
@@ -182,9 +178,9 @@ def main() -> None:
     parser.add_argument("--later", nargs="*", default=[], help="test files that only the tier `all` has")
     given = parser.parse_args()
     rows = [each for each in MUTATIONS if given.only in each.path]
-    stale = [each for each in rows if (ROOT / "src/polytempo" / each.path).read_text().count(each.old) != 1]
+    stale = [each for each in rows if len(places(each)) != 1]
     if stale:
-        sys.exit("no longer once in their files: " + "; ".join(f"{each.path}: {each.old}" for each in stale))
+        sys.exit("no longer once in their folders: " + "; ".join(f"{each.path}: {each.old}" for each in stale))
     number = 0
     with TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder, "tree"), ignore=left_out))
