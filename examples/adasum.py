@@ -1,4 +1,4 @@
-"""Adasum: add what is orthogonal, average what is parallel.
+"""Adasum: add orthogonal gradients, average parallel ones.
 
 Two gradients that agree say the same thing twice, so their mean is enough; two that are orthogonal say two
 things, so their sum is right. That is why the learning rate need not be scaled with the number of workers.
@@ -20,7 +20,7 @@ for degrees in (0, 30, 60, 90):
     merged = adaptive_sum(east, other)
     print(f"{degrees:3} degrees apart: |mean| {((east + other) / 2).norm():.2f}, |adasum| {merged.norm():.2f}")
 
-print("\ndigits, learning rate 0.01, 60 steps whatever the number of workers:")
+print("\ndigits, learning rate 0.01, 60 steps for any number of workers:")
 for workers in (1, 2, 4, 8):
     losses = []
     for strategy in (pt.strategies.sync_sgd(), pt.strategies.adasum()):

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: each gradient is an update of the server's parameters, and nobody waits for anybody.
+"""Asynchronous SGD: each gradient is an update of the server's parameters, and no worker waits for another.
 
 Two workers and two server processes, each with half of the parameters. At the same number of samples there are twice
 as many updates as synchronous SGD makes, each of a gradient of one worker only.

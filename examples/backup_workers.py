@@ -1,6 +1,6 @@
-"""Backup workers: of three workers the first two of each step count, so that nobody waits for the slowest.
+"""Backup workers: of three workers the first two of each step count, so that no worker waits for the slowest.
 
-With no backups it is synchronous SGD through a server. What a late worker has computed is dropped.
+With no backups it is synchronous SGD through a server. A late worker's gradient is dropped.
 """
 
 from __future__ import annotations

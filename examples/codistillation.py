@@ -1,6 +1,6 @@
 """Codistillation: two groups with half of the data each learn from each other's models of some steps ago.
 
-The first line is what each group reaches by itself; scores are of the first group's model.
+The first line is each group's result alone; scores are of the first group's model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compressed gradients: what each way of sending fewer bytes costs in loss, at the same number of samples.
+"""Compressed gradients: the cost in loss of each way of sending fewer bytes, at the same number of samples.
 
-Four workers with 10 Mbit/s and 20 ms between them. Most of these keep what they did not send, and send it later; with
+Four workers with 10 Mbit/s and 20 ms between them. Most of these keep the unsent part, and send it later; with
 one worker, or with tensors of fewer than 1,024 elements, nothing is encoded. `dgc` has
 momentum, so its rate is a tenth of the others'.
 """

@@ -1,7 +1,7 @@
 """Delayed SGD: the exchange hides behind the next steps' computation, and the gradient is a little old.
 
 On a slow network a synchronous step is computation plus exchange; with a delay it is the longer of the two.
-The price is paid in the learning rate: what is stable shrinks with the delay.
+The price is paid in the learning rate: the largest stable one shrinks with the delay.
 """
 
 from __future__ import annotations

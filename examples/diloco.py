@@ -1,4 +1,4 @@
-"""DiLoCo: what the workers moved in H steps is one gradient for an outer optimizer.
+"""DiLoCo: the workers' movement in H steps is one gradient for an outer optimizer.
 
 The outer step is Nesterov's. Without it (lr 1, momentum 0) DiLoCo is local SGD, which the first two lines
 show; with it the same few exchanges carry the model further. The workers' own optimizer is AdamW, as in the paper.

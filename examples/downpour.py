@@ -1,6 +1,6 @@
-"""Downpour SGD: workers step by themselves and talk to the server every few steps, in the background.
+"""Downpour SGD: workers make steps of their own and talk to the server every few steps, in the background.
 
-Adagrad in the server's shards is what keeps it together: parameters that move much get small steps. The less the
+Adagrad in the server's shards keeps it together: parameters that move much get small steps. The less the
 workers talk, the further they are from each other when they do.
 """
 

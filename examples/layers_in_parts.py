@@ -1,6 +1,6 @@
-"""A job whose layers lie in parts: every worker has a part of each layer, or divides some layers with other samples.
+"""A job with layers in parts: every worker has a part of each layer, or divides some layers with other samples.
 
-Virtual time of four workers at 100 Gbit/s; accuracies are real, and those of one worker with the same batches.
+Virtual time of four workers at 100 Gbit/s; accuracies are real, and equal one worker's with the same batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from polytempo.jobs import digits
 
 COMPARED = [
     strategies.sync_sgd(),
-    strategies.split({"0": "column", "2": "row"}, parts=2),  # two models, whose layers two workers hold together
+    strategies.split({"0": "column", "2": "row"}, parts=2),  # two models; two workers hold each together
     strategies.split(parts=4, inner=strategies.local_sgd(period=8)),  # one model, in parts that send the least
     strategies.hybrid(["2"]),  # the output layer divided over all, the other one whole on each
 ]

@@ -1,4 +1,4 @@
-"""A job of your own: what to train, apart from how it is distributed.
+"""A job of your own: a training, apart from its distribution.
 
 Everything in a `pt.Job` is a function, called in each worker. The same object runs on real processes, under
 the virtual clock, and from the command line:
@@ -21,7 +21,7 @@ import polytempo as pt
 
 
 def waves(path: Path | None) -> pt.Data:
-    """Learn y = sin(3x) from noisy points. `path` is what `--data` says; this job makes its own."""
+    """Learn y = sin(3x) from noisy points. `path` is the value of `--data`; this job makes its own."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(2_500, 1, generator=generator) * 4 - 2
     y = torch.sin(3 * x) + 0.1 * torch.randn(x.shape, generator=generator)
@@ -29,7 +29,7 @@ def waves(path: Path | None) -> pt.Data:
 
 
 def close(output: Tensor, target: Tensor) -> Tensor:
-    """What this job calls right: the prediction lies within three standard deviations of the noise."""
+    """True for right predictions: the prediction is within three standard deviations of the noise."""
     return (output - target).abs() < 0.3
 
 

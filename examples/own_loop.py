@@ -1,8 +1,8 @@
 """Your own training loop, made distributed by three lines.
 
 `pt.init` joins the world that torchrun (or Slurm, Open MPI, Ray) has set up, `pt.attach` hangs the strategy
-on the optimizer, `pt.shard` deals the samples to the workers. The loop itself stays what it was. Between two meetings
-of `local_sgd` every worker has a model of its own; what is scored is their mean, which `consensus` lends:
+on the optimizer, `pt.shard` deals the samples to the workers. The loop itself does not change. Between two meetings
+of `local_sgd` every worker has a model of its own; the score is of their mean, which `consensus` lends:
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py

@@ -1,8 +1,8 @@
-"""A model whose layers lie on several workers: every worker trains its own stage, on all batches.
+"""A model with layers on several workers: every worker trains its own stage, on all batches.
 
 With one worker it is plain back-propagation; with two or three each has a stage. `ddg` updates a stage by gradients
-that come late, so no stage waits for another; write `one_f_one_b(stages=world.size, micro_batches=4)` for one that
-waits, and computes what one worker would:
+that come late, so no stage waits for another; write `one_f_one_b(stages=world.size, micro_batches=4)` for a schedule
+that waits, and computes the same as one worker:
 
     python examples/pipeline.py
     torchrun --standalone --nproc-per-node 2 examples/pipeline.py

@@ -1,4 +1,4 @@
-"""A model in stages whose layers are split: a stage is held by two workers, each with half of every layer.
+"""A model in stages with split layers: a stage is held by two workers, each with half of every layer.
 
 python examples/pipeline_split.py                                                    # one stage of whole layers
 torchrun --standalone --nproc-per-node 2 examples/pipeline_split.py                  # one stage on two workers
@@ -27,7 +27,7 @@ pipe = pt.pipeline(
     nn.functional.cross_entropy,
     pt.strategies.one_f_one_b(stages, micro_batches=4, inner=split),
     sample=digits.train.tensors[0][:32],
-    by=["4"] if stages == 2 else "operations",  # the second stage begins behind a row layer: what it gets is whole
+    by=["4"] if stages == 2 else "operations",  # the second stage begins behind a row layer: its input is whole
 )
 for epoch in range(4):
     order = torch.randperm(len(digits.train), generator=torch.Generator().manual_seed(epoch))

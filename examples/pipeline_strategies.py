@@ -1,4 +1,4 @@
-"""A model in two stages, by every schedule: what waits computes what one worker does, what does not wait is faster.
+"""A model in two stages, by every schedule: schedules that wait compute the same as one worker, the others are faster.
 
 Virtual time on two hosts at 100 Gbit/s; accuracies are real.
 """

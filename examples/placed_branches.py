@@ -1,4 +1,4 @@
-"""Two towers of one model on two workers, which compute one batch together: what one process computes.
+"""Two towers of one model on two workers, which compute one batch together, with the result of one process.
 
 python examples/placed_branches.py
 torchrun --standalone --nproc-per-node 2 examples/placed_branches.py

@@ -1,7 +1,7 @@
-"""Which strategy, how many workers, which batch? A plan for the digits on two networks, and what it rests on.
+"""Which strategy, how many workers, which batch? A plan for the digits on two networks, and its grounds.
 
 Step times are simulated on the cluster without values; samples to the target come from short simulated runs that train,
-on at most four workers. The last line of each plan says what would change the choice.
+on at most four workers. The last line of each plan names the conditions for another choice.
 """
 
 from __future__ import annotations

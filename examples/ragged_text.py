@@ -87,7 +87,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def correct(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Which texts the model puts where they belong."""
+    """True for texts that the model puts where they belong."""
     logits: Tensor = model(batch["input_ids"], batch["attention_mask"]).logits
     return logits.argmax(-1) == batch["labels"]
 

@@ -1,4 +1,4 @@
-"""Byzantine-robust SGD: one worker of seven lies, and the model learns all the same.
+"""Byzantine-robust SGD: one worker of seven sends wrong gradients, and the model learns all the same.
 
 The liar is a transform of two lines, chained in front of each strategy's own: transforms are pairs of plain
 functions, so attacks, clipping or logging compose with any strategy.

@@ -27,4 +27,4 @@ for order in ("priority", "round_robin"):
 try:
     pt.schedule(scheduled.lasso(l1=0.2, bound=None), samples, workers=2, cluster=ethernet)
 except pt.errors.NotFinite as error:
-    print(f"32 at once, whatever their correlation: {error}")
+    print(f"32 together, for any correlation: {error}")

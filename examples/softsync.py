@@ -1,4 +1,4 @@
-"""n-softsync: between synchronous and asynchronous SGD lies a number.
+"""n-softsync: a number between synchronous and asynchronous SGD.
 
 With n = 1 the server waits for as many gradients as there are workers, whoever they are from; with n = workers each
 gradient is an update. The mean staleness is about n.

@@ -1,6 +1,7 @@
-"""Layers that lie on several workers: each has some of the hidden features, and all take the same batches.
+"""Layers on several workers: each has some of the hidden features, and all take the same batches.
 
-With one worker it is plain back-propagation; with two each has half of both layers, and computes what one worker would:
+With one worker it is plain back-propagation; with two each has half of both layers, and computes the same as one
+worker:
 
     python examples/split_layers.py
     torchrun --standalone --nproc-per-node 2 examples/split_layers.py

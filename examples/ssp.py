@@ -1,6 +1,6 @@
-"""Bounded staleness: asynchronous, but nobody runs more than so many steps ahead of the slowest.
+"""Bounded staleness: asynchronous, but no worker runs more than so many steps ahead of the slowest.
 
-With bound 0 all wait for all in every step; a few steps of slack already hide the moments in which a worker is slow.
+With bound 0 all wait for all in every step; a few steps of slack already hide a worker's slow moments.
 """
 
 from __future__ import annotations

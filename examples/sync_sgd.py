@@ -1,6 +1,6 @@
-"""Synchronous SGD: the gradient of the joined batch, whatever route it travels.
+"""Synchronous SGD: the gradient of the joined batch, by any route.
 
-A route decides over which paths the sum goes. It changes the time and who sends how much, never the
+A route chooses the paths of the sum. It changes the time and each rank's bytes, never the
 model: the losses below agree. All routes send the same number of bytes in total (the last column is the mean
 over workers); the clock tells them apart by how much passes the busiest link. A star, the single parameter
 server, sends everything through one; a ring spreads it over all.

@@ -1,7 +1,7 @@
 """Stages that wait for nothing: each updates by an estimate of its output's gradient, and learns to estimate.
 
 With labels (cDNI) the estimates are good, without them (DNI) they are less so. The two stages are two
-workers of a virtual world; what they compute is real.
+workers of a virtual world; their computations are real.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Job`: what to train, apart from how it is distributed."""
+"""`Job`: a training, apart from its distribution."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class OfBatch:
 
     function: Callable[[nn.Module, Any], Tensor]
     divisor: Any = None
-    """Of a loss: what it divides by (`spec.loss_divisor.Divisor`); None: it is not known."""
+    """Divisor of a loss (`spec.loss_divisor.Divisor`); None: it is not known."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """What the function answers."""
+        """The function's answer."""
         return self.function(model, batch)
 
 
@@ -93,7 +93,7 @@ class Job:
     """Reads the data; its argument is the folder or file given as `--data`."""
     loss: Callable[[Any, Any], Tensor]
     """`loss(output, target)`: the mean over the batch, which is a pair (input, target). Or `of_batch(loss)`, which is
-    called as `loss(model, batch)`. One that is no mean over samples says by `divided_by` what it divides by."""
+    called as `loss(model, batch)`. If it is not a mean over samples, name its divisor by `divided_by`."""
     optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]
     """Makes the optimizer from the parameters and the learning rate."""
     lr: float = 0.1
@@ -101,18 +101,18 @@ class Job:
     """Samples per worker and step."""
     epochs: int = 10
     correct: Callable[[Any, Any], Tensor] | None = None
-    """`correct(output, target)`: booleans, or numbers from 0 to 1, whose mean is the accuracy; None where there is
-    none. Or `of_batch(correct)`, which is called as `correct(model, batch)`."""
+    """`correct(output, target)`: booleans, or numbers from 0 to 1; their mean is the accuracy. None: there is none. Or
+    `of_batch(correct)`, which is called as `correct(model, batch)`."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     """Makes a learning-rate schedule from the optimizer and the number of steps an epoch has; stepped every step.
 
     With a parameter server each batch has the rate of its place in the run, whichever worker takes it, and whenever."""
     name: str = "job"
     origin: str | None = None
-    """What `jobs.find` found it by, so that another process can find it again; a file's path is absolute."""
+    """Name for `jobs.find`, so that another process can find the job again; a file's path is absolute."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no function where one is called, and numbers that no run could use."""
+        """Refuse other objects than functions where one is called, and numbers that no run could use."""
         for name, makes in _CALLED.items():
             part = getattr(self, name)
             if isinstance(part, nn.Module) and name == "model":
@@ -144,5 +144,5 @@ def check_job(given: object) -> Job:
 
 
 def most_likely(output: Tensor, target: Tensor) -> Tensor:
-    """Which predictions are right: the largest of the last dim's scores is the target. Shapes (…, classes), (…)."""
+    """True for right predictions: the largest of the last dim's scores is the target. Shapes (…, classes), (…)."""
     return output.argmax(-1) == target

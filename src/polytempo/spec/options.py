@@ -1,4 +1,4 @@
-"""How long, how fast and with what a job is run: everything apart from the job and its strategy."""
+"""Options of a run: everything apart from the job and its strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunOptions:
     batch_size: int | None = None
     """Samples per worker and step."""
     global_batch_size: int | None = None
-    """Samples of all workers together in each step, whatever their number; in place of `batch_size`."""
+    """Samples of all workers together in each step, for any number of workers; in place of `batch_size`."""
     lr: float | None = None
     seed: int = 0
     data: Path | None = None
@@ -44,7 +44,7 @@ class RunOptions:
     """Threads per worker; None: the cores of this host, shared among its workers (with `inter_threads`: 1). Or the
     answer of `pt.threads`, which says `inter_threads` as well."""
     inter_threads: int = 1
-    """Threads on which independent branches of the model run, each with `threads` of its own."""
+    """Threads for independent branches of the model, each with `threads` of its own."""
     allow_nan: bool = False
     """Go on where a loss, a gradient or a parameter is NaN or infinite; otherwise the run ends there with `NotFinite`.
     Checkpoints with such values are left out either way, and codecs cannot encode them."""
@@ -66,29 +66,30 @@ class RunOptions:
     """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
     always TCP where an engine's processes share no memory."""
     grace_s: float = 30.0
-    """How long a run with an `out` may take to save and leave after SIGTERM; then it is ended."""
+    """Most seconds for a run with an `out` to save and leave after SIGTERM; then it is ended."""
     restarts: int = 20
-    """With a parameter server, or `min_workers`: how many processes may be started in place of others that were killed.
+    """Most processes that replace killed ones, with a parameter server or `min_workers`.
     """
     batch_growth: BatchGrowth = field(default_factory=dict)
     """`{5: 4, 10: 2}` multiplies the global batch by 4 after 5 epochs and by 2 after 10; `pt.norm_test(theta=0.5)` lets
     the gradients' noise decide. A worker computes its part in pieces of at most its first batch. Schedules go by
     epochs, as if the batch had not grown. May be given as text."""
     reshape: Mapping[int, int] = field(default_factory=dict)
-    """With a parameter server, experimental: `{2: 3, 5: 1}` goes on with 3 shards after 2 epochs and with 1 after 5.
-    Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
+    """Numbers of shards after epochs (parameter server, experimental): `{2: 3, 5: 1}` goes on with 3 shards after 2
+    epochs and with 1 after 5. Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
 
     min_workers: int | None = None
-    """Without a parameter server: the run goes on as long as so many workers are left. None: it ends with the first
-    that is lost, unless `max_workers` is given (then: 1)."""
+    """Fewest workers of a run without a parameter server: it goes on as long as so many are left. None: it ends with
+    the first that is lost, unless `max_workers` is given (then: 1)."""
     max_workers: int | None = None
     """The most workers that a run may grow to while it goes on. None: `workers`."""
     scaling: Literal["global", "local"] = "global"
-    """Where the number of workers changes: "global" keeps the samples of a step, which are dealt to those that are
-    there; "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number."""
+    """Batch after a change of the number of workers: "global" keeps the samples of a step, and deals them to the
+    present workers; "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run could use. Folders, `until` and others may be given as text, as on the command line."""
+        """Refuse values that no run could use. Folders, `until` and others may be given as text, as on the command
+        line."""
         if isinstance(self.data, str):
             object.__setattr__(self, "data", Path(self.data))
         if isinstance(self.out, str | Path):
@@ -131,7 +132,7 @@ class RunOptions:
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
         if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
-            raise ValueError(f"reshape says after which epoch, from 1 on, how many shards go on, got {self.reshape}")
+            raise ValueError(f"reshape maps an epoch, from 1 on, to the number of shards after it, got {self.reshape}")
         check_growth_option(self.batch_growth)
         if isinstance(self.batch_growth, NormTest) and self.noise_scale is not None:
             raise ValueError(
@@ -168,7 +169,7 @@ def _goals(until: Mapping[str, float] | str) -> Mapping[str, float]:
 
 
 class OptionKeywords(TypedDict, total=False):
-    """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` says what each means."""
+    """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` explains each."""
 
     epochs: float | None
     steps: int | None
@@ -200,7 +201,8 @@ class OptionKeywords(TypedDict, total=False):
 
 
 def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOptions:
-    """`options`, or those of no option given, with the keywords' in their place. `ValueError` for a wrong keyword."""
+    """`options` (None: the defaults), with the keywords' values in their place. `ValueError` for a wrong
+    keyword."""
     known = [each.name for each in fields(RunOptions)]
     for name in keywords:
         if name not in known:

@@ -101,7 +101,7 @@ def _laid_out(world: ProcessWorld, mesh: Mapping[str, int] | None) -> ProcessWor
     if asked.size != world.size:
         raise ValueError(
             f"a {asked} is for {asked.size} ranks, and this world has {world.size}; start {asked.size} ranks, or give "
-            "axes whose lengths multiply to the number of ranks"
+            "axes with lengths that multiply to the number of ranks"
         )
     if world.port.mesh not in (None, asked):
         raise ValueError(f"this world is a {world.port.mesh} already, and cannot become a {asked}; call init once")
@@ -159,7 +159,7 @@ def backend_name(*, one_host: bool) -> str:
 
 
 def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:
-    """Where the ranks of this generation, or of this round of an elastic torchrun, find each other."""
+    """The store of this generation's ranks, or of this round of an elastic torchrun."""
     store = _kept(place, timeout, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or place.launcher != "torchrun":
         return PrefixStore(f"polytempo/{place.generation}", store)
@@ -174,7 +174,7 @@ def _kept(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> S
     Our launcher's takes keys, and so does rank 0's where `POLYTEMPO_KEYS` names a file of them; others are torch's.
     """
     if place.rendezvous is not None:
-        if not place.rendezvous.is_dir():  # a FileStore would wait for it for five minutes, whatever `timeout` is
+        if not place.rendezvous.is_dir():  # a FileStore would wait for it for five minutes, for any `timeout`
             raise PeerLost(place.rank, None, "meeting", None, f"{place.rendezvous} is gone with the run")
         store: Store = FileStore(str(place.rendezvous / "store"), place.size)
         store.set_timeout(timeout)
@@ -257,7 +257,7 @@ def hosts_of_ranks() -> list[int]:
 
 
 def host_identity() -> str:
-    """What tells hosts apart: two may have one name, and two containers on one kernel have a network between them,
+    """The identity of a host: two may have one name, and two containers on one kernel have a network between them,
     or processes that cannot see each other.
     """
     parts = [socket.gethostname(), machine_identity()]

@@ -1,4 +1,4 @@
-"""`Handle`: what `attach` hangs on a loop's optimizer, and the ways to pause, join, score, save and end."""
+"""`Handle`: the hooks of `attach` on a loop's optimizer, and methods to pause, join, score, save and end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Handle:
     ) -> None:
         self.world, self.ports, self.replica = world, ports, replica
         self.attached = True
-        """Whether the hooks are on."""
+        """True while the hooks are on."""
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self.one_copy, self._turns = copy, turns
@@ -87,7 +87,7 @@ class Handle:
         return None if self.replica.noise is None else self.replica.noise.noise
 
     def _after_step(self, *_: Any) -> None:
-        """The hook by which an optimizer keeps its handle alive."""
+        """The hook that keeps an optimizer's handle alive."""
         if self._step.ends():
             self._step.after_step()
 
@@ -227,8 +227,8 @@ class Handle:
         """Go on from this rank's `state_dict`."""
         if state["strategy"] != str(self.replica.strategy):
             raise ValueError(
-                f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the one "
-                "that saved it, or begin without its state"
+                f"the state was saved by {state['strategy']}, but {self.replica.strategy} is attached; attach the "
+                "strategy that saved it, or begin without its state"
             )
         self.replica.restore(Saved(state["tensors"], state["scalars"]))
         if self.replica.masters is not None:
@@ -253,7 +253,7 @@ class Handle:
             return self.world.drive(self.replica.clip_grad_norm_(holders, parameters, max_norm, again))
         if self._members.joining:
             raise ValueError(
-                "inside join() those that have left could not take part in clip_grad_norm_(); leave it out"
+                "inside join() ranks that have left could not take part in clip_grad_norm_(); leave it out"
             )
         self._members.agree_on_share()
         return self.one_copy.clip_grad_norm_(max_norm, self.replica.share)
@@ -293,7 +293,7 @@ def _meets(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> b
 
 
 def _feels_scales(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:
-    """Whether scaled losses, or a step that one rank skips, would change more than `.grad`."""
+    """True if scaled losses, or a step that one rank skips, would change more than `.grad`."""
     strategy = replica.strategy
     means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
     free = turns is not None and strategy.one_copy != "in_turn"
