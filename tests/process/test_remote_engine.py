@@ -93,6 +93,7 @@ def test_the_four_calls(tmp_path: Path) -> None:
     with agents("a").open(launch) as engine:
         assert (engine.address.host, engine.address.num_hosts) == ("127.0.0.1", 1)
         failing, first, second = (engine.start(Role("rank", rank, rank)) for rank in range(3))
+        assert not any(secret in words for words in command_lines() for secret in secrets_of(engine, meeting))
         assert awaited(engine) is failing
         assert (failing.exit_code, failing.result) == (1, None)
         assert failing.failure is not None, failing.log.read_text()
@@ -110,6 +111,22 @@ def test_the_four_calls(tmp_path: Path) -> None:
         assert engine.poll() == [second]
         assert second.failed
     meeting.close()
+
+
+def command_lines() -> list[bytes]:
+    """The command lines of all processes that this one has started; every user of the host can read them."""
+    found = []
+    for child in children_of(os.getpid()):
+        with suppress(OSError):  # it may just have ended
+            found.append(Path(f"/proc/{child}/cmdline").read_bytes())
+    assert any(b"polytempo.agent" in words for words in found)
+    return found
+
+
+def secrets_of(engine: RemoteEngine, meeting: Rendezvous) -> list[bytes]:
+    """The keys of the agents' channel, and the token of the ranks' store."""
+    keys = engine._ticket.keys
+    return [keys.server_secret, keys.client_secret, meeting.url.partition("#")[2].encode()]
 
 
 class KillsAnAgent(Launcher):
