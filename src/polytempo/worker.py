@@ -7,7 +7,7 @@
     size        `Launch.most`
     threads     how many it computes with
     launcher    the process that must be its parent: it dies with it
-    notes       a file that it inherits, from `engines.janitor.swept`; the process leads its own group
+    notes       a file that it inherits, from `engines.processes.janitor.swept`; the process leads its own group
 
 Its answer, {"result": …} or {"failure": …}, is the only thing that it writes to standard output; all else goes to
 standard error. Engines start it; there is no other use for it.

@@ -22,8 +22,7 @@ from polytempo.core import Codec, Residual, Strategy
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulate_served import simulate_served
-from polytempo.server.codec_state import RangeState, redistribute
-from polytempo.server.encoding import Encoder, ranges
+from polytempo.server.encoding import Encoder, RangeState, ranges, redistribute
 from polytempo.server.layout import Span, shard_map, with_shard_added
 from polytempo.server.message import (
     COORDINATOR,

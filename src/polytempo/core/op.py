@@ -209,7 +209,7 @@ COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Barrier
 class WholeSum(Collective[bool], frozen=True, eq=False):
     """A question: has the world let the time of all messages of `route` over `buffer` pass? Then do not send them.
 
-    Routes with a buffer without values ask it. Virtual worlds may answer True (`worlds.whole_sums`).
+    Routes with a buffer without values ask it. Virtual worlds may answer True (`worlds.virtual.whole_sums`).
     """
 
     route: Callable[..., Any]

@@ -10,8 +10,8 @@ forms one last, smaller global batch, spread as evenly as possible (sizes differ
 lower ranks have more). If fewer samples than ranks are left they join the batch before instead, so that
 every rank has at least one sample in every step and all ranks make the same number of steps.
 
-Where a strategy computes a global batch in slices (`core.slice_tree`), "ranks" above are slices: what a slice is, and
-what an epoch's last batches are, does not depend on the number of ranks.
+Where a strategy computes a global batch in slices (`core.arithmetic.slice_tree`), "ranks" above are slices: what a
+slice is, and what an epoch's last batches are, does not depend on the number of ranks.
 
 One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those
 samples goes to one rank, and every other rank is handed a copy of the first one that counts nothing

@@ -222,7 +222,7 @@ class Lent(Reply, frozen=True, eq=False):
 
     spans: Spans
     likeness: bytes
-    """The state that a new shard has in common with this one (`server.shard.transfer.Likeness`), as bytes."""
+    """The state that a new shard has in common with this one (`server.snapshots.transfer.Likeness`), as bytes."""
     version: int
     steps: int
     """How many steps the optimizer has made."""

@@ -1,15 +1,18 @@
-"""A strategy with a parameter server: its service is checked in one place, for all such strategies."""
+"""A strategy with a parameter server: its service and codecs are checked in one place, when it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TypeVar
 
+import torch
+
+from polytempo.core import Codec
 from polytempo.core.codec import check_codec
 from polytempo.core.rule import Service
 from polytempo.core.strategy import Strategy
 from polytempo.core.transform import Transform
-from polytempo.server.codecs import check_pull_codec, check_push_codec
 from polytempo.server.worker.transforms import pull, push
 
 MAX_REPLICAS = 2
@@ -84,3 +87,56 @@ def choice(what: str, given: str, choices: Mapping[str, T]) -> T:
     if given not in choices:
         raise ValueError(f"{what} must be one of {', '.join(choices)}, got {given!r}")
     return choices[given]
+
+
+_LARGE = torch.empty(1024, 1024, device="meta")
+"""A tensor on which a law has to hold: codecs are chosen before there is a model."""
+_LOSES = 0.1
+"""The largest part of the squared norm: a model works with an error of some per cent, not of one half."""
+
+
+def check_push_codec(codec: Codec | None) -> None:
+    """Raise ValueError for a codec whose wires do not say all: a shard knows nothing but what is in the message."""
+    if codec is not None and codec.facts.sparse and codec.facts.summable:
+        raise ValueError(
+            f"{codec.facts.name} wires leave out which entries they hold, for all ranks draw the same in the same "
+            "step, and workers of a parameter server are at different steps; use top_k(ratio), whose wires say it"
+        )
+
+
+def check_pull_codec(codec: Codec | None) -> None:
+    """Raise ValueError for a codec that leaves weights out, changes them much, or keeps a state: all are pulled."""
+    if codec is None:
+        return
+    fit = "bf16(), fp16(), int8() or dynamic8()"
+    if codec.facts.memory != "none":
+        raise ValueError(
+            f"pull_codec={codec.facts.name} keeps a residual for one receiver, and a shard sends the same weights to "
+            f"every worker that pulls; use {fit}, without feedback"
+        )
+    if codec.facts.sparse:
+        raise ValueError(
+            f"pull_codec={codec.facts.name} does not keep every weight, and no later pull brings what one leaves out; "
+            f"use {fit}"
+        )
+    loses = _loses(codec)
+    if loses == inf:
+        raise ValueError(f"pull_codec={codec.facts.name} promises nothing of a weight's size; use {fit}")
+    if loses > _LOSES:
+        raise ValueError(
+            f"pull_codec={codec.facts.name} may change the weights of a large tensor by {loses:.1%} of their squared "
+            f"norm, where {_LOSES:.0%} is the most that a model can bear; use a finer one, or {fit}"
+        )
+
+
+def _loses(codec: Codec) -> float:
+    """The most of a large tensor's squared norm that its error may have: all, where the law promises nothing."""
+    law = codec.facts.law
+    match law.kind:
+        case "lossless":
+            return 0.0
+        case "contraction":
+            return 1.0 - law.bound(_LARGE)
+        case "unbiased":
+            return law.bound(_LARGE)
+    return max(1.0, law.bound(_LARGE))

@@ -24,7 +24,7 @@ from polytempo.wire.keys import Keys
 from polytempo.wire.message_parts import MOST_FRAME_BYTES, PART_BYTES, cut, received
 
 MOST_BYTES = 128 << 20
-"""More than a result may have, which is the largest that travels (see `engines.worker.MAX_RESULT_BYTES`)."""
+"""More than a result may have, which is the largest that travels (see `engines.processes.worker.MAX_RESULT_BYTES`)."""
 _MOST_PARTS = MOST_BYTES // PART_BYTES + 1
 HIGH_WATER = 10_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000

@@ -6,9 +6,9 @@ the last n     │ the rest of a header that is longer than a part; then frame 0
 
 A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
 `[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. Over TCP a large one is cut into
-frames, `[dtype, shape, first frame, frames]` (see `wire.parts`); there it is copied once, when it has arrived. The
-schema is fixed: a header holds a message that `server.message` or `flexrr.message` declares. Every length is compared
-with its limit before memory is taken for it.
+frames, `[dtype, shape, first frame, frames]` (see `wire.message_parts`); there it is copied once, when it has arrived.
+The schema is fixed: a header holds a message that `server.message` or `flexrr.slices` declares. Every length is
+compared with its limit before memory is taken for it.
 """
 
 from __future__ import annotations

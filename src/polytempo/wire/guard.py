@@ -3,7 +3,7 @@
 ZeroMQ asks it about every new connection (ZAP, rfc.zeromq.org/spec/27), and reports accepted connections and finished
 handshakes. It has a thread of its own, so that nodes connect while their programs compute.
 
-    accepted ──▶ at most `MOST_STRANGERS` wait, each with at most one part's bytes (`wire.parts`) ── keys ──▶ admitted
+    accepted ──▶ at most `MOST_STRANGERS` wait, each with at most one part's bytes (`message_parts`) ─ keys ─▶ admitted
                       └── the oldest is closed for a new one; all are, where descriptors run short
 
 It does not subscribe to failed handshakes: to report one, libzmq (4.3.5) overwrites its own note of the error, and then

@@ -116,7 +116,7 @@ def members_seconds(
 ) -> float:
     """Seconds from the last member's arrival to the end, from all members' operations in the members' order.
 
-    Or from the operations of the members at some `positions` alone, where all do alike (`worlds.symmetry`).
+    Or from the operations of the members at some `positions` alone, where all do alike (`worlds.virtual.symmetry`).
     """
     num_ranks = len(ops[0].members)
     rounds = (num_ranks - 1).bit_length()

@@ -1,6 +1,6 @@
 """Natural compression: sign and exponent; the mantissa decides at random whether up or down.
 
-    wire    a byte of exponent for each element, zeros up to a multiple of 4 | signs, 1 bit each (`compression.fields`)
+    wire    a byte of exponent for each element, zeros up to a multiple of 4 | signs, 1 bit each (`encoding.fields`)
 
 Source: S. Horváth, C.-Y. Ho, L. Horváth, A. N. Sahu, M. Canini, P. Richtárik, "Natural compression for distributed deep
 learning", 2019, definition 1 and theorem 1.

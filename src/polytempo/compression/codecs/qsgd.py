@@ -1,6 +1,6 @@
 """QSGD: each bucket of values on a few equidistant levels of its norm, rounded up or down at random.
 
-    wire    step of bucket 0 | step of bucket 1 | … (float32) | codes level + s of w bits, as in `compression.fields`
+    wire    step of bucket 0 | step of bucket 1 | … (float32) | codes level + s of w bits, as in `encoding.fields`
 
 Source: D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic, "QSGD: communication-efficient SGD via gradient
 quantization and encoding", 2017, section 3.

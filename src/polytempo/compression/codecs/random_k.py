@@ -28,7 +28,7 @@ def random_k(ratio: float = 0.01, unbiased: bool = False, seed: int = 0) -> Code
         wire    | k values in the dtype of the tensor |           k · itemsize bytes, fixed
 
     The indices are a pure function of (seed, `when.step`, `when.tensor`, n), not of the rank: wires are `summable`, and
-    decoding needs the `when` of encoding. Each element is drawn with probability k/n (see `compression.strata.drawn`;
+    decoding needs the `when` of encoding. Each element is drawn with probability k/n (see `drawn`;
     the 32 bits that draw within a stratum are off by less than m / 2^32). Choices of different elements are not
     independent, as they are not in Stich et al., who draw among all sets of k; both laws need only each element's own
     probability.

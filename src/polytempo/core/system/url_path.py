@@ -4,7 +4,7 @@
 
 An object appears whole when it is written, under the name that it keeps: there is no rename and nothing is appended.
 So what must be complete or not at all is written under names that nothing refers to yet, and last of all an object that
-refers to them (see `training.checkpoint_objects`, `server.shard.disk`).
+refers to them (see `training.checkpoint.checkpoint_objects`, `server.snapshots.disk`).
 """
 
 from __future__ import annotations

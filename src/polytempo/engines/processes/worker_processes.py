@@ -134,7 +134,7 @@ def end(crew: Sequence[Child]) -> None:
 def _signal(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):  # others have collected it
         os.kill(process, number)  # alone too: it may not lead its group yet
-        if number == signal.SIGTERM:  # which it may take for a request to save and leave: see `core.notice`
+        if number == signal.SIGTERM:  # which it may take for a request to save and leave: see `core.system.notice`
             os.kill(process, signal.SIGHUP)
     with suppress(ProcessLookupError):
         os.killpg(process, number)

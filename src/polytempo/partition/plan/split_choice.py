@@ -5,8 +5,8 @@
     row, which is given all inputs                         2·P·O forward, P·I backward
 
 In units of (N-1) numbers, all ranks together, for P positions. Which layers follow each other, with functions of single
-features between them, the model's graph says (`partition.trace`). The best pairs in a run of such layers are found by
-dynamic programming. Attention goes by heads, an embedding by its features.
+features between them, the model's graph says (`partition.graph.trace`). The best pairs in a run of such layers are
+found by dynamic programming. Attention goes by heads, an embedding by its features.
 """
 
 from __future__ import annotations

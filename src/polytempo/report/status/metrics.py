@@ -29,7 +29,7 @@ class MetricsWriter:
 
     A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops those
     beyond it, which it will write again; of rows about tests also those of `scored_again` samples and more. Where a URL
-    names the file, it is put again now and then, and at the end (see `report.grown_object`).
+    names the file, it is put again now and then, and at the end (see `GrownObject`).
 
         with MetricsWriter(folder / "metrics.jsonl") as metrics:
             metrics.write({"kind": "train", "step": 1, "loss": 2.3})

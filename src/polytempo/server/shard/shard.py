@@ -54,7 +54,7 @@ class Shard:
     """Shard `number` of the parameters: the ranges `spans` of their flat vector, whose first values are `weights`.
 
     `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
-    place). `native`: the optimizer by the kernel or by torch ops (`server.shard.optimizer`); by default the kernel
+    place). `native`: the optimizer by the kernel or by torch ops (`server.tensors.optimizer`); by default the kernel
     where there is one. All shards of a run, their copies and its replays must agree on it. `running`: the running
     statistics of the model's norms, float64, of which each shard keeps all. Memory beside moments and sum: a buffer
     of weights for each worker that holds an older version, and two more; elastic averaging lends each worker one more.

@@ -58,7 +58,7 @@ class Disk(Protocol):
 
 
 class LocalDisk:
-    """The machine's own file system. No link is followed (see `core.files`)."""
+    """The machine's own file system. No link is followed (see `core.system.files`)."""
 
     def create(self, path: Place) -> Writer:
         """See `Disk`."""

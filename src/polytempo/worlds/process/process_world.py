@@ -291,7 +291,7 @@ def shared_by_all(rank: int, size: int, timeout_s: float) -> Group | None:
 
 
 class ServerRanks(NamedTuple):
-    """What a worker knows of them. See `engines.server_ranks`."""
+    """What a worker knows of them. See `engines.join.server_ranks`."""
 
     ranks: tuple[int, ...]
     """As the launcher numbers its processes."""

@@ -29,7 +29,7 @@ _IDLE_S = 1.0
 
 
 class Launched(Protocol):
-    """What the thread advances (`worlds.strand.Strand`)."""
+    """What the thread advances (`worlds.process.strand.Strand`)."""
 
     task: Task[Any]
     taken: bool

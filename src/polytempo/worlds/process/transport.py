@@ -80,7 +80,7 @@ class Transport:
         self.rank, self.size, self.group = rank, size, group
         self._groups: dict[tuple[int, ...], Any] = {}
         self.batched = frozenset({"cuda"})
-        """The devices whose messages travel in batches (see `worlds.batches`)."""
+        """The devices whose messages travel in batches (see `MessageBatches`)."""
         self._batches: MessageBatches | None = None
 
     def share_groups(self, other: Transport) -> None:

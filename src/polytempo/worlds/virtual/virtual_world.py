@@ -71,12 +71,12 @@ class VirtualWorld:
 
     A world runs one program; make another for another run.
 
-    `whole_sums`: sums of tensors without values pass in one operation (`worlds.whole_sums`); the trace then has one
-    line for each rank's messages. `run` raises `Contended` if this is not exact.
-    `acting`: the ranks that run their programs; the others do the same at the same times (`worlds.symmetry` checks that
-    they do).
+    `whole_sums`: sums of tensors without values pass in one operation (`worlds.virtual.whole_sums`); the trace then has
+    one line for each rank's messages. `run` raises `Contended` if this is not exact.
+    `acting`: the ranks that run their programs; the others do the same at the same times (`worlds.virtual.symmetry`
+    checks that they do).
     `groups`: all ranks, in groups with the first acting so; lines of the trace are written for all. There are values,
-    and the sums of an acting rank are its group's sums (`runs.in_step`).
+    and the sums of an acting rank are its group's sums (`runs.simulated.in_step`).
     """
 
     def __init__(
