@@ -151,7 +151,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/polytempo examples
 
-fmt: install ## format, and mend what can be mended
+fmt: install ## format, mend what can be mended, and write the keywords' types from the table of options
+	PYTHONPATH=tests $(BIN)/python tests/option_keywords.py
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -22,6 +22,7 @@ extensions = [
     "repository_pages",
     "inline_pictures",
     "refusal_page",
+    "options_page",
 ]
 exclude_patterns = ["extensions", "pictures"]
 source_suffix = {".md": "markdown"}

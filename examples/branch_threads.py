@@ -38,7 +38,7 @@ for inter in (1, 2):
     torch.manual_seed(world.rank)
     model = TwoTowers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    handle = pt.attach(model, optimizer, pt.strategies.sync_sgd(), threads=pt.threads(intra=1, inter=inter))
+    handle = pt.attach(model, optimizer, pt.strategies.sync_sgd(), threads=1, inter_threads=inter)
     for images_of_batch, labels_of_batch in pt.shard(digits.train, batch_size=64 // world.size):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images_of_batch), labels_of_batch).backward()

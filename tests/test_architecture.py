@@ -83,7 +83,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
 
 TORCH = "torch takes seconds to load, and `--help` must not"
-PYDANTIC = "pydantic takes a tenth of a second to load, and `--help` must not"
 IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.run.train"): TORCH,
     ("cli/main.py", "polytempo.cli.run.compare"): TORCH,
@@ -105,22 +104,18 @@ IMPORTED_LATE = {
     ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_layers"): TORCH,
     ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_split"): TORCH,
     ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_run"): TORCH,
-    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_run_request"): PYDANTIC,
     ("cli/look/sharpness_command.py", "polytempo.cli.look.sharpness"): TORCH,
-    ("cli/look/sharpness_command.py", "polytempo.cli.options.request"): PYDANTIC,
-    ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_requests"): PYDANTIC,
     ("cli/bench/tune_commands.py", "polytempo.cli.bench.tune_threads"): TORCH,
     (
         "cli/bench/tune_commands.py",
         "polytempo.cli.bench.thread_values",
     ): "it looks for the names of jobs, and `--help` need not",
     ("cli/bench/tune_commands.py", "polytempo.cli.bench.tune_batch"): TORCH,
-    ("cli/bench/tune_commands.py", "polytempo.cli.options.request"): PYDANTIC,
     ("cli/main.py", "polytempo.cli.run.schedule"): TORCH,
     ("cli/main.py", "polytempo.cli.look.chaos"): TORCH,
-    ("cli/main.py", "polytempo.cli.options.request"): PYDANTIC,
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",
     ("jobs/__init__.py", "polytempo.spec.job"): "torch takes seconds to load, and the jobs' names do not need it",
+    ("spec/options.py", "polytempo.core.system.url_path"): TORCH,
     ("core/system/url_path.py", "fsspec.core"): "only a URL needs it, and it takes a tenth of a second to load",
     (
         "runs/simulated/simulate.py",

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 SOURCES = str(Path(__file__).parents[1] / "src")
-LOADED = ("torch", "torch._dynamo", "matplotlib.figure", "pydantic", "rich.console", "typer", "msgspec", "zmq")
+LOADED = ("torch", "torch._dynamo", "matplotlib.figure", "rich.console", "typer", "msgspec", "zmq")
 
 
 def run(arguments: list[str], cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:

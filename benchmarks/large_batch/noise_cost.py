@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.large_batch import NoiseProbe
 
 EVERY, STEPS = 32, 64
 SIZES = {
@@ -33,7 +32,7 @@ SIZES = {
 """Widths, samples of a rank, and turns."""
 
 
-def step_of(widths: tuple[int, ...], batch: int, probe: NoiseProbe | None) -> Callable[[], None]:
+def step_of(widths: tuple[int, ...], batch: int, every: int | None) -> Callable[[], None]:
     """A step of an attached loop."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -41,7 +40,7 @@ def step_of(widths: tuple[int, ...], batch: int, probe: NoiseProbe | None) -> Ca
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers[:-1])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    pt.attach(model, optimizer, noise_scale=probe)
+    pt.attach(model, optimizer, noise_scale=every, batch_size=None if every is None else batch)
     x, y = torch.randn(batch, widths[0]), torch.randint(widths[-1], (batch,))
 
     def step() -> None:
@@ -57,7 +56,7 @@ def measured(rank: Any, models: int) -> dict[str, list[list[float]]]:
     pt.init(quiet=True)
     found = {}
     for name, (widths, batch, turns) in list(SIZES.items())[:models]:
-        steps = [step_of(widths, batch, probe) for probe in (None, NoiseProbe(batch, EVERY), NoiseProbe(batch, 1))]
+        steps = [step_of(widths, batch, every) for every in (None, EVERY, 1)]
         taken: list[list[float]] = [[], [], []]
         for turn in range(turns + 1):
             for kind, step in enumerate(steps):

@@ -83,7 +83,8 @@ def _entry(module: str, name: str, value: Any) -> str:
     """The directive that documents one name."""
     if inspect.isclass(value):
         kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
-        return f".. {kind}:: {module}.{name}\n   :members:\n"
+        members = "" if value is polytempo.RunOptions else "   :members:\n"  # its fields have the page of options
+        return f".. {kind}:: {module}.{name}\n{members}"
     if inspect.isroutine(value):
         return f".. autofunction:: {module}.{name}\n"
     said = "\n".join(f"   {line}" for line in restructured(_comment_of(name, value)))

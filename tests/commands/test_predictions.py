@@ -177,7 +177,7 @@ def test_samples_name_the_kernels_that_are_charged() -> None:
     [
         (["--batch-size", "4"], "give --job, too"),
         (["--job", "nope"], "there is no job 'nope'"),
-        (["--job", "digits", "--batch-size", "0"], "batch_size must be positive, got 0"),
+        (["--job", "digits", "--batch-size", "0"], "--batch-size 0: must be"),
         (["--job", "a9a", "--data", "nowhere"], "nowhere"),
     ],
 )

@@ -18,7 +18,7 @@ FILE = Path(__file__).parents[1] / "branched_job.py"
 
 def test_a_run_has_the_same_bits_with_branches_on_threads(tmp_path: Path) -> None:
     """Two workers, scores and a checkpoint that the other kind of run goes on from."""
-    kinds = {"plain": {"threads": 1}, "threaded": {"threads": pt.threads(intra=1, inter=2)}}
+    kinds = {"plain": {"threads": 1}, "threaded": {"threads": 1, "inter_threads": 2}}
     found = []
     for first, second in (("plain", "plain"), ("threaded", "threaded"), ("threaded", "plain")):
         out = tmp_path / f"{first}-{second}"

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.processes.worker import Result
-from polytempo.large_batch import NoiseProbe
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, mine, small, squared, together
 
@@ -67,10 +66,10 @@ def test_a_loop_of_its_own_has_it_at_hand() -> None:
 
     def work(world: ProcessWorld) -> Result:
         found: list[Any] = []
-        for probe in (None, NoiseProbe(batch_size=4, every=1)):
+        for probe in ({}, {"noise_scale": 1, "batch_size": 4}):
             net = small()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-            handle = pt.attach(net, optimizer, s.sync_sgd(route=ring), noise_scale=probe)
+            handle = pt.attach(net, optimizer, s.sync_sgd(route=ring), **probe)
             for inputs, targets in mine(batches(STEPS), world):
                 optimizer.zero_grad()
                 squared(net(inputs), targets).backward()
@@ -94,9 +93,9 @@ def test_ranks_that_ask_for_different_looks_are_named() -> None:
         net = small()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         with pytest.raises(pt.errors.Mismatch, match="noise_scale"):
-            pt.attach(net, optimizer, noise_scale=NoiseProbe(4, every=2 + world.rank))
+            pt.attach(net, optimizer, noise_scale=2 + world.rank, batch_size=4)
         with pytest.raises(ValueError, match="PT1107"):
-            pt.attach(net, optimizer, s.downpour(), noise_scale=NoiseProbe(4))
+            pt.attach(net, optimizer, s.downpour(), noise_scale=32, batch_size=4)
         return []
 
     together(2, work)

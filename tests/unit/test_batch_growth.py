@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.cli.options.run_options import train_options
+from polytempo.cli.options.command_options import given_options
 from polytempo.data.shard import DataShard
 from polytempo.jobs import find
 from polytempo.large_batch import dynamic_batch, falling, schedule
@@ -144,12 +144,12 @@ def test_what_cannot_grow_is_refused_by_name(strategy: pt.Strategy, options: dic
 
 def test_growth_on_the_command_line() -> None:
     assert parse_growth("5:4, 10:2") == {5: 4, 10: 2}
-    assert train_options({"batch_growth": "norm_test(0.3)"}).batch_growth == pt.norm_test(theta=0.3)
-    assert train_options({"batch_growth": "5:4,10:2.5"}).batch_growth == {5: 4.0, 10: 2.5}
+    assert given_options({"batch_growth": "norm_test(0.3)"}).run["batch_growth"] == pt.norm_test(theta=0.3)
+    assert given_options({"batch_growth": "5:4,10:2.5"}).run["batch_growth"] == {5: 4.0, 10: 2.5}
     for wrong in ("5", "5:", "a:2", "5:-2", "norm_test(theta=0)", "norm(1)"):
         with pytest.raises(ValueError, match="--batch-growth"):
-            train_options({"batch_growth": wrong})
-    with pytest.raises(ValueError, match=r"from 1 on; got \{0: 2\}"):
+            given_options({"batch_growth": wrong})
+    with pytest.raises(ValueError, match="must be a whole number >= 1 as a key"):
         pt.RunOptions(batch_growth={0: 2})
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import polytempo as pt
 from branch_models import Towers, trained
 from polytempo.bench.thread_grid import GridSetting, grid
-from polytempo.partition.branches import ThreadedModel
+from polytempo.partition.branches import ThreadedModel, Threads
 from polytempo.partition.branches.pool import Pool, PoolWork
-from polytempo.spec.options import RunOptions, with_keywords
+from polytempo.spec.options import RunOptions
 
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 PATIENCE_S = 20
@@ -192,19 +192,21 @@ def test_copies_and_files() -> None:
     assert "forward" not in vars(model)
 
 
-def test_attached_models_train_to_the_same_bits() -> None:
+def test_attached_models_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And are themselves again after `detach`."""
     found = []
-    for given in (None, pt.threads(inter=2, least_operations=0)):
+    monkeypatch.setattr(Threads, "least_operations", 0)
+    monkeypatch.setattr(Threads.__init__, "__defaults__", (None, 1, 0))
+    for inter in (1, 2):
         torch.manual_seed(3)
         model = Towers(dropout=0.2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        handle = pt.attach(model, optimizer, pt.strategies.local_sgd(period=2), threads=given)
+        handle = pt.attach(model, optimizer, pt.strategies.local_sgd(period=2), inter_threads=inter)
         for _ in range(3):
             optimizer.zero_grad()
             model(X).square().sum().backward()
             optimizer.step()
-        assert ("forward" in vars(model)) == (given is not None)
+        assert ("forward" in vars(model)) == (inter > 1)
         handle.detach()
         assert "forward" not in vars(model)
         found.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
@@ -212,13 +214,8 @@ def test_attached_models_train_to_the_same_bits() -> None:
 
 
 def test_options_of_a_run() -> None:
-    """`threads` of a job may be the answer of `pt.threads`."""
-    both = with_keywords(None, {"threads": pt.threads(intra=3, inter=2)})
-    assert (both.threads, both.inter_threads) == (3, 2)
     assert RunOptions(inter_threads=2).threads == 1
-    with pytest.raises(ValueError, match="says inter_threads as well"):
-        with_keywords(None, {"threads": pt.threads(intra=3, inter=2), "inter_threads": 2})
-    with pytest.raises(ValueError, match="inter_threads must be positive, got 0"):
+    with pytest.raises(ValueError, match="inter_threads=0: must be a whole number >= 1"):
         RunOptions(inter_threads=0)
     with pytest.raises(ValueError, match=r"cuts the model into stages.*leave out inter_threads=2"):
         pt.run(pt.jobs.find("digits"), pt.parse_strategy("gpipe(stages=2)"), 2, steps=1, inter_threads=2)

@@ -19,7 +19,7 @@ from polytempo.cli.options.failure import exit_code
 from polytempo.core import PolytempoError
 from polytempo.engines.processes.failures import WorkerDied
 
-SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml")
+SLOW_TO_IMPORT = ("torch", "numpy", "matplotlib", "pydantic", "yaml", "rich")
 
 
 def polytempo(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -71,7 +71,7 @@ def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
     """Exit code 2, no traceback, nothing on standard output, nothing left behind."""
     done = polytempo("train", "digits", "--workers", "0", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --workers 0: must be greater than or equal to 1\n"
+    assert done.stderr == "error: --workers 0: must be a whole number >= 1\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -39,10 +39,10 @@ def test_others_are_refused_with_the_reason(name: str) -> None:
     [
         (2, {"min_workers": 3}, "got 3, 2 and 2"),
         (4, {"max_workers": 3}, "got 1, 4 and 3"),
-        (2, {"min_workers": 0}, "min_workers must be positive"),
+        (2, {"min_workers": 0}, "min_workers=0: must be a whole number >= 1"),
         (2, {"max_workers": 40, "batch_size": 16}, "global batch of 32 samples"),
         (2, {"min_workers": 1, "scaling": "local", "global_batch_size": 8}, "PT1523"),
-        (2, {"min_workers": 1, "scaling": "both"}, "scaling: expected 'global' or 'local'"),
+        (2, {"min_workers": 1, "scaling": "both"}, "scaling='both': must be one of 'global', 'local'"),
     ],
 )
 def test_bounds_that_no_run_can_keep_are_refused(workers: int, options: dict[str, Any], complaint: str) -> None:

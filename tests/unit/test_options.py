@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from inspect import signature
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
 
+import option_keywords
 import polytempo as pt
-from polytempo.core.system.url_path import UrlPath
-from polytempo.partition.branches import Threads
-from polytempo.spec.batch_growth import BatchGrowth
+from polytempo.cli.options.command_options import CommandOptions
 from polytempo.spec.options import OptionKeywords, with_keywords
-from polytempo.spec.precision import Precision
+from polytempo.spec.table.option import entries
 
 
-def test_the_keywords_are_those_of_the_object() -> None:
-    """By name, in order and by type; some may be given as text, and threads as `pt.threads` answers."""
-    fields = get_type_hints(pt.RunOptions)
-    keywords = get_type_hints(OptionKeywords)
-    assert list(keywords) == list(fields)
-    precision = {"precision": Precision | str | None}
-    folders = {"data": Path | str | None, "out": Path | UrlPath | str | None}
-    texts = folders | precision | {"batch_growth": BatchGrowth | str, "until": Mapping[str, float] | str}
-    assert keywords == fields | texts | {"threads": int | Threads | None}
+def test_the_keywords_are_those_of_the_table() -> None:
+    """`make fmt` writes them."""
+    assert option_keywords.FILE.read_text(encoding="utf-8") == option_keywords.written()
+    assert list(OptionKeywords.__annotations__) == list(entries(pt.RunOptions))
+
+
+@pytest.mark.parametrize("table", [CommandOptions, pt.RunOptions])
+def test_each_default_is_one_that_the_option_can_have(table: type) -> None:
+    for entry in entries(table).values():
+        assert entry.help
+        if entry.default is not None:
+            assert entry.checked(entry.default) == entry.default, entry.name
 
 
 @pytest.mark.parametrize("function", [pt.run, pt.compare, pt.simulate, pt.Trainer.__init__])
@@ -50,16 +52,19 @@ def test_a_wrong_keyword_is_refused_with_those_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": "0.1"}, "lr: expected a number, not '0.1'"),
-        ({"batch_size": 32.5}, "batch_size: expected a whole number, not 32.5"),
-        ({"steps": True}, "steps: expected a whole number, not True"),
-        ({"seed": "1"}, "seed: expected a whole number, not '1'"),
-        ({"resume": "yes"}, "resume: expected True or False, not 'yes'"),
-        ({"timeout_s": None}, "timeout_s: expected a number, not None"),
-        ({"transport": "udp"}, "transport: expected 'shared' or 'tcp', not 'udp'"),
-        ({"reshape": [2]}, r"reshape: expected a Mapping, not \[2\]"),
-        ({"batch_growth": 3}, "batch_growth: expected a Mapping or a NormTest, not 3"),
-        ({"out": 5}, "out: expected a Path or a UrlPath, not 5"),
+        ({"lr": "0.1"}, "lr='0.1': must be a number, got a text"),
+        ({"lr": 0}, "lr=0: must be a number > 0"),
+        ({"batch_size": 32.5}, "batch_size=32.5: must be a whole number, got a number"),
+        ({"steps": True}, "steps=True: must be a whole number, got true or false"),
+        ({"seed": "1"}, "seed='1': must be a whole number, got a text"),
+        ({"resume": "yes"}, "resume='yes': must be true or false, got a text"),
+        ({"timeout_s": None}, "timeout_s=None: must be a number"),
+        ({"timeout_s": math.inf}, "timeout_s=inf: must be a number <= "),
+        ({"transport": "udp"}, "transport='udp': must be one of 'shared', 'tcp'"),
+        ({"reshape": [2]}, r"reshape=\[2\]: must be a table, got a list"),
+        ({"reshape": {0: 1}}, "must be a whole number >= 1 as a key"),
+        ({"batch_growth": 3}, "batch_growth=3: must be a table, got a whole number"),
+        ({"out": 5}, "out=5: must be a folder or its URL"),
         ({"until": 5}, "until=5: must be a text such as accuracy=0.97"),
         ({"until": "accuracy"}, "until='accuracy': must be written accuracy=0.97"),
         ({"until": {"accuracy": "0.97"}}, "accuracy must be a number, not '0.97'"),

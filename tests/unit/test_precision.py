@@ -372,7 +372,7 @@ def test_a_scaler_beside_it_is_refused() -> None:
 def test_branches_on_threads_are_refused_beside_it() -> None:
     net = model()
     with pytest.raises(ValueError, match="both replace the model's forward"):
-        pt.attach(net, sgd(net), precision=BF16, threads=pt.threads(inter=2))
+        pt.attach(net, sgd(net), precision=BF16, inter_threads=2)
 
 
 def test_another_value_is_no_precision() -> None:

@@ -90,7 +90,7 @@ def test_a_layer_that_the_job_froze_stays_frozen_after_an_evaluation() -> None:
     [
         ({"resume": True}, "resume needs the run's folder"),
         ({"checkpoint_every": 5}, "checkpoint_every needs the run's folder"),
-        ({"steps": 0}, "steps must be positive, got 0"),
+        ({"steps": 0}, "steps=0: must be a whole number >= 1"),
         ({"until": {"speed": 1.0}}, "accepts accuracy and loss, not speed"),
     ],
 )

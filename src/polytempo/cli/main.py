@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import typer
 from typer.core import TyperGroup
 
@@ -11,15 +14,46 @@ from polytempo.cli.bench.tune_commands import tune
 from polytempo.cli.horovod.horovodrun_arguments import parsed
 from polytempo.cli.look.sharpness_command import sharpness
 from polytempo.cli.options import parameters as p
+from polytempo.cli.options.command_line import SectionedCommand, takes_options
 from polytempo.cli.options.failure import exit_code
+from polytempo.cli.options.request import (
+    CutRequest,
+    chaos_request,
+    check_explained,
+    check_replay,
+    compare_request,
+    cut_request,
+    schedule_request,
+    simulate_request,
+    train_request,
+)
 from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_commands import calibrate, profile, validate
 from polytempo.engines.processes.fork import collected_children, reserve_standard_files
 
+STORY = {
+    "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
+    "Look": ("top", "strategies", "explain", "sharpness", "replay"),
+    "Predict": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
+    "Tune and test": ("tune", "doctor", "bench", "chaos"),
+}
+"""The commands as `--help` shows them: train, look, simulate, plan."""
+
+
+class Story(TyperGroup):
+    """A group whose commands are under the headings of `STORY`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A section for each heading, with a line for each command."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in STORY.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
+
 app = typer.Typer(
     name="polytempo",
-    help="Train PyTorch models with any distributed strategy, on real processes or under a virtual clock.",
-    epilog="Begin with: polytempo train digits --workers 2",
+    cls=Story,
     no_args_is_help=True,
     invoke_without_command=True,
     rich_markup_mode=None,
@@ -34,7 +68,9 @@ for _command in (calibrate, profile, sharpness, validate):
 
 @app.callback()
 def options(version: p.Version = False) -> None:
-    """Train PyTorch models with any distributed strategy, on real processes or under a virtual clock."""
+    """Train PyTorch models by any distributed strategy, on processes or simulated.
+    Begin with: polytempo train digits --workers 2
+    """
     if version:
         print(polytempo.__version__)
         raise typer.Exit
@@ -47,95 +83,27 @@ def main() -> None:
         app(prog_name="polytempo")
 
 
-@app.command()
-def train(
-    context: typer.Context,
-    job: p.Job = None,
-    strategy: p.Strategy = None,
-    workers: p.Workers = None,
-    engine: p.Engine = None,
-    data: p.Data = None,
-    epochs: p.Epochs = None,
-    until: p.Until = None,
-    steps: p.Steps = None,
-    batch_size: p.BatchSize = None,
-    global_batch_size: p.GlobalBatchSize = None,
-    lr: p.LearningRate = None,
-    seed: p.Seed = None,
-    threads: p.Threads = None,
-    inter_threads: p.InterThreads = None,
-    allow_nan: p.AllowNan = None,
-    ema: p.MovingAverage = None,
-    precision: p.Precision = None,
-    checkpoint_every: p.CheckpointEvery = None,
-    on_drift: p.OnDrift = None,
-    noise_scale: p.NoiseScale = None,
-    batch_growth: p.BatchGrowth = None,
-    timeout_s: p.Timeout = None,
-    transport: p.Transport = None,
-    grace_s: p.LeaveGrace = None,
-    restarts: p.Restarts = None,
-    min_workers: p.MinWorkers = None,
-    max_workers: p.MaxWorkers = None,
-    scaling: p.Scaling = None,
-    available: p.Available = None,
-    out: p.Out = None,
-    force: p.Force = None,
-    resume: p.Resume = None,
-    json: p.Json = None,
-    dry_run: p.DryRun = None,
-    config: p.Config = None,
-) -> None:
+@app.command(cls=SectionedCommand)
+@takes_options("train")
+def train(context: typer.Context, config: Path | None, **given: object) -> None:
     """Train JOB with worker processes.
 
     The workers start on this host, or where --engine starts them. Under torchrun, Slurm, MPI or Ray this process
     is one of the workers.
     """
     with exit_code():
-        from polytempo.cli.options.request import train_request  # imports pydantic
-
-        request = train_request(_given(context), config)
+        request = train_request(given, config)
         from polytempo.cli.run.train import train as command  # imports torch, which takes seconds
 
         command(request)
 
 
-@app.command()
-def compare(
-    context: typer.Context,
-    job: p.Job = None,
-    strategies: p.Strategies = None,
-    workers: p.Workers = None,
-    engine: p.Engine = None,
-    data: p.Data = None,
-    epochs: p.Epochs = None,
-    until: p.Until = None,
-    steps: p.Steps = None,
-    batch_size: p.BatchSize = None,
-    global_batch_size: p.GlobalBatchSize = None,
-    lr: p.LearningRate = None,
-    seed: p.Seed = None,
-    threads: p.Threads = None,
-    inter_threads: p.InterThreads = None,
-    allow_nan: p.AllowNan = None,
-    ema: p.MovingAverage = None,
-    precision: p.Precision = None,
-    checkpoint_every: p.CheckpointEvery = None,
-    timeout_s: p.Timeout = None,
-    transport: p.Transport = None,
-    restarts: p.Restarts = None,
-    out: p.Out = None,
-    resume: p.Resume = None,
-    force: p.Force = None,
-    json: p.Json = None,
-    dry_run: p.DryRun = None,
-    config: p.Config = None,
-) -> None:
+@app.command(cls=SectionedCommand)
+@takes_options("compare")
+def compare(context: typer.Context, config: Path | None, **given: object) -> None:
     """Train JOB with one strategy after the other, and compare them."""
     with exit_code():
-        from polytempo.cli.options.request import compare_request  # imports pydantic
-
-        request = compare_request(_given(context), config)
+        request = compare_request(given, config)
         from polytempo.cli.run.compare import compare as command  # imports torch, which takes seconds
 
         command(request)
@@ -149,7 +117,7 @@ def submit(
     grace_s: p.Grace = None,
     dry_run: p.ScriptOnly = False,
 ) -> None:
-    """Submit a `train` command as a job of Slurm, which goes back into the queue where its time is over.
+    """Submit a `train` command to Slurm, again until it has ended.
 
     Write: polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER
     """
@@ -160,52 +128,21 @@ def submit(
     assert isinstance(context.parent.command, TyperGroup)
     given = dict(context.parent.command.commands["train"].make_context("train", command[1:]).params)
     with exit_code():
-        from polytempo.cli.options.request import train_request  # imports pydantic
-
         request = train_request(given, given.pop("config"))
         from polytempo.cli.run.submit import submit as submitted  # imports torch, which takes seconds
 
         submitted(command, request, sbatch=sbatch, grace_s=grace_s, dry_run=dry_run)
 
 
-@app.command()
-def simulate(
-    context: typer.Context,
-    job: p.Job = None,
-    strategy: p.Strategy = None,
-    workers: p.Workers = None,
-    cluster: p.Cluster = None,
-    stragglers: p.Stragglers = None,
-    meta: p.Meta = None,
-    batched: p.Batched = None,
-    data: p.Data = None,
-    epochs: p.Epochs = None,
-    until: p.Until = None,
-    steps: p.Steps = None,
-    batch_size: p.BatchSize = None,
-    global_batch_size: p.GlobalBatchSize = None,
-    lr: p.LearningRate = None,
-    seed: p.Seed = None,
-    threads: p.Threads = None,
-    noise_scale: p.NoiseScale = None,
-    batch_growth: p.BatchGrowth = None,
-    allow_nan: p.AllowNan = None,
-    ema: p.MovingAverage = None,
-    precision: p.Precision = None,
-    out: p.Out = None,
-    force: p.Force = None,
-    json: p.Json = None,
-    dry_run: p.DryRun = None,
-    config: p.Config = None,
-) -> None:
+@app.command(cls=SectionedCommand)
+@takes_options("simulate")
+def simulate(context: typer.Context, config: Path | None, **given: object) -> None:
     """Train JOB with simulated workers on a described cluster.
 
     Gradients are computed; time is simulated. The same seed gives the same run, bit for bit.
     """
     with exit_code():
-        from polytempo.cli.options.request import simulate_request  # imports pydantic
-
-        request = simulate_request(_given(context), config)
+        request = simulate_request(given, config)
         from polytempo.cli.run.simulate import simulate as command  # imports torch, which takes seconds
 
         command(request)
@@ -226,8 +163,6 @@ def replay(
     Each shard takes the recorded messages in their recorded order. The exit code is 1 if anything differs.
     """
     with exit_code():
-        from polytempo.cli.options.request import check_replay  # imports pydantic
-
         check_replay(run, until, job)
         from polytempo.cli.run.replay import replay as command  # imports torch, which takes seconds
 
@@ -241,7 +176,7 @@ def top(
     every_s: p.EveryS = None,
     json: p.Json = None,
 ) -> None:
-    """Show the workers, hosts, rates, staleness and faults of a run, live until it ends.
+    """Show a run live: workers, hosts, rates, staleness and faults.
 
     RUN is the run's folder. Ctrl-C leaves; the run goes on.
     """
@@ -300,8 +235,6 @@ def explain(
     also how long a step takes there.
     """
     with exit_code():
-        from polytempo.cli.options.request import check_explained  # imports pydantic
-
         check_explained(strategy, job)
         from polytempo.cli.look.explain import explain as command  # imports torch, which takes seconds
 
@@ -320,13 +253,12 @@ def cut(
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
-    """Cut the model of JOB into stages, and say what each computes, keeps and sends.
+    """Cut the model of JOB into stages.
 
-    Times are measured on this machine, on one thread, with a batch of the job's data.
+    Prints what each stage computes, keeps and sends. Times are measured on this machine, on one thread, with a batch
+    of the job's data.
     """
     with exit_code():
-        from polytempo.cli.options.request import CutRequest, cut_request  # imports pydantic
-
         asked = cut_request(CutRequest(job, stages, by, batch_size, activations, gradients, gbit_per_s))
         from polytempo.cli.predict.cut import cut as command  # imports torch, which takes seconds
 
@@ -346,13 +278,12 @@ def schedule(
     timeout_s: p.Timeout = None,
     json: p.Json = None,
 ) -> None:
-    """Run PROGRAM by scheduled model parallelism: it decides in each round which parameters change together.
+    """Run PROGRAM by scheduled model parallelism.
 
-    Workers are processes of this host, or, with --cluster, simulated; both reach the same bits.
+    It decides in each round which parameters change together. Workers are processes of this host, or, with --cluster,
+    simulated; both reach the same bits.
     """
     with exit_code():
-        from polytempo.cli.options.request import schedule_request  # imports pydantic
-
         numbers = {"workers": workers, "sweeps": sweeps, "tolerance": tolerance, "seed": seed, "timeout_s": timeout_s}
         asked = schedule_request(program, data, cluster, stragglers, numbers)
         from polytempo.cli.run.schedule import schedule as command  # imports torch, which takes seconds
@@ -370,8 +301,6 @@ def chaos(
     After each event checks look for lost or repeated updates.
     """
     with exit_code():
-        from polytempo.cli.options.request import chaos_request  # imports pydantic
-
         asked = chaos_request(seeds, first, processes)
         from polytempo.cli.look.chaos import chaos as command  # imports torch, which takes seconds
 
@@ -383,7 +312,7 @@ def chaos(
     add_help_option=False,
 )
 def horovodrun(context: typer.Context) -> None:
-    """Run a script for Horovod on several ranks, with the options of horovodrun.
+    """Run a script for Horovod, with the options of horovodrun.
 
     Write: polytempo horovodrun -np 4 python train.py
     """
@@ -392,8 +321,3 @@ def horovodrun(context: typer.Context) -> None:
         from polytempo.cli.horovod.horovodrun import horovodrun as command  # imports torch, which takes seconds
 
         command(given)
-
-
-def _given(context: typer.Context) -> dict[str, object]:
-    """The options that the command line gives; None for the others."""
-    return {key: value for key, value in context.params.items() if key != "config"}

@@ -2,7 +2,6 @@
 
 from polytempo.large_batch.layer_wise import LAMB, LARS
 from polytempo.large_batch.noise_scale import (
-    NoiseProbe,
     NoiseScale,
     Squares,
     dynamic_batch,
@@ -29,7 +28,6 @@ __all__ = [
     "LAMB",
     "LARS",
     "Eigenvalue",
-    "NoiseProbe",
     "NoiseScale",
     "Recipe",
     "Squares",

@@ -174,10 +174,7 @@ def _places(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class NoiseProbe(NamedTuple):
-    """What a loop of one's own says to have its noise scale measured.
-
-    handle = pt.attach(model, optimizer, strategy, noise_scale=pt.large_batch.NoiseProbe(batch_size=32))
-    """
+    """How an attached loop measures its noise scale: `pt.attach(…, noise_scale=8, batch_size=32)`."""
 
     batch_size: int
     """Samples of this rank in a step, those of all passes where gradients accumulate."""

@@ -147,8 +147,9 @@ def join(
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
     job, strategy, options = checked_job(job), strategy_from(strategy), with_keywords(options, more)
     world = init(timeout_s=options.timeout_s)
+    spec = RunSpec.of(job, strategy, world.size, options)
     shown = progress if world.rank == 0 else None
     with held_by_first(world, options):
-        with show_rows(shown, RunSpec.of(job, strategy, world.size, options)) as show:
-            result = Trainer(job, strategy, options, world=world).fit_held(on_row=show)
+        with show_rows(shown, spec) as show:
+            result = Trainer(spec, world=world).fit_held(on_row=show)
         return reported(result, options.out) if options.out is not None and world.rank == 0 else result

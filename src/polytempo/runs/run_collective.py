@@ -70,7 +70,7 @@ def _follower(out: Place, show: Callable[[dict[str, Any]], None]) -> _Follower |
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:
     """Be one rank of the world that this process was started in; rank 0 says how the run went."""
     world = init(timeout_s=spec.options.timeout_s, quiet=True)
-    result = Trainer(spec.job, spec.strategy, spec.options, world=world).fit_held()
+    result = Trainer(spec, world=world).fit_held()
     return result.as_json() if world.rank == 0 else None
 
 

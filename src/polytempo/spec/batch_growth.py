@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from math import inf
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta
+
+from polytempo.spec.table.option import Count, converted
 from polytempo.spec.text.call import parse_call
 from polytempo.spec.text.resolution import resolve
 
@@ -22,6 +26,7 @@ class NormTest(NamedTuple):
 
 BatchGrowth = Mapping[int, float] | NormTest
 """`{5: 4}`: after epoch 5 the batch is multiplied by 4."""
+_FACTORS = dict[Count, Annotated[float, Meta(ge=1, le=sys.float_info.max)]]
 
 
 def norm_test(theta: float = 0.5, every: int = 8) -> NormTest:
@@ -60,22 +65,7 @@ def parse_growth(text: str) -> BatchGrowth:
         ) from None
 
 
-def check_growth_option(growth: BatchGrowth) -> None:
-    """Raise ValueError for epochs or factors that let nothing grow."""
-    if isinstance(growth, NormTest):
-        norm_test(*growth)
-    elif any(epoch < 1 or not 1 <= times < inf for epoch, times in growth.items()):
-        raise ValueError(
-            f"batch_growth says after which epoch, from 1 on, a batch is multiplied by what, from 1 on; got "
-            f"{dict(growth)}"
-        )
-
-
-def plain_growth(growth: BatchGrowth) -> str | list[tuple[int, float]]:
-    """As JSON takes it."""
-    return str(growth) if isinstance(growth, NormTest) else list(growth.items())
-
-
-def growth_of_plain(plain: str | list[tuple[int, float]]) -> BatchGrowth:
-    """What `plain_growth` was made of."""
-    return parse_growth(plain) if isinstance(plain, str) else dict(plain)
+def growth_of(given: object) -> BatchGrowth:
+    """The value of an option `batch_growth`, also from text. ValueError where nothing could grow."""
+    growth = parse_growth(given) if isinstance(given, str) else given
+    return norm_test(*growth) if isinstance(growth, NormTest) else converted(growth, _FACTORS)

@@ -1,122 +1,184 @@
-"""Options of a run: everything apart from the job and its strategy."""
+"""`RunOptions`: the part of the table of options that runs read.
+
+To add an option, add its field here: keywords, command line, files and documentation follow (see `option`); `make fmt`
+writes the keywords' types for editors and mypy.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from polytempo.core.calls.typed_arguments import check_type
-from polytempo.core.system.url_path import Place, place
-from polytempo.partition.branches import Threads
-from polytempo.spec.batch_growth import BatchGrowth, NormTest, check_growth_option, parse_growth
+from msgspec import Meta
+
+from polytempo.spec.batch_growth import BatchGrowth, NormTest, growth_of
 from polytempo.spec.precision import Precision, precision_of
-from polytempo.spec.target import check_until, parse_until
+from polytempo.spec.table.option import (
+    ONE_STRATEGY,
+    PROCESSES,
+    TRAIN,
+    Count,
+    NumThreads,
+    Option,
+    Positive,
+    entries,
+    unknown_option,
+)
+from polytempo.spec.table.option_keywords import OptionKeywords
+from polytempo.spec.target import goals_of
 
-_BOUNDS = ("min_workers", "max_workers")
+if TYPE_CHECKING:
+    from polytempo.core.system.url_path import Place  # imports torch, which the command line reads options without
+else:
+    Place = Path
+
+__all__ = ["OptionKeywords", "RunOptions", "with_keywords"]
 
 
-@dataclass(frozen=True)
+def _folder(given: object) -> Path | None:
+    if given is not None and not isinstance(given, str | Path):
+        raise ValueError("must be a folder, as a text or a Path")
+    return Path(given) if isinstance(given, str) else given
+
+
+def _place(given: object) -> Place | None:
+    """A folder as a Path, a URL as a UrlPath."""
+    if given is None or (isinstance(given, str | Path) and ":" not in str(given)):
+        return _folder(given)
+    from polytempo.core.system.url_path import UrlPath, place
+
+    if not isinstance(given, str | Path | UrlPath):
+        raise ValueError("must be a folder or its URL, as a text, a Path or a UrlPath")
+    return place(given)
+
+
+LENGTH, TRAINING, PROCESS, FOLDER = "Length", "Training", "Processes", "Folder"
+"""Headings of `--help`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Options of a run. None takes the job's value."""
 
-    epochs: float | None = None
-    steps: int | None = None
-    """End after this many steps in all, counted from the first step of the first run (not from a resume)."""
-    until: Mapping[str, float] = field(default_factory=dict)
-    """End when a measure on the test set is reached: `{"accuracy": 0.97}` or `{"loss": 0.1}`. A score may come late,
-    and holds up no training: then the run ends a little beyond the step that was scored."""
-    batch_size: int | None = None
-    """Samples per worker and step."""
-    global_batch_size: int | None = None
-    """Samples of all workers together in each step, for any number of workers; in place of `batch_size`."""
-    lr: float | None = None
-    seed: int = 0
-    data: Path | None = None
-    out: Place | None = None
-    """The run's folder, or its URL (`"s3://bucket/run"`, any filesystem of fsspec); None leaves nothing behind."""
-    resume: bool = False
-    threads: int | None = None
-    """Threads per worker; None: the cores of this host, shared among its workers (with `inter_threads`: 1). Or the
-    answer of `pt.threads`, which says `inter_threads` as well."""
-    inter_threads: int = 1
-    """Threads for independent branches of the model, each with `threads` of its own."""
-    allow_nan: bool = False
-    """Go on where a loss, a gradient or a parameter is NaN or infinite; otherwise the run ends there with `NotFinite`.
-    Checkpoints with such values are left out either way, and codecs cannot encode them."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints; None: at the end of every epoch, at least four steps apart (a simulation: none)."""
-    ema: float | None = None
-    """Score an exponential moving average of the weights with this decay, such as 0.9999, instead of the weights (see
-    `large_batch.WeightAverage`). Training does not see it; checkpoints have both."""
-    on_drift: Literal["stop", "restore", "ignore"] = "stop"
-    """Where ranks that promise equal models differ: end the run, take the state of the majority, or compare nothing."""
-    precision: Precision | None = None
-    """Compute with 16-bit parameters that have float32 masters (`pt.precision("bf16")`, or its text); None: float32."""
-    noise_scale: int | None = None
-    """Steps between two looks at the gradient noise scale, which rows of metrics then have; None: no look. It changes
-    no bit of the run."""
-    timeout_s: float = 300.0
-    """Deadline of every wait for another worker."""
-    transport: Literal["shared", "tcp"] = "shared"
-    """With a parameter server: through shared memory, or by encrypted TCP on loopback, as between hosts. It is
-    always TCP where an engine's processes share no memory."""
-    grace_s: float = 30.0
-    """Most seconds for a run with an `out` to save and leave after SIGTERM; then it is ended."""
-    restarts: int = 20
-    """Most processes that replace killed ones, with a parameter server or `min_workers`.
-    """
-    batch_growth: BatchGrowth = field(default_factory=dict)
-    """`{5: 4, 10: 2}` multiplies the global batch by 4 after 5 epochs and by 2 after 10; `pt.norm_test(theta=0.5)` lets
-    the gradients' noise decide. A worker computes its part in pieces of at most its first batch. Schedules go by
-    epochs, as if the batch had not grown. May be given as text."""
-    reshape: Mapping[int, int] = field(default_factory=dict)
-    """Numbers of shards after epochs (parameter server, experimental): `{2: 3, 5: 1}` goes on with 3 shards after 2
-    epochs and with 1 after 5. Such a run leaves neither snapshots nor a record, so it cannot be resumed or replayed."""
+    epochs: Annotated[Positive | None, Option(LENGTH, "E")] = None
+    """Passes over the training data. Default: the job's."""
+    steps: Annotated[Count | None, Option(LENGTH, "K")] = None
+    """Stop after K steps in all, also where a run is resumed."""
+    until: Annotated[Mapping[str, float], Option(LENGTH, "GOAL", read=goals_of)] = field(default_factory=dict)
+    """Stop at a test score: accuracy=0.97, loss=0.1, or both.
 
-    min_workers: int | None = None
-    """Fewest workers of a run without a parameter server: it goes on as long as so many are left. None: it ends with
-    the first that is lost, unless `max_workers` is given (then: 1)."""
-    max_workers: int | None = None
-    """The most workers that a run may grow to while it goes on. None: `workers`."""
-    scaling: Literal["global", "local"] = "global"
-    """Batch after a change of the number of workers: "global" keeps the samples of a step, and deals them to the
-    present workers; "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number."""
+    As text, or `{"accuracy": 0.97}`. A score may come late, and holds up no training: then the run ends a little beyond
+    the step that was scored.
+    """
+
+    data: Annotated[Path | None, Option(TRAINING, "PATH", read=_folder)] = None
+    """The folder or file with the job's data."""
+    batch_size: Annotated[Count | None, Option(TRAINING, "B")] = None
+    """Samples per worker and step. Default: the job's."""
+    global_batch_size: Annotated[Count | None, Option(TRAINING, "B")] = None
+    """Samples per step of all workers together, in place of --batch-size."""
+    lr: Annotated[Positive | None, Option(TRAINING, "R")] = None
+    """Learning rate. Default: the job's."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1), Option(TRAINING, "S")] = 0
+    """Seed of initial weights, sample order and random numbers. Default: 0."""
+    allow_nan: Annotated[bool, Option(TRAINING)] = False
+    """Continue if a loss or a parameter is NaN or infinite.
+
+    Otherwise the run ends there with `NotFinite`. Checkpoints with such values are left out either way, and codecs
+    cannot encode them.
+    """
+    ema: Annotated[Annotated[float, Meta(gt=0, lt=1)] | None, Option(TRAINING, "D")] = None
+    """Score a moving average of the weights with decay D, such as 0.9999.
+
+    See `large_batch.WeightAverage`. Training does not see it; checkpoints have both.
+    """
+    precision: Annotated[Precision | None, Option(TRAINING, "DTYPE", read=precision_of)] = None
+    """Compute with 16-bit parameters that have float32 masters: bf16, or 'fp16(loss_scale=dynamic)'.
+
+    `pt.precision("bf16")`, or its text; None: float32.
+    """
+    noise_scale: Annotated[Count | None, Option(TRAINING, "K", ONE_STRATEGY)] = None
+    """Measure the gradient noise scale every K steps, such as 32.
+
+    Rows of metrics then have it. It changes no bit of the run.
+    """
+    batch_growth: Annotated[BatchGrowth, Option(TRAINING, "RULE", ONE_STRATEGY, read=growth_of)] = field(
+        default_factory=dict
+    )
+    """Let the global batch grow: by 4 after 5 epochs and by 2 after 10 with 5:4,10:2; by its gradients' noise with
+    'norm_test(theta=0.5)'.
+
+    As text, `{5: 4, 10: 2}`, or `pt.norm_test(theta=0.5)`. A worker computes its part in pieces of at most its first
+    batch. Schedules go by epochs, as if the batch had not grown.
+    """
+
+    threads: Annotated[NumThreads | None, Option(PROCESS, "T")] = None
+    """Threads per worker. Default: the cores, divided among the workers."""
+    inter_threads: Annotated[NumThreads, Option(PROCESS, "T", PROCESSES)] = 1
+    """Threads for independent branches of the model, each with --threads. Default: 1.
+
+    With more than one, `threads` are 1 unless they are given (see `pt.threads`).
+    """
+    timeout_s: Annotated[Positive, Option(PROCESS, "SECONDS", PROCESSES)] = 300.0
+    """Longest wait for another worker. Default: 300 s."""
+    transport: Annotated[Literal["shared", "tcp"], Option(PROCESS, "T", PROCESSES)] = "shared"
+    """With a parameter server: send messages through shared memory or tcp. Default: shared.
+
+    "tcp" is encrypted TCP on loopback, as between hosts. It is always TCP where an engine's processes share no memory.
+    """
+    on_drift: Annotated[Literal["stop", "restore", "ignore"], Option(PROCESS, "ACTION", TRAIN)] = "stop"
+    """If models that must be equal differ between ranks: stop the run, restore the majority's state, or ignore it.
+    Default: stop."""
+    restarts: Annotated[int, Meta(ge=0, le=100_000), Option(PROCESS, "N", PROCESSES)] = 20
+    """Number of killed processes that a run replaces. Default: 20.
+
+    Runs go on with a parameter server, or with `min_workers`.
+    """
+    min_workers: Annotated[Count | None, Option(PROCESS, "N", TRAIN)] = None
+    """Go on while at least N workers are left, and replace lost ones. Default: stop.
+
+    Without a parameter server. None: the run ends with the first worker that is lost, unless `max_workers` is given
+    (then: 1).
+    """
+    max_workers: Annotated[Count | None, Option(PROCESS, "N", TRAIN)] = None
+    """The most workers that a run may grow to while it goes on. Default: --workers."""
+    scaling: Annotated[Literal["global", "local"], Option(PROCESS, "KIND", TRAIN)] = "global"
+    """Where the number of workers changes, keep the global batch, or the local one. Default: global.
+
+    "local" keeps each worker's `batch_size`, and the learning rate is proportional to their number.
+    """
+    reshape: Annotated[Mapping[Count, Count], Option(PROCESS, "TABLE", ())] = field(default_factory=dict)
+    """{2: 3, 5: 1} goes on with 3 shards after 2 epochs and with 1 after 5.
+
+    With a parameter server, experimental. Such a run leaves neither snapshots nor a record, so it cannot be resumed or
+    replayed.
+    """
+
+    out: Annotated[Place | None, Option(FOLDER, "DIR", read=_place)] = None
+    """The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.
+
+    A URL is of any filesystem of fsspec. None leaves nothing behind, where Python starts the run.
+    """
+    resume: Annotated[bool, Option(FOLDER, programs=PROCESSES, flag="--resume/--no-resume")] = False
+    """Continue from the last checkpoint."""
+    checkpoint_every: Annotated[Count | None, Option(FOLDER, "K", PROCESSES)] = None
+    """Save a checkpoint every K steps. Default: every epoch.
+
+    None: at the end of every epoch, at least four steps apart (a simulation: none).
+    """
+    grace_s: Annotated[Positive, Option(FOLDER, "S", TRAIN)] = 30.0
+    """Seconds for a run to save and leave after SIGTERM. Default: 30."""
 
     def __post_init__(self) -> None:
-        """Refuse values that no run could use. Folders, `until` and others may be given as text, as on the command
-        line."""
-        if isinstance(self.data, str):
-            object.__setattr__(self, "data", Path(self.data))
-        if isinstance(self.out, str | Path):
-            object.__setattr__(self, "out", place(self.out))
-        if isinstance(self.batch_growth, str):
-            object.__setattr__(self, "batch_growth", parse_growth(self.batch_growth))
-        object.__setattr__(self, "precision", precision_of(self.precision))
-        object.__setattr__(self, "until", _goals(self.until))
-        for name, hint in _hints().items():
-            check_type(name, hint, getattr(self, name))
-        for name in (
-            "epochs",
-            "steps",
-            "batch_size",
-            "global_batch_size",
-            "lr",
-            "threads",
-            "inter_threads",
-            "checkpoint_every",
-            "noise_scale",
-            "timeout_s",
-            "grace_s",
-            *_BOUNDS,
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        """Refuse values that no run could use. Text is read as on the command line."""
+        for name, entry in entries(RunOptions).items():
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, entry.checked(given))
+            except ValueError as error:
+                raise ValueError(f"{name}={given!r}: {error}") from None
         if self.inter_threads > 1 and self.threads is None:
             object.__setattr__(self, "threads", 1)
         if self.batch_size is not None and self.global_batch_size is not None:
@@ -124,16 +186,9 @@ class RunOptions:
                 f"batch_size={self.batch_size} is of each worker, and global_batch_size={self.global_batch_size} of "
                 "all together; leave one of them out"
             )
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema is the decay of a moving average, above 0 and below 1, got {self.ema}")
-        if self.restarts < 0:
-            raise ValueError(f"restarts must not be negative, got {self.restarts}")
         for name in ("resume", "checkpoint_every"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
-        if any(epoch < 1 or shards < 1 for epoch, shards in self.reshape.items()):
-            raise ValueError(f"reshape maps an epoch, from 1 on, to the number of shards after it, got {self.reshape}")
-        check_growth_option(self.batch_growth)
         if isinstance(self.batch_growth, NormTest) and self.noise_scale is not None:
             raise ValueError(
                 f"{self.batch_growth} measures the noise scale itself; leave out noise_scale={self.noise_scale}"
@@ -151,67 +206,22 @@ class RunOptions:
         """Steps between two looks at the gradients' noise, to tell it or to let batches grow; None: no look."""
         return self.batch_growth.every if isinstance(self.batch_growth, NormTest) else self.noise_scale
 
-
-@lru_cache(maxsize=1)
-def _hints() -> dict[str, Any]:
-    """The options' types."""
-    return inspect.get_annotations(RunOptions, eval_str=True)
+    def as_plain(self) -> dict[str, object]:
+        """Numbers and text, for `RunOptions(**…)` in another process and folder."""
+        return {name: _plain(getattr(self, name)) for name in entries(RunOptions)}
 
 
-def _goals(until: Mapping[str, float] | str) -> Mapping[str, float]:
-    """The option `until`, which may be written as on the command line."""
-    try:
-        goals = parse_until(until) if isinstance(until, str) else until
-        check_until(goals)
-    except ValueError as error:
-        raise ValueError(f"until={until!r}: {error}") from None
-    return goals
-
-
-class OptionKeywords(TypedDict, total=False):
-    """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` explains each."""
-
-    epochs: float | None
-    steps: int | None
-    until: Mapping[str, float] | str
-    batch_size: int | None
-    global_batch_size: int | None
-    lr: float | None
-    seed: int
-    data: Path | str | None
-    out: Place | str | None
-    resume: bool
-    threads: int | Threads | None
-    inter_threads: int
-    allow_nan: bool
-    checkpoint_every: int | None
-    ema: float | None
-    on_drift: Literal["stop", "restore", "ignore"]
-    precision: Precision | str | None
-    noise_scale: int | None
-    timeout_s: float
-    transport: Literal["shared", "tcp"]
-    grace_s: float
-    restarts: int
-    batch_growth: BatchGrowth | str
-    reshape: Mapping[int, int]
-    min_workers: int | None
-    max_workers: int | None
-    scaling: Literal["global", "local"]
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value.absolute() if hasattr(value, "absolute") else value)
 
 
 def with_keywords(options: RunOptions | None, keywords: OptionKeywords) -> RunOptions:
-    """`options` (None: the defaults), with the keywords' values in their place. `ValueError` for a wrong
-    keyword."""
-    known = [each.name for each in fields(RunOptions)]
+    """`options`, or the defaults, with the keywords in their place. `ValueError` for a wrong keyword."""
     for name in keywords:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            raise ValueError(f"there is no option {name!r}{meant}; there are: {', '.join(known)}")
-    taken: dict[str, object] = {**keywords}
-    if isinstance(both := keywords.get("threads"), Threads):
-        if "inter_threads" in keywords:
-            raise ValueError(f"threads={both} says inter_threads as well; leave one of them out")
-        taken |= {"threads": both.intra, "inter_threads": both.inter}
-    return replace(options or RunOptions(), **taken)  # type: ignore[arg-type]  # folders as text become Paths there
+        if name not in entries(RunOptions):
+            raise ValueError(unknown_option(name, entries(RunOptions)))
+    return replace(options or RunOptions(), **keywords)  # type: ignore[arg-type]  # text becomes values there

@@ -8,24 +8,23 @@ pt.run(job, strategy, workers, …) ──▶ RunSpec ──▶ the programs of 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.core.system.url_path import place
-from polytempo.spec.batch_growth import NormTest, growth_of_plain, plain_growth
+from polytempo.spec.batch_growth import NormTest
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.topology import Topology, num_added
 
-FORMAT = "polytempo-run-spec"
-VERSION = 1
+FORMAT: Literal["polytempo-run-spec"] = "polytempo-run-spec"
+VERSION: Literal[1] = 1
 _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
@@ -119,22 +118,11 @@ class RunSpec:
                 'find it by name; write the job into a file, and give pt.jobs.find("path/to/file.py:job"), or run it '
                 "with engine=pt.engines.local()"
             )
-        plain = {
-            "format": FORMAT,
-            "version": VERSION,
-            "job": {
-                "origin": self.job.origin,
-                **{name: getattr(self.job, name) for name in _NUMBERS},
-                "functions": functions_of(self.job),
-            },
-            "strategy": str(self.strategy),
-            "workers": self.workers,
-            "options": _plain(self.options),
-            "lr": self.lr,
-            "batch_size": self.batch_size,
-            "epochs": self.epochs,
-        }
-        return json.dumps(plain)
+        numbers = {name: getattr(self.job, name) for name in _NUMBERS}
+        job = _JobText(origin=self.job.origin, functions=functions_of(self.job), **numbers)
+        options = self.options.as_plain()
+        text = _SpecText(job, str(self.strategy), self.workers, options, self.lr, self.batch_size, self.epochs)
+        return msgspec.json.encode(text).decode()
 
     @classmethod
     def from_json(cls, text: str, find_job: Callable[[str], Job]) -> RunSpec:
@@ -142,19 +130,44 @@ class RunSpec:
 
         Errors: ValueError for another text, and where a name stands for another job here than there.
         """
-        plain = json.loads(text)
-        if not isinstance(plain, dict) or (plain.get("format"), plain.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"this is no {FORMAT} of version {VERSION}: {text[:80]!r}")
-        job = _found(plain["job"], find_job)
+        try:
+            told = msgspec.json.decode(text, type=_SpecText)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"this is no {FORMAT} of version {VERSION} ({error}): {text[:80]!r}") from None
         return cls(
-            job=job,
-            strategy=parse_strategy(plain["strategy"]),
-            workers=plain["workers"],
-            options=_options(plain["options"]),
-            lr=plain["lr"],
-            batch_size=plain["batch_size"],
-            epochs=plain["epochs"],
+            job=_found(told.job, find_job),
+            strategy=parse_strategy(told.strategy),
+            workers=told.workers,
+            options=RunOptions(**told.options),
+            lr=told.lr,
+            batch_size=told.batch_size,
+            epochs=told.epochs,
         )
+
+
+class _JobText(msgspec.Struct, forbid_unknown_fields=True):
+    """A job by name, the numbers that a program may have changed, and where its functions are written."""
+
+    origin: str
+    name: str
+    lr: int | float
+    batch_size: int
+    epochs: int | float
+    functions: dict[str, str]
+
+
+class _SpecText(msgspec.Struct, forbid_unknown_fields=True):
+    """A `RunSpec` as JSON."""
+
+    job: _JobText
+    strategy: str
+    workers: int
+    options: dict[str, Any]
+    lr: int | float
+    batch_size: int
+    epochs: int | float | None
+    format: Literal["polytempo-run-spec"] = FORMAT
+    version: Literal[1] = VERSION
 
 
 def check_precision(precision: Precision, strategy: Strategy) -> None:
@@ -198,16 +211,16 @@ def _features_of(precision: Precision | None) -> frozenset[str]:
     return frozenset({"precision", *scaled, *({"dynamic loss scale"} if precision.is_dynamic else set())})
 
 
-def _found(plain: Mapping[str, Any], find_job: Callable[[str], Job]) -> Job:
-    """The job that `plain` names, with its numbers."""
-    origin, found = plain["origin"], find_job(plain["origin"])
+def _found(told: _JobText, find_job: Callable[[str], Job]) -> Job:
+    """The job that is named, with its numbers."""
+    found = find_job(told.origin)
     for name, here in functions_of(found).items():
-        if (there := plain["functions"][name]) != here:
+        if (there := told.functions[name]) != here:
             raise ValueError(
-                f"job {origin} has another {name} where the run was begun ({there}) than where it is found by name "
-                f"({here}); give that job a name of its own in a file"
+                f"job {told.origin} has another {name} where the run was begun ({there}) than where it is found by "
+                f"name ({here}); give that job a name of its own in a file"
             )
-    return replace(found, **{name: plain[name] for name in _NUMBERS})
+    return replace(found, **{name: getattr(told, name) for name in _NUMBERS})
 
 
 def functions_of(job: Job) -> dict[str, str]:
@@ -220,22 +233,3 @@ def _written(function: object) -> str:
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     code = getattr(function, "__code__", None)
     return name if code is None else f"{name}, line {code.co_firstlineno}"
-
-
-def _plain(options: RunOptions) -> dict[str, Any]:
-    """Options as JSON takes them; folders by their whole paths, for another process may be elsewhere."""
-    folders = {name: str(folder.absolute()) for name in ("data", "out") if (folder := getattr(options, name))}
-    return (
-        asdict(replace(options, until=dict(options.until), precision=None))
-        | folders
-        | {"reshape": list(options.reshape.items()), "batch_growth": plain_growth(options.batch_growth)}
-        | {"precision": None if options.precision is None else str(options.precision)}
-    )
-
-
-def _options(plain: Mapping[str, Any]) -> RunOptions:
-    folders: dict[str, Any] = {} if plain["data"] is None else {"data": Path(plain["data"])}
-    if plain["out"] is not None:
-        folders["out"] = place(plain["out"])
-    growth = growth_of_plain(plain["batch_growth"])
-    return RunOptions(**{**plain, **folders, "reshape": dict(plain["reshape"]), "batch_growth": growth})

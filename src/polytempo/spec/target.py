@@ -25,8 +25,9 @@ def parse_until(text: str) -> dict[str, float]:
     return found
 
 
-def check_until(goals: Mapping[str, float]) -> None:
-    """Raise ValueError, whose text goes on after the option, for a measure or a value that no run could reach."""
+def goals_of(given: object) -> Mapping[str, float]:
+    """The value of an option `until`, also from text. ValueError for a measure or a value that no run could reach."""
+    goals = parse_until(given) if isinstance(given, str) else given
     if not isinstance(goals, Mapping):
         raise ValueError("must be a text such as accuracy=0.97, or a dict such as {'accuracy': 0.97}")
     for measure, goal in goals.items():
@@ -36,3 +37,4 @@ def check_until(goals: Mapping[str, float]) -> None:
             raise ValueError(f"{measure} must be a number, not {goal!r}")
         if measure == "accuracy" and not 0 < goal <= 1:
             raise ValueError("accuracy is a number between 0 and 1: 97 % is accuracy=0.97")
+    return goals

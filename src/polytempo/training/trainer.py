@@ -24,7 +24,6 @@ from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.metrics import MetricsWriter
-from polytempo.spec.batch_growth import plain_growth
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
 from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
@@ -59,7 +58,10 @@ from polytempo.wire.memory import keep_memory
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, current, joined, write_chrome_trace
 
 _TOKEN_BYTES = 8
-_MUST_AGREE = ("epochs", "steps", "resume", "checkpoint_every", "ema", "noise_scale")
+_MUST_AGREE = (
+    *("epochs", "steps", "until", "resume", "checkpoint_every", "ema", "noise_scale", "global_batch_size"),
+    *("batch_growth", "precision"),
+)
 
 
 class Trainer:
@@ -68,8 +70,8 @@ class Trainer:
         pt.init()
         result = pt.Trainer(job, pt.strategies.local_sgd(period=8), epochs=3).fit()
 
-    Every rank makes one. Options are `RunOptions`, as an object or by name. With `out`, rank 0
-    leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
+    Every rank makes one. Options are `RunOptions`, as an object or by name; a `RunSpec` has all. With
+    `out`, rank 0 leaves metrics, trace, result and checkpoints there, and `resume` goes on from the newest checkpoint.
     Where SIGTERM comes and there is an `out`, all ranks save the same step and `fit` raises `Preempted` (exit code 75).
     Afterwards `model` holds the final parameters: the ranks' mean where a strategy lets them differ.
 
@@ -80,20 +82,20 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
+        job: Job | RunSpec,
         strategy: Strategy | str | None = None,
         options: RunOptions | None = None,
         *,
         world: ProcessWorld | None = None,
         **more: Unpack[OptionKeywords],
     ) -> None:
-        self.job = job
-        self.options = with_keywords(options, more)
         self.world = world or current()
         self._own_port = self.world.port
-        options = self.options
-        strategy = sync_sgd() if strategy is None else strategy_from(strategy)
-        spec = RunSpec.of(job, strategy, self.world.size, options)
+        if not isinstance(job, RunSpec):
+            made = sync_sgd() if strategy is None else strategy_from(strategy)
+            job = RunSpec.of(job, made, self.world.size, with_keywords(options, more))
+        spec = job
+        self.job, self.options = job, options = spec.job, spec.options
         self.world.port = laid_out_run(self.world.port, spec.strategy)
         self.model, optimizer = replica_of(of_group(spec, self.world.port))
         if split_models(self.model) or divided_layers(self.model):
@@ -103,12 +105,7 @@ class Trainer:
             )
         self.data = data_of(job, options.data)
         self.batch_size = spec.batch_size
-        facts = {name: getattr(options, name) for name in _MUST_AGREE}
-        facts |= {"job": job.name, "lr": spec.lr, "batch_size": spec.batch_size, "until": dict(options.until)}
-        facts |= {"global_batch_size": options.global_batch_size, "batch_growth": plain_growth(options.batch_growth)}
-        facts |= {"samples": getattr(self.data.train, "__len__", lambda: None)(), "out": options.out is not None}
-        facts |= {"mesh": str(mesh_of(self.world.port)), "precision": str(options.precision)}
-        self.world.drive(agree(self.world.port, facts))
+        self.world.drive(agree(self.world.port, _facts(spec, self.data, self.world.port)))
         part = _part(self.world, spec, self.model, optimizer, self.data)
         self.port, data = part.port, ports_of(part.port).data
         shard = DataShard(
@@ -225,6 +222,15 @@ def held_by_first(world: ProcessWorld, options: RunOptions) -> Iterator[None]:
             if owner is not None:
                 raise FolderTaken(out, Owner(owner[0], "", owner[1], owner[2], ""))
         yield
+
+
+def _facts(spec: RunSpec, data: Data, port: Port) -> dict[str, Any]:
+    """The settings that all ranks have to agree about."""
+    told = spec.options.as_plain()
+    facts = {name: told[name] for name in _MUST_AGREE}
+    facts |= {"job": spec.job.name, "lr": spec.lr, "batch_size": spec.batch_size}
+    facts |= {"samples": getattr(data.train, "__len__", lambda: None)(), "out": spec.options.out is not None}
+    return facts | {"mesh": str(mesh_of(port))}
 
 
 class _Part(NamedTuple):

@@ -9,6 +9,7 @@ import typer
 from polytempo.cli.options import grid_parameters as g
 from polytempo.cli.options import parameters as p
 from polytempo.cli.options.failure import exit_code
+from polytempo.cli.options.request import tune_request
 
 TuneWorkers = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Number of workers. Default: it is recommended, too.")
@@ -51,8 +52,6 @@ def batch(
     The noise scale says how large a batch may be, a range test and short runs which rate it needs.
     """
     with exit_code():
-        from polytempo.cli.options.request import tune_request  # imports pydantic
-
         asked = tune_request(job, workers, extra, budget, seed)
         from polytempo.cli.bench.tune_batch import tune_batch as command  # imports torch, which takes seconds
 

@@ -8,6 +8,7 @@ import typer
 
 from polytempo.cli.options import parameters as p
 from polytempo.cli.options.failure import exit_code
+from polytempo.cli.options.request import SharpnessRequest, sharpness_request
 
 Epsilon = Annotated[float | None, typer.Option(metavar="E", help="The box of Keskar's measure. Default: 0.001.")]
 Subspace = Annotated[
@@ -48,15 +49,13 @@ def sharpness(
     out: Pictures = None,
     json: p.Json = None,
 ) -> None:
-    """Measure how sharp the minimum is that a run has found, on its newest checkpoint.
+    """Measure how sharp the minimum of a run is.
 
-    Prints Keskar's sharpness, the loss in SAM's neighbourhood and the largest eigenvalue of the Hessian, all of the
-    training loss with dropout off and batch norms by their saved statistics. RUN may also be the folder of one
-    checkpoint.
+    Prints, for the newest checkpoint, Keskar's sharpness, the loss in SAM's neighbourhood and the largest eigenvalue of
+    the Hessian, all of the training loss with dropout off and batch norms by their saved statistics. RUN may also be
+    the folder of one checkpoint.
     """
     with exit_code():
-        from polytempo.cli.options.request import SharpnessRequest, sharpness_request  # imports pydantic
-
         asked = sharpness_request(
             SharpnessRequest(run, job, epsilon, subspace, rho, samples, seed, line, bool(surface), points, width, out)
         )

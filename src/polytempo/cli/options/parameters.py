@@ -1,4 +1,4 @@
-"""The options that several commands share: how they are written, and their help. None means not given."""
+"""The options of commands that run no job: how they are written, and their help. None means not given."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from polytempo.cli.options.command_line import shared
 from polytempo.cli.options.completion import (
     cluster_names,
     cut_goals,
-    distribution_names,
     engine_names,
     job_names,
     program_names,
@@ -21,174 +21,17 @@ MOST_CALIBRATED = 64
 """Processes that measure together."""
 
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
-Job = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="JOB",
-        help="A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job.",
-        autocompletion=job_names,
-    ),
-]
-Strategy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="S",
-        help="A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them. Default: sync_sgd.",
-        autocompletion=strategy_names,
-    ),
-]
-Strategies = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,B",
-        help="Strategies, separated by commas. Default: seven common ones.",
-        autocompletion=strategy_names,
-    ),
-]
-Workers = Annotated[int | None, typer.Option(metavar="N", help="Number of workers. Default: 2.")]
-Engine = Annotated[
-    str | None,
-    typer.Option(
-        metavar="E[:ADDRESS]",
-        help="Who starts the workers, and where: local, subprocess, ssh:host1,host2, …. Default: local.",
-        autocompletion=engine_names,
-    ),
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        metavar="C",
-        help="The machines to simulate, such as 'ethernet(gbit_per_s=10)'.",
-        autocompletion=cluster_names,
-    ),
-]
-Stragglers = Annotated[
-    str | None,
-    typer.Option(
-        metavar="D",
-        help="The distribution of computing times, such as 'lognormal(sigma=0.3)'; 'busy': what calibrate measured "
-        "while other programs computed. Default: that of the cluster's file, or all equal.",
-        autocompletion=distribution_names,
-    ),
-]
-Meta = Annotated[
-    bool | None, typer.Option("--meta", help="Simulate times and bytes only; compute no gradients. Needs --steps.")
-]
-Batched = Annotated[
-    bool | None, typer.Option("--batched", help="Compute all workers' gradients in one pass; equal up to rounding.")
-]
-Data = Annotated[Path | None, typer.Option(metavar="PATH", help="The folder or file with the job's data.")]
-Epochs = Annotated[float | None, typer.Option(metavar="E", help="Passes over the training data. Default: the job's.")]
-Until = Annotated[
-    str | None, typer.Option(metavar="GOAL", help="Stop at a test score: accuracy=0.97, loss=0.1, or both.")
-]
-Steps = Annotated[int | None, typer.Option(metavar="K", help="Stop after K steps.")]
-BatchSize = Annotated[int | None, typer.Option(metavar="B", help="Samples per worker and step. Default: the job's.")]
-GlobalBatchSize = Annotated[
-    int | None, typer.Option(metavar="B", help="Samples per step of all workers together, in place of --batch-size.")
-]
-LearningRate = Annotated[float | None, typer.Option("--lr", metavar="R", help="Learning rate. Default: the job's.")]
-Seed = Annotated[
-    int | None, typer.Option(metavar="S", help="Seed of initial weights, sample order and random numbers. Default: 0.")
-]
-Threads = Annotated[
-    int | None, typer.Option(metavar="T", help="Threads per worker. Default: the cores, divided among the workers.")
-]
-InterThreads = Annotated[
-    int | None,
-    typer.Option(metavar="T", help="Threads for independent branches of the model, each with --threads. Default: 1."),
-]
-CheckpointEvery = Annotated[
-    int | None, typer.Option(metavar="K", help="Save a checkpoint every K steps. Default: every epoch.")
-]
-MovingAverage = Annotated[
-    float | None,
-    typer.Option("--ema", metavar="D", help="Score a moving average of the weights with decay D, such as 0.9999."),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="Compute with 16-bit parameters that have float32 masters: bf16, or 'fp16(loss_scale=dynamic)'.",
-    ),
-]
-OnDrift = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ACTION",
-        help="If models that must be equal differ between ranks: stop the run, restore the majority's state, or ignore "
-        "it. Default: stop.",
-    ),
-]
-NoiseScale = Annotated[
-    int | None, typer.Option(metavar="K", help="Measure the gradient noise scale every K steps, such as 32.")
-]
-BatchGrowth = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULE",
-        help="Let the global batch grow: by 4 after 5 epochs and by 2 after 10 with 5:4,10:2; by its gradients' noise "
-        "with 'norm_test(theta=0.5)'.",
-    ),
-]
-AllowNan = Annotated[
-    bool | None, typer.Option("--allow-nan", help="Continue if a loss or a parameter is NaN or infinite.")
-]
-Timeout = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Longest wait for another worker. Default: 300 s.")
-]
-Transport = Annotated[
-    str | None,
-    typer.Option(
-        metavar="T", help="With a parameter server: send messages through shared memory or tcp. Default: shared."
-    ),
-]
-Restarts = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="How many killed processes to replace, where a run goes on. Default: 20."),
-]
-MinWorkers = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Go on while at least N workers are left, and replace those that are lost. Default: stop."
-    ),
-]
-MaxWorkers = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="The most workers that a run may grow to while it goes on. Default: --workers."),
-]
-Scaling = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND",
-        help="Where the number of workers changes, keep the global batch, or the local one. Default: global.",
-    ),
-]
-Available = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PROGRAM", help="A program that prints how many workers there may be now; it is run every 2 s."
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="The folder for the results, or its URL, such as s3://bucket/run. Default: a new one under runs/.",
-    ),
-]
-LeaveGrace = Annotated[
-    float | None,
-    typer.Option(metavar="S", help="Seconds in which a run may save and leave after SIGTERM. Default: 30."),
-]
-Force = Annotated[bool | None, typer.Option("--force", help="Accept an --out folder that holds other files.")]
-Resume = Annotated[bool | None, typer.Option("--resume/--no-resume", help="Continue from the last checkpoint.")]
-Json = Annotated[bool | None, typer.Option("--json", help="Print only the result, as JSON.")]
-DryRun = Annotated[bool | None, typer.Option("--dry-run", help="Print the settings of the run and exit.")]
-Config = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A TOML or YAML file with these options; the command line overrides it."),
-]
+Strategy = Annotated[str | None, shared("strategy")]
+Workers = Annotated[int | None, shared("workers")]
+Cluster = Annotated[str | None, shared("cluster")]
+Stragglers = Annotated[str | None, shared("stragglers")]
+Data = Annotated[Path | None, shared("data")]
+BatchSize = Annotated[int | None, shared("batch_size")]
+GlobalBatchSize = Annotated[int | None, shared("global_batch_size")]
+Seed = Annotated[int | None, shared("seed")]
+Threads = Annotated[int | None, shared("threads")]
+Timeout = Annotated[float | None, shared("timeout_s")]
+Json = Annotated[bool | None, shared("json")]
 Seeds = Annotated[int | None, typer.Option(metavar="N", help="Number of seeds to run. Default: 1000.")]
 First = Annotated[int | None, typer.Option(metavar="S", help="The first seed. Default: 0.")]
 Processes = Annotated[int | None, typer.Option(metavar="N", help="Number of processes. Default: the number of cores.")]

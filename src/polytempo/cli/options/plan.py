@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from polytempo import jobs
-from polytempo.cli.options.request import RunRequest
-from polytempo.cli.options.run_options import TrainOptions
+from polytempo.cli.options.folder import TRACES_OF_A_RUN
 from polytempo.cli.options.show import show_json, show_table
-from polytempo.cli.options.url_folder import check_url
 from polytempo.core.system.url_path import UrlPath
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
@@ -24,13 +22,16 @@ def found_job(text: str) -> Job:
         raise not_read(text, error) from error
 
 
-def run_options(request: RunRequest) -> RunOptions:
-    """The options as the engines take them, with the folder that was chosen."""
-    shared = {each.name for each in fields(RunOptions)} & set(TrainOptions.model_fields)
-    taken = RunOptions(**{name: getattr(request.options, name) for name in shared} | {"out": request.out})
-    if isinstance(taken.out, UrlPath):
-        check_url(taken.out, resume=taken.resume)
-    return taken
+def check_url(options: RunOptions) -> None:
+    """ValueError where the run's folder is a URL that cannot be listed, or holds a run that is not resumed."""
+    if not isinstance(out := options.out, UrlPath):
+        return
+    try:
+        held = set(out.names()).intersection(TRACES_OF_A_RUN)
+    except OSError as error:
+        raise ValueError(f"--out {out}: it cannot be listed ({error.strerror}); name another place") from error
+    if held and not options.resume:
+        raise ValueError(f"--out {out}: this place holds a run; continue it with --resume, or name another one")
 
 
 def show_plan(

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polytempo import engines, jobs
+from polytempo.cli.options.command_options import CommandOptions, GivenOptions, given_options, url_of
 from polytempo.cli.options.completion import CUT_GOALS
 from polytempo.cli.options.folder import checked_folder, default_folder
-from polytempo.cli.options.run_options import TrainOptions, train_options, url_of
-from polytempo.engines.join.environment import recognise
+from polytempo.engines.join.environment import RankPlace, recognise
 from polytempo.runs.frame.folder_names import slug
+from polytempo.spec.options import RunOptions
 from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.declaration import declared
 from polytempo.spec.text.names import BUSY, COMPARED
@@ -92,51 +93,52 @@ class SharpnessRequest(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """The options of a command, and the folder that it may write to."""
+    """What a command that runs a job is asked to do, with a folder that is free for it."""
 
-    options: TrainOptions
-    out: Path | str
-    """A folder that is free for it, or a URL, which has not been looked at: that takes torch."""
+    command: CommandOptions
+    options: RunOptions
+    world: RankPlace
+    """The launcher's world, which this process may be a rank of."""
 
     @property
     def job(self) -> str:
-        """The job's name, which `_checked` has seen."""
-        assert self.options.job is not None
-        return self.options.job
+        """The job's name, which `check_job` has seen."""
+        assert self.command.job is not None
+        return self.command.job
 
 
 def train_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo train` is asked to do. `ValueError` for what it cannot."""
-    options = train_options(given, config)
-    check_strategies(options.strategy)
-    check_job(options.job)
-    _check_engine(options)
-    name = _run_name(options, options.strategy)
-    if recognise(os.environ).size > 1 and options.out is None:  # workers that start apart choose the same folder
-        out: Path | str = checked_folder(Path("runs") / name, resume=options.resume, force=options.force)
-    else:
-        out = _folder(options, name)
-    return RunRequest(options, out)
+    asked = given_options(given, config)
+    check_strategies(asked.command.strategy)
+    check_job(asked.command.job)
+    world = recognise(os.environ)
+    _check_engine(asked.command.engine, world)
+    name = _run_name(asked, asked.command.strategy)
+    if world.size > 1 and asked.run.get("out") is None:  # workers that start apart choose the same folder
+        asked.run["out"] = Path("runs") / name
+    return _request(asked, name, world)
 
 
 def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo compare` is asked to do."""
-    options = train_options(given, config)
-    check_strategies(options.strategies or COMPARED)
-    check_job(options.job)
-    _check_engine(options)
-    return RunRequest(options, _folder(options, _run_name(options, "compare")))
+    asked = given_options(given, config)
+    check_strategies(asked.command.strategies or COMPARED)
+    check_job(asked.command.job)
+    world = recognise(os.environ)
+    _check_engine(asked.command.engine, world)
+    return _request(asked, _run_name(asked, "compare"), world)
 
 
 def simulate_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo simulate` is asked to do."""
-    options = train_options(given, config)
-    if options.resume:
+    asked = given_options(given, config)
+    if asked.run.get("resume"):
         raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
-    check_strategies(options.strategy)
-    check_cluster(options.cluster, options.stragglers)
-    check_job(options.job)
-    return RunRequest(options, _folder(options, _run_name(options, options.strategy, "simulated")))
+    check_strategies(asked.command.strategy)
+    check_cluster(asked.command.cluster, asked.command.stragglers)
+    check_job(asked.command.job)
+    return _request(asked, _run_name(asked, asked.command.strategy, "simulated"), recognise({}))
 
 
 def check_cluster(cluster: str | None, stragglers: str | None) -> None:
@@ -309,28 +311,31 @@ def check_job(text: str | None) -> None:
     jobs.check(text)
 
 
-def _check_engine(options: TrainOptions) -> None:
+def _check_engine(engine: str, world: RankPlace) -> None:
     """ValueError for an engine that does not exist, and for one inside a world that another launcher has started."""
-    name = options.engine.partition(":")[0]
+    name = engine.partition(":")[0]
     if name not in engines.__all__:
-        raise ValueError(f"--engine {options.engine}: {name!r} is not known; there are: {', '.join(engines.__all__)}")
-    world = recognise(os.environ)
+        raise ValueError(f"--engine {engine}: {name!r} is not known; there are: {', '.join(engines.__all__)}")
     if world.size > 1 and name != "local":
         raise ValueError(
-            f"--engine {options.engine}: this process is one of {world.size} workers of {world.launcher}; "
+            f"--engine {engine}: this process is one of {world.size} workers of {world.launcher}; "
             "leave --engine out to be one of them, or start polytempo outside of it"
         )
 
 
-def _run_name(options: TrainOptions, *further: str) -> str:
+def _run_name(asked: GivenOptions, *further: str) -> str:
     """The name of a run's folder: the job's, then what tells it from the job's other runs."""
-    return "-".join([slug(Path(options.job or "job").name), *map(slug, further)])
+    return "-".join([slug(Path(asked.command.job or "job").name), *map(slug, further)])
 
 
-def _folder(options: TrainOptions, name: str) -> Path | str:
-    """The folder that is named, or a new one under `runs/`; with `--resume` that of the last run."""
-    if isinstance(options.out, str):
-        return options.out
-    if options.out is not None:
-        return checked_folder(options.out, resume=options.resume, force=options.force)
-    return default_folder(name, resume=options.resume)
+def _request(asked: GivenOptions, name: str, world: RankPlace) -> RunRequest:
+    """The request, with the folder that is named, or a new one under `runs/`; with `--resume` that of the last run.
+
+    A URL has not been looked at: that takes torch.
+    """
+    out, resume = asked.run.get("out"), asked.run.get("resume", False)
+    if out is None:
+        out = default_folder(name, resume=resume)
+    elif isinstance(out, Path):
+        out = checked_folder(out, resume=resume, force=asked.command.force)
+    return RunRequest(asked.command, RunOptions(**asked.run | {"out": out}), world)

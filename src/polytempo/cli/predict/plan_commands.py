@@ -14,6 +14,8 @@ from polytempo.cli.options import parameters as p
 from polytempo.cli.options.failure import exit_code
 from polytempo.cli.predict import plan_parameters as plans
 from polytempo.cli.predict import plan_run_parameters as runs
+from polytempo.cli.predict.plan_requests import codecs_of, network_of, plan_request, split_request
+from polytempo.cli.predict.plan_run_request import run_plan_request
 
 
 class JobOrCommand(TyperGroup):
@@ -69,8 +71,6 @@ def run(
     ends the search, and shows what was found.
     """
     with exit_code():
-        from polytempo.cli.predict.plan_run_request import run_plan_request  # imports pydantic
-
         shared = {"until": until, "cluster": cluster, "stragglers": stragglers, "seed": seed, "data": data}
         lists = {"workers": workers, "batch_sizes": batch_sizes, "strategies": strategies, "codecs": codecs}
         lists |= {"periods": periods, "shards": shards, "stages": stages, "parts": parts}
@@ -103,8 +103,6 @@ def layers(
     |W| are a layer's weights, |D| what it is given for the samples of a step. Nothing is computed or sent.
     """
     with exit_code():
-        from polytempo.cli.predict.plan_requests import codecs_of, network_of, plan_request  # imports pydantic
-
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
         network, codecs = network_of(link, latency_us, cluster), codecs_of(activations, gradients)
         asked = plan_request(job, workers, network, sizes, reduction, shards, by, codecs)
@@ -132,8 +130,6 @@ def split(
     Prints the strategy that does it, and whether the link makes a step slower. Nothing is computed or sent.
     """
     with exit_code():
-        from polytempo.cli.predict.plan_requests import codecs_of, network_of, split_request  # imports pydantic
-
         network, codecs = network_of(link, latency_us, cluster), codecs_of(activations, gradients)
         asked = split_request(job, parts, network, gflops, batch_size, codecs)
         from polytempo.cli.predict.plan_split import plan_split as command  # imports torch, which takes seconds

@@ -34,8 +34,8 @@ _LINE = 78
 
 def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: bool) -> None:
     """Plan, and show the choice; exit code 130 where Ctrl-C ended the search and something was found."""
-    options = asked.options
-    cluster = parse_cluster(options.cluster or "ethernet", options.stragglers)
+    command, options = asked.command, asked.options
+    cluster = parse_cluster(command.cluster or "ethernet", command.stragglers)
     limits = PlanLimits(asked.memory_bytes, asked.deadline_s, asked.budget, asked.price)
     with notes_on_stderr():
         job = found_job(asked.job)
@@ -52,7 +52,7 @@ def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: 
         finally:
             clear()
     plain = found.as_json()
-    beyond = beyond_measured(options.cluster, max(asked.workers))
+    beyond = beyond_measured(command.cluster, max(asked.workers))
     commands, sentences = _commands(asked, found), [*_sentences(found, plain), *([] if beyond is None else [beyond])]
     if page is not None:
         files.replace(page, plan_page(plain, sentences, commands))

@@ -7,10 +7,11 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from polytempo.cli.options.command_options import CommandOptions, given_options
 from polytempo.cli.options.measured_hosts import measured_workers
 from polytempo.cli.options.request import check_cluster, check_job, check_strategies
-from polytempo.cli.options.run_options import TrainOptions, train_options
 from polytempo.cluster.prices import read_price, read_spread
+from polytempo.spec.options import RunOptions
 
 _WORKERS = (1, 2, 4, 8, 16)
 _MOST_WORKERS = 4096
@@ -20,8 +21,10 @@ class RunPlanRequest(NamedTuple):
     """A job, a target, and what is compared within which limits."""
 
     job: str
-    options: TrainOptions
-    """Of them `until`, `cluster`, `stragglers`, `data` and `seed`."""
+    command: CommandOptions
+    """Of it `cluster` and `stragglers`."""
+    options: RunOptions
+    """Of them `until`, `data` and `seed`."""
     strategies: str | None
     workers: tuple[int, ...]
     batch_sizes: tuple[int, ...] | None
@@ -43,7 +46,8 @@ def run_plan_request(
 ) -> RunPlanRequest:
     """The request. ValueError for what cannot be planned."""
     check_job(job)
-    options = train_options(shared)
+    asked = given_options(shared)
+    command, options = asked.command, RunOptions(**asked.run)
     if not options.until:
         raise ValueError("a plan needs a target: give --until, such as --until accuracy=0.97 or --until loss=0.1")
     for name, number in limits.items():
@@ -55,7 +59,7 @@ def run_plan_request(
         check_strategies(strategies)
         if given := [name for name in _AXES if lists[name] is not None]:
             raise ValueError(f"--strategies {strategies}: it says all strategies; leave out --{given[0]}")
-    price, spread = _of_cluster(options, limits["price"])
+    price, spread = _of_cluster(command, limits["price"])
     if limits["budget"] is not None and price is None:
         raise ValueError(
             f"--budget {limits['budget']:g}: it needs the price of a host for an hour; give --price, or host_hour in "
@@ -64,9 +68,10 @@ def run_plan_request(
     memory_gb = limits["memory_gb"]
     return RunPlanRequest(
         job=job,
+        command=command,
         options=options,
         strategies=strategies,
-        workers=_numbers("workers", lists["workers"], _MOST_WORKERS) or _usual_workers(options.cluster),
+        workers=_numbers("workers", lists["workers"], _MOST_WORKERS) or _usual_workers(command.cluster),
         batch_sizes=_numbers("batch-sizes", lists["batch_sizes"]),
         axes={name: found for name in _AXES if (found := _axis(name, lists[name])) is not None},
         memory_bytes=None if memory_gb is None else 1e9 * memory_gb,
@@ -105,10 +110,10 @@ def _numbers(name: str, text: str | None, most: int = 1_000_000) -> tuple[int, .
     return found
 
 
-def _of_cluster(options: TrainOptions, price: float | None) -> tuple[float | None, dict[str, float]]:
+def _of_cluster(command: CommandOptions, price: float | None) -> tuple[float | None, dict[str, float]]:
     """The price, and the spread of measurements, where the cluster is a file."""
-    check_cluster(options.cluster, options.stragglers)
-    if options.cluster is None or not options.cluster.endswith(".toml"):
+    check_cluster(command.cluster, command.stragglers)
+    if command.cluster is None or not command.cluster.endswith(".toml"):
         return price, {}
-    path = Path(options.cluster)
+    path = Path(command.cluster)
     return (read_price(path) if price is None else price), read_spread(path)

@@ -15,7 +15,7 @@ def calibrate(
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
-    """Measure what training does on these hosts, for `simulate --cluster`.
+    """Measure these hosts, for `simulate --cluster`.
 
     Kernels, codecs, optimizers, memory, messages and collectives, and how much steps vary; under a minute a host.
     With --job also 90 steps of that job, so that its own steps are predicted as they are here.
@@ -39,7 +39,7 @@ def profile(
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
-    """Say what a step of JOB asks of a processor, operator by operator, and of memory.
+    """Say what a step of JOB costs, operator by operator.
 
     Times are measured on this machine, on one thread; with --cluster they stand beside those of its kernels.
     """
@@ -56,9 +56,9 @@ def validate(
     data: p.Data = None,
     json: p.Json = None,
 ) -> None:
-    """Simulate a run that has been, and compare: predicted beside measured, step by step.
+    """Compare a run with its simulation, step by step.
 
-    RUN is its folder. Says which component (computing, or a kind of communication) is behind most of the error.
+    RUN is the run's folder. Says which component (computing, or a kind of communication) is behind most of the error.
     """
     with exit_code():
         from polytempo.cli.predict.validate import validate as command  # imports torch, which takes seconds

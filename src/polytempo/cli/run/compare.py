@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from polytempo.cli.options.plan import found_job, run_options, show_plan
+from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.core.system import files
@@ -22,27 +22,27 @@ from polytempo.spec.text.plain_text import plain_text
 
 def compare(request: RunRequest) -> None:
     """Train one job with one strategy after the other."""
-    options = request.options
-    strategies = parse_strategies(options.strategies)
+    command, taken, _ = request
+    strategies = parse_strategies(command.strategies)
     with notes_on_stderr():
         job = found_job(request.job)
-    taken = run_options(request)
-    if options.dry_run:
+    check_url(taken)
+    if command.dry_run:
         names = [strategy.name for strategy in strategies]
-        show_plan(job, names, "process", options.workers, taken, as_json=options.as_json)
+        show_plan(job, names, "process", command.workers, taken, as_json=command.json)
         return
-    engine, progress, failures = parse_engine(options.engine), Progress(num_runs=len(strategies)), ""
+    engine, progress, failures = parse_engine(command.engine), Progress(num_runs=len(strategies)), ""
     with notes_on_stderr():
         try:
-            results = compared(job, strategies, options.workers, taken, engine=engine, progress=progress)
+            results = compared(job, strategies, command.workers, taken, engine=engine, progress=progress)
             figures = [result.as_json() for result in results]
         except ComparisonIncomplete as error:
             failures, figures = str(error), [result.as_json() for result in error.results]
         except BaseException:
             if ended := _ended(taken.out):
-                _show(ended, taken.out, as_json=options.as_json)
+                _show(ended, taken.out, as_json=command.json)
             raise
-    _show(figures, taken.out, as_json=options.as_json)
+    _show(figures, taken.out, as_json=command.json)
     say_unreached([each for each in figures if not each["diverged"]])
     for failure in failures.splitlines():
         print(plain_text(f"error: {failure}"), file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from polytempo.cli.options.measured_hosts import say_beyond_measured
-from polytempo.cli.options.plan import found_job, run_options, show_plan
+from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
 from polytempo.report.status.progress import Progress
@@ -16,25 +16,25 @@ from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 
 def simulate(request: RunRequest) -> None:
     """Train with virtual workers on the cluster that is described."""
-    options = request.options
-    strategy = parse_strategy(options.strategy)
-    cluster = parse_cluster(options.cluster or default_cluster(strategy, options.workers), options.stragglers)
+    command, taken, _ = request
+    strategy = parse_strategy(command.strategy)
+    cluster = parse_cluster(command.cluster or default_cluster(strategy, command.workers), command.stragglers)
     with notes_on_stderr():
         job = found_job(request.job)
-    taken = run_options(request)
-    if options.dry_run:
+    check_url(taken)
+    if command.dry_run:
         world = f"virtual: {cluster.name}"
-        show_plan(job, [strategy.name], world, options.workers, taken, as_json=options.as_json)
+        show_plan(job, [strategy.name], world, command.workers, taken, as_json=command.json)
         return
-    say_beyond_measured(options.cluster, options.workers)
+    say_beyond_measured(command.cluster, command.workers)
     with notes_on_stderr():
         result = simulated(
-            *(job, strategy, options.workers, cluster, taken),
-            meta=options.meta,
-            batched=options.batched,
+            *(job, strategy, command.workers, cluster, taken),
+            meta=command.meta,
+            batched=command.batched,
             progress=Progress(),
         )
     figures = result.as_json()
-    (show_json if options.as_json else show_result)(figures)
+    (show_json if command.json else show_result)(figures)
     if say_unreached([figures]):
         raise typer.Exit(1)

@@ -20,10 +20,10 @@ def submit(
     command: Sequence[str], request: RunRequest, *, sbatch: str | None, grace_s: int | None, dry_run: bool
 ) -> None:
     """Submit `command`, which means `request`, or only print its script. ValueError for what cannot be a job."""
-    engine, _, address = request.options.engine.partition(":")
+    engine, _, address = request.command.engine.partition(":")
     if engine != "slurm":
         raise ValueError(
-            f"--engine {request.options.engine}: a job for Slurm says so, and what it needs: "
+            f"--engine {request.command.engine}: a job for Slurm says so, and what it needs: "
             "polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER"
         )
     if request.options.out is None:

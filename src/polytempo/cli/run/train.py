@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import typer
 
-from polytempo.cli.options.plan import found_job, run_options, show_plan
+from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
-from polytempo.engines.join.environment import recognise
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.available_program import AvailableProgram
 from polytempo.runs.frame.arguments import parse_engine
@@ -19,17 +16,16 @@ from polytempo.spec.text.catalogue import parse_strategy
 
 def train(request: RunRequest) -> None:
     """Train with worker processes of this host, or as one worker of the world that this process was started in."""
-    options = request.options
-    world = recognise(os.environ)
-    strategy = parse_strategy(options.strategy)
+    command, taken, world = request
+    strategy = parse_strategy(command.strategy)
     with notes_on_stderr():
         job = found_job(request.job)
-    taken = run_options(request)
+    check_url(taken)
     first = world.rank == 0
-    if options.dry_run:
+    if command.dry_run:
         if first:
-            num_workers = world.size if world.size > 1 else options.workers
-            show_plan(job, [strategy.name], "process", num_workers, taken, as_json=options.as_json)
+            num_workers = world.size if world.size > 1 else command.workers
+            show_plan(job, [strategy.name], "process", num_workers, taken, as_json=command.json)
         return
     with notes_on_stderr():
         progress = Progress() if first else None
@@ -41,17 +37,17 @@ def train(request: RunRequest) -> None:
                 )
             result = join(job, strategy, taken, progress=progress)
         else:
-            engine = parse_engine(options.engine)
-            available = None if options.available is None else AvailableProgram(options.available, options.workers)
+            engine = parse_engine(command.engine)
+            available = None if command.available is None else AvailableProgram(command.available, command.workers)
             try:
                 result = run(
-                    job, strategy, options.workers, taken, engine=engine, progress=progress, available=available
+                    job, strategy, command.workers, taken, engine=engine, progress=progress, available=available
                 )
             finally:
                 if available is not None:
                     available.close()
     figures = result.as_json()
     if first:
-        (show_json if options.as_json else show_result)(figures)
+        (show_json if command.json else show_result)(figures)
     if say_unreached([figures] if first else []):
         raise typer.Exit(1)

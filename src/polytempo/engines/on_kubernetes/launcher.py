@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-import yaml
-
+from polytempo.engines.extras import required
 from polytempo.engines.on_kubernetes.forms import RESOURCES
 from polytempo.engines.on_kubernetes.kubernetes_options import KubernetesOptions
 from polytempo.engines.on_kubernetes.pods import Manifest, metadata, pod_template
@@ -54,8 +53,9 @@ def rules(options: KubernetesOptions) -> list[Manifest]:
 
 
 def to_yaml(manifests: Sequence[Manifest]) -> str:
-    """The manifests as documents of one YAML file."""
-    return yaml.safe_dump_all(manifests, sort_keys=False, width=120)
+    """The manifests as documents of one YAML file. ImportError without the extra `kubernetes`."""
+    text: str = required("yaml", "kubernetes").safe_dump_all(manifests, sort_keys=False, width=120)
+    return text
 
 
 def given_options(options: KubernetesOptions) -> dict[str, Any]:

@@ -295,9 +295,9 @@ class ThreadedModel:
 def threads(intra: int | None = None, inter: int = 1, *, least_operations: float = WORTH) -> Threads:
     """Set a worker's numbers of threads: TensorFlow's two knobs.
 
-        handle = pt.attach(model, optimizer, strategy, threads=pt.threads(intra=1, inter=2))
-        result = pt.run(job, strategy, workers=2, threads=pt.threads(intra=1, inter=2))
-        threaded = pt.threads(inter=2).apply(model)           # in a loop of your own, without attach
+        handle = pt.attach(model, optimizer, strategy, threads=1, inter_threads=2)
+        result = pt.run(job, strategy, workers=2, threads=1, inter_threads=2)
+        threaded = pt.threads(intra=1, inter=2).apply(model)           # in a loop of your own, without attach
 
     `intra`: threads of one operation, such as a matrix product (torch's own; None: unchanged). `inter`: threads for the
     model's independent branches, forward and backward, each with `intra` of its own. Calls of the model compute the

@@ -42,8 +42,10 @@ def attach(
     scaler: GradScaler | None = None,
     on_drift: OnDrift = "stop",
     allow_nan: bool = True,
-    threads: Threads | None = None,
-    noise_scale: NoiseProbe | None = None,
+    threads: int | None = None,
+    inter_threads: int = 1,
+    noise_scale: int | None = None,
+    batch_size: int | None = None,
     precision: Precision | str | None = None,
 ) -> Handle | ServedHandle:
     """Make the training loop around `model` and `optimizer` distributed; the loop itself does not change.
@@ -75,19 +77,18 @@ def attach(
     (`training.drift_watch`). Ranks that differ raise `Drifted` ("stop"), their minority takes over the others' state
     ("restore"), or nothing is compared ("ignore"). `allow_nan`: NaN and infinities travel as in DDP. With False the
     rank that brings one raises `NotFinite` before another rank gets it (on the CPU; a `scaler` skips steps that
-    overflow). `seed`: equal on all ranks. `threads`: this rank's (`pt.threads`). `noise_scale`: estimated from own
-    gradients, for `handle.noise_scale`. `precision`: 16-bit parameters with float32 masters. `world`: by default the
-    world of `pt.init()`, or a world of one.
+    overflow). `seed`: equal on all ranks. `threads`, `inter_threads`: of this rank. `noise_scale`: steps between looks
+    at it, with the rank's `batch_size`. `precision`: 16-bit parameters. `world`: by default from `pt.init()`.
 
     A parameter server (`downpour`, …) runs beside rank 0, or on processes of `pt.init(servers=…)`; `pt.shard` deals its
     batches. Memory: one flat copy of the gradients.
     """
     strategy, world, bits = _checked(model, optimizer, strategy), world or current(), precision_of(precision)
-    options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise_scale, bits)
-    threads, served = (threads or Threads()).checked(model), strategy.server is not None
-    _check_threads(threads, bits)
+    noise, served = _probe(noise_scale, batch_size), strategy.server is not None
+    options = AttachOptions(buffers, bucket_bytes, seed, scaler, on_drift, allow_nan, noise, bits)
+    branched = _branched(model, Threads(threads, inter_threads), bits)
     handle = (attach_served if served else attach_replica)(model, optimizer, strategy, world=world, options=options)
-    handle.threaded = threads.apply(model)
+    handle.threaded = branched.apply(model)
     return handle
 
 
@@ -96,12 +97,25 @@ def _checked(model: object, optimizer: object, strategy: Strategy | str | None) 
     return sync_sgd() if strategy is None else strategy_from(strategy)
 
 
-def _check_threads(threads: Threads, precision: Precision | None) -> None:
+def _probe(noise_scale: int | None, batch_size: int | None) -> NoiseProbe | None:
+    if noise_scale is None and batch_size is None:
+        return None
+    if noise_scale is None or batch_size is None:
+        raise ValueError(
+            f"noise_scale={noise_scale} and batch_size={batch_size} go together: steps between two looks, and samples "
+            "of this rank in a step; give both, or leave both out"
+        )
+    return NoiseProbe(batch_size, noise_scale)
+
+
+def _branched(model: nn.Module, threads: Threads, precision: Precision | None) -> Threads:
+    """The threads, if the model can have them."""
     if precision is not None and threads.inter > 1:
         raise ValueError(
-            f"precision={precision} and inter={threads.inter} both replace the model's forward, and a loop of your own "
-            "can have one of them; leave one out, or make a job of it"
+            f"precision={precision} and inter_threads={threads.inter} both replace the model's forward, and a loop of "
+            "your own can have one of them; leave one out, or make a job of it"
         )
+    return threads.checked(model)
 
 
 def attach_served(

@@ -94,7 +94,7 @@ def watch_noise(world: ProcessWorld, data: Port, replica: Replica, probe: NoiseP
     if probe is None:
         return None
     if probe.batch_size < 1 or probe.every < 1:
-        raise ValueError(f"a NoiseProbe has batch_size and every of at least 1, got {probe}")
+        raise ValueError(f"noise_scale and batch_size are at least 1, got {probe.every} and {probe.batch_size}")
     check_measured(replica.strategy, data.size, *(["divided layers"] if replica.splits or replica.own else []))
     post = ProcessNoisePost(world, data)
     return NoiseWatch(post, replica.strategy, replica.trainable, every=probe.every, samples=probe.batch_size)

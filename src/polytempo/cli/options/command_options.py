@@ -1,0 +1,146 @@
+"""`CommandOptions`: what `train`, `compare` and `simulate` have besides `RunOptions`; and files of both. No torch yet.
+
+options.toml        workers = 4                        names with - or _; `--config options.toml`
+                    strategy = "local_sgd(period=8)"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from polytempo.cli.options.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
+from polytempo.spec.options import FOLDER, RunOptions
+from polytempo.spec.table.option import ONE_STRATEGY, PROCESSES, TRAIN, Option, OptionRow, entries, unknown_option
+
+MAX_FILE_BYTES = 100_000
+SIMULATE, COMPARE = ("simulate",), ("compare",)
+RUN, OUTPUT = "Run", "Output"
+
+
+def _listed(given: object) -> object:
+    """Strategies as text, which may be a list."""
+    if isinstance(given, list) and all(isinstance(each, str) for each in given):
+        given = ", ".join(given)
+    if given is not None and not (isinstance(given, str) and given.strip()):
+        raise ValueError("the value is empty; write a name, or leave the option out")
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """Options of a command that runs a job, besides those of the run."""
+
+    job: Annotated[str | None, Option("", "JOB", complete=job_names)] = None
+    """A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job."""
+    strategy: Annotated[str, Option(RUN, "S", ONE_STRATEGY, complete=strategy_names)] = "sync_sgd"
+    """A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them. Default: sync_sgd."""
+    strategies: Annotated[str | None, Option(RUN, "A,B", COMPARE, read=_listed, complete=strategy_names)] = None
+    """Strategies, separated by commas. Default: seven common ones."""
+    workers: Annotated[int, Meta(ge=1, le=1_000_000), Option(RUN, "N")] = 2
+    """Number of workers. Default: 2."""
+    engine: Annotated[str, Option(RUN, "E[:ADDRESS]", PROCESSES, complete=engine_names)] = "local"
+    """Who starts the workers, and where: local, subprocess, ssh:host1,host2, …. Default: local."""
+    available: Annotated[Path | None, Option(RUN, "PROGRAM", TRAIN)] = None
+    """A program that prints how many workers there may be now; it is run every 2 s."""
+    cluster: Annotated[str | None, Option(RUN, "C", SIMULATE, complete=cluster_names)] = None
+    """The machines to simulate, such as 'ethernet(gbit_per_s=10)'."""
+    stragglers: Annotated[str | None, Option(RUN, "D", SIMULATE, complete=distribution_names)] = None
+    """The distribution of computing times, such as 'lognormal(sigma=0.3)'; 'busy': what calibrate measured while other
+    programs computed. Default: that of the cluster's file, or all equal."""
+    meta: Annotated[bool, Option(RUN, programs=SIMULATE)] = False
+    """Simulate times and bytes only; compute no gradients. Needs --steps."""
+    batched: Annotated[bool, Option(RUN, programs=SIMULATE)] = False
+    """Compute all workers' gradients in one pass; equal up to rounding."""
+    force: Annotated[bool, Option(FOLDER)] = False
+    """Accept an --out folder that holds other files."""
+    json: Annotated[bool, Option(OUTPUT)] = False
+    """Print only the result, as JSON."""
+    dry_run: Annotated[bool, Option(OUTPUT)] = False
+    """Print the settings of the run and exit."""
+
+
+class GivenOptions(NamedTuple):
+    """What a command was given, by the command line and a file together."""
+
+    command: CommandOptions
+    run: dict[str, Any]
+    """Options of the run by name, each checked; `RunOptions` looks at them together."""
+
+
+def table() -> dict[str, OptionRow]:
+    """All options by name."""
+    return entries(CommandOptions) | entries(RunOptions)
+
+
+def given_options(command_line: Mapping[str, object], config: Path | None = None) -> GivenOptions:
+    """Options of the command line that are not None, and behind them those of the file `config`.
+
+    ValueError names the option, where it was written, its value, and what it must be.
+    """
+    found = load_file(config) if config else {}
+    where = {key: f"{config}: {key} = {_shown(value)}" for key, value in found.items()}
+    for key, value in command_line.items():
+        if value is not None:
+            where[key] = f"--{key.replace('_', '-')} {str(value).strip() or repr(value)}"
+            found[key] = _checked(key, url_of(value) or value if isinstance(value, Path) else value, where[key])
+    if found.get("data") is not None and not found["data"].exists():
+        raise ValueError(f"{where['data']}: there is no such file or folder")
+    ours = {key: value for key, value in found.items() if key in entries(CommandOptions)}
+    return GivenOptions(CommandOptions(**ours), {key: value for key, value in found.items() if key not in ours})
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """The options in a TOML file, checked. `ValueError` names file, key, value and remedy."""
+    if path.suffix != ".toml":
+        raise ValueError(f"{path}: options are read from TOML files; {_as_toml(path)}")
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path}: a file of options has at most {MAX_FILE_BYTES:,} bytes")
+    try:
+        given = msgspec.toml.decode(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: this is not TOML: {reason}") from None
+    named = {str(key).replace("-", "_"): value for key, value in given.items()}
+    return {key: _checked(key, value, f"{path}: {key} = {_shown(value)}") for key, value in named.items()}
+
+
+def _as_toml(path: Path) -> str:
+    """How another file becomes one."""
+    if path.suffix not in (".yaml", ".yml"):
+        return "rename it to end in .toml, or write one"
+    return (
+        f"write {path.with_suffix('.toml')} with `workers = 4` in place of `workers: 4`, texts in quotes "
+        '(`strategy = "local_sgd(period=8)"`) and `until = { accuracy = 0.97 }`'
+    )
+
+
+def _checked(key: str, value: object, where: str) -> object:
+    if key not in table():
+        raise ValueError(f"{where}: {unknown_option(key, sorted(table()))}")
+    try:
+        return table()[key].checked(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def url_of(path: Path) -> str | None:
+    """The URL that `path` was before it became a Path, which drops a slash; None where it was none."""
+    scheme = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):", path.parts[0]) if path.parts else None
+    if scheme is None:
+        return None
+    rest = "/".join(path.parts[1:])
+    return f"file:///{rest}" if scheme[1] == "file" else f"{scheme[1]}://{rest}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

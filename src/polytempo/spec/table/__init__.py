@@ -1,0 +1,1 @@
+"""The table of options: its entries, and the keywords' types made from them."""

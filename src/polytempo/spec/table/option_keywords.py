@@ -1,0 +1,45 @@
+"""`OptionKeywords`: options as keywords. `make fmt` writes this file from the table `RunOptions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from polytempo.spec.batch_growth import BatchGrowth
+from polytempo.spec.precision import Precision
+
+if TYPE_CHECKING:
+    from polytempo.core.system.url_path import Place  # imports torch, which the command line reads options without
+
+
+class OptionKeywords(TypedDict, total=False):
+    """Options by name, as `run`, `compare`, `simulate` and `Trainer` take them; `RunOptions` describes them."""
+
+    epochs: float | None
+    steps: int | None
+    until: Mapping[str, float] | str
+    data: Path | str | None
+    batch_size: int | None
+    global_batch_size: int | None
+    lr: float | None
+    seed: int
+    allow_nan: bool
+    ema: float | None
+    precision: Precision | str | None
+    noise_scale: int | None
+    batch_growth: BatchGrowth | str
+    threads: int | None
+    inter_threads: int
+    timeout_s: float
+    transport: Literal["shared", "tcp"]
+    on_drift: Literal["stop", "restore", "ignore"]
+    restarts: int
+    min_workers: int | None
+    max_workers: int | None
+    scaling: Literal["global", "local"]
+    reshape: Mapping[int, int]
+    out: Place | str | None
+    resume: bool
+    checkpoint_every: int | None
+    grace_s: float
