@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,13 @@ from polytempo.server.record import requests_of
 from polytempo.server.snapshots.snapshot import read
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.server.timing import Timing
-from polytempo.server.worker.server_calls import through
 from polytempo.spec.job import Job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served.served_context import ComputeGradients
-from polytempo.training.served.worker_program import Attendance, work
+from polytempo.training.served.worker_program import Attendance, performed_work
 from polytempo.worlds import VirtualWorld
 
 _NEVER = float("inf")
@@ -152,11 +152,11 @@ class Rerun:
         worker, incarnation = life
         client = self.plan.client(worker, incarnation)
         context = self.program.context()
-        context.compute_gradients = _noting(context.compute_gradients, self.losses[life])
+        context = replace(context, compute_gradients=_noting(context.compute_gradients, self.losses[life]))
         others = {w: rank for (w, _), rank in self.rank_of.items()} | {worker: port.rank}
         group = port.among(tuple(others[w] for w in range(self.facts.workers)))  # no message goes to the others
         try:
-            attendance = await _until_cue(through(client, port, work(group, context, client)))
+            attendance = await _until_cue(performed_work(port, group, context, client, None))
         except Exception as error:  # the run had it too, or the orders show a difference
             self.errors[written(life)] = f"{type(error).__name__}: {error}"
             return

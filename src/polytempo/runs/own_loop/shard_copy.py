@@ -8,15 +8,12 @@ from typing import Any
 
 from polytempo.engines.engine import Role
 from polytempo.runs.mail.host_mail import HostMailboxes
-from polytempo.runs.served.served_node import Mailboxes, Setting
+from polytempo.runs.served.served_node import Mailboxes, Setting, joined_mail
 from polytempo.server.loop import serve
 from polytempo.server.message import View
 from polytempo.server.snapshots.snapshot import begin_with
 from polytempo.training.own_loop.loop_facts import LOOP_FORMAT, LoopFacts
 from polytempo.wire.keys import Keys
-from polytempo.worlds.process.mail import MailWorld
-
-_LINGER_S = 1.0
 
 
 def is_loop(text: Mapping[str, Any]) -> bool:
@@ -42,12 +39,8 @@ def hold_shard(facts: LoopFacts, role: Role, view: View, mail: Mailboxes, zero_s
     if facts.states and not role.blank:
         begin_with(shard, facts.states[role.shard])
     node = plan.copy(role.node, shard, blank=role.blank)
-    line = mail.mailbox(role.node, own_process=True)
-    world = MailWorld(role.node, line, plan.hosts, zero_s=zero_s, max_events=0)
-    try:
+    with joined_mail(mail, role.node, plan, zero_s, max_events=0) as (line, world):
         for to, message in node.receive(world.now_s(), plan.topology.coordinator, view):
             line.post(to, message)
         world.drive(serve(world.port, node))
-    finally:
-        line.close(_LINGER_S)
     return {}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,9 +35,8 @@ from polytempo.server.shard.node import Node
 from polytempo.server.snapshots.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.snapshots.snapshot import read, snapshot_errors
 from polytempo.server.worker.host.lent_gradients import LentGradients
-from polytempo.server.worker.server_calls import through
-from polytempo.server.worker.stage_messages import StageMessages, through_stages
-from polytempo.training.served.worker_program import work
+from polytempo.training.served.server_plan import ServerPlan
+from polytempo.training.served.worker_program import performed_work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
 from polytempo.worlds.process.mail import Mail, MailWorld
@@ -106,6 +106,18 @@ class Mailboxes(Protocol):
         """
 
 
+@contextmanager
+def joined_mail(
+    mail: Mailboxes, node: int, plan: ServerPlan, zero_s: float, *, max_events: int = 20_000
+) -> Iterator[tuple[OpenMail, MailWorld]]:
+    """The mailbox of this process, which is `node`, and the world of its messages. Its last ones may take a second."""
+    line = mail.mailbox(node, own_process=True)
+    try:
+        yield line, MailWorld(node, line, plan.hosts, zero_s=zero_s, max_events=max_events)
+    finally:
+        line.close(_LINGER_S)
+
+
 def act(
     program: ServedProgram, role: Role, setting: Setting, mail: Mailboxes, arenas: Arenas | None = None
 ) -> Mapping[str, Any] | None:
@@ -150,16 +162,8 @@ class _Part:
         if self._program.stages is not None:
             stages = port.among(self._topology.replica_of(role.node))
         context = self._program.context(stages=stages)
-        line, world = self._join()
-        try:
-            if stages is None:
-                program = work(group, context, client, leaving)
-            else:  # SIGTERM to one of the replica's processes does not end it: the launcher decides
-                messages = StageMessages(port, stages.members, role.incarnation, self._plan.timing)
-                program = through_stages(messages, work(group, context, client, stages=stages))
-            attendance = world.drive(through(client, world.port, program))
-        finally:
-            line.close(_LINGER_S)
+        with self._joined() as (_, world):
+            attendance = world.drive(performed_work(world.port, group, context, client, stages, leaving))
         return self._told(world) | {
             "attendance": list(attendance),
             # a worker that came when the run was over, or left before it was, has not got the final weights
@@ -181,11 +185,8 @@ class _Part:
         evaluator = Evaluator(
             *(node, coordinator, self._chains, *held, score, self._plan.timing), running_of=self._program.running_of
         )
-        line, world = self._join()
-        try:
+        with self._joined() as (_, world):
             world.drive(serve(world.port, evaluator))
-        finally:
-            line.close(_LINGER_S)
 
     def hold(self) -> Mapping[str, Any]:
         """A copy of a shard."""
@@ -214,14 +215,10 @@ class _Part:
         machine: Machine = node if snapshots is None else Showing(node, snapshots)
         if saves is not None and setting.if_lost is not None:
             machine = self._leaving(machine, node, saves, setting.if_lost)
-        line, world = self._join()
-        try:
+        with self._joined() as (line, world), closing(recorder):
             for to, message in machine.receive(world.now_s(), self._topology.coordinator, setting.view):
                 line.post(to, message)
             world.drive(serve(world.port, machine))
-        finally:
-            recorder.close()
-            line.close(_LINGER_S)
         if saves is not None:
             saves.close()
         return self._told(world)
@@ -234,9 +231,8 @@ class _Part:
         signal.signal(SAVE_AND_LEAVE, leaving.order)
         return leaving
 
-    def _join(self) -> tuple[OpenMail, MailWorld]:
-        line = self._mail.mailbox(self._role.node, own_process=True)
-        return line, MailWorld(self._role.node, line, self._plan.hosts, zero_s=self._setting.zero_s)
+    def _joined(self) -> AbstractContextManager[tuple[OpenMail, MailWorld]]:
+        return joined_mail(self._mail, self._role.node, self._plan, self._setting.zero_s)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._arenas is not None

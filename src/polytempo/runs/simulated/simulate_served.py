@@ -34,13 +34,11 @@ from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
 from polytempo.server.shard.node import Node
 from polytempo.server.timing import Timing
-from polytempo.server.worker.server_calls import through
-from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.spec.job import Data
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.served.worker_program import Attendance, work
+from polytempo.training.served.worker_program import Attendance, performed_work
 from polytempo.training.step.step_cost import StepCost, step_cost
 from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
 
@@ -134,11 +132,7 @@ class ServedSimulation:
 
     def _work(self, port: Port) -> Program[Attendance]:
         client = self.plan.client(port.rank, 1, peers=self.plan.peers_of(port.rank))
-        group, stages = self._group(port), self._stages(port)
-        program = work(group, self.contexts[port.rank], client, stages=stages)
-        if stages is not None:
-            program = through_stages(StageMessages(port, stages.members, client.incarnation, self.plan.timing), program)
-        return through(client, port, program)
+        return performed_work(port, self._group(port), self.contexts[port.rank], client, self._stages(port))
 
     def _group(self, port: Port) -> Port:
         """The workers with the same stage of all replicas: they follow each other. They share what a group lists."""

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polytempo.core import Port
+from polytempo.core import Port, Program
 from polytempo.server.message import Ticket
 from polytempo.server.worker.client import Client
+from polytempo.server.worker.server_calls import through
+from polytempo.server.worker.stage_messages import StageMessages, through_stages
 from polytempo.server.worker.stage_work import WorkSource, work_of
 from polytempo.server.worker.work_client import WorkClient
 from polytempo.spec.job import Job
@@ -104,6 +106,24 @@ async def work(
             return worker.attendance
         if not work_client.is_open:
             await work_client.ask(port, worker.taken_rows())
+
+
+def performed_work(
+    port: Port,
+    group: Port,
+    context: ServedContext,
+    client: Client,
+    stages: Port | None,
+    leaves: Callable[[], bool] = lambda: False,
+) -> Program[Attendance]:
+    """`work` in the world of `port`, which performs its pushes and pulls, and what passes between stages.
+
+    Where the model is cut, the process does not leave by itself: its replica could not go on.
+    """
+    if stages is None:
+        return through(client, port, work(group, context, client, leaves))
+    messages = StageMessages(port, stages.members, client.incarnation, client.timing)
+    return through(client, port, through_stages(messages, work(group, context, client, stages=stages)))
 
 
 def gradients_of(model: nn.Module, job: Job, cost: StepCost) -> ComputeGradients:
