@@ -181,7 +181,7 @@ def watched(strategy: Strategy) -> tuple[Strategy, list[list[Any]]]:
         return {**state, "own": own}, actions
 
     changed = rule._replace(init=init, receive=receive)
-    return replace(strategy, server=replace(strategy.server, rule=changed)), logs
+    return replace(strategy, meeting=replace(strategy.server, rule=changed)), logs
 
 
 def updates_of(log: Sequence[Any]) -> Iterator[list[Gradient]]:

@@ -117,4 +117,4 @@ def batches_of(steps: int, setting: Setting, batch_size: int = BATCH, seed: int 
 def serviced(strategy: Strategy, **changes: Any) -> Strategy:
     """The strategy with another service: more shards, say."""
     assert strategy.server is not None
-    return replace(strategy, server=replace(strategy.server, **changes))
+    return replace(strategy, meeting=replace(strategy.server, **changes))

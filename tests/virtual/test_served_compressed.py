@@ -183,7 +183,7 @@ def test_residuals_move_bit_by_bit_while_training_goes_on() -> None:
     """2 shards at first, 3 after an epoch, 1 after two; a synchronous schedule, and a codec that knows no groups."""
     plain = strategies.backup_workers(backups=0, shards=2)
     assert plain.server is not None
-    encoded = replace(plain, server=replace(plain.server, codec=feedback(bf16()), pull_codec=bf16()))
+    encoded = replace(plain, meeting=replace(plain.server, codec=feedback(bf16()), pull_codec=bf16()))
     hashes = [
         simulate(DIGITS, strategy, 3, epochs=3, batch_size=120, reshape=reshape).parameters_sha256
         for strategy, reshape in ((plain, {}), (encoded, {}), (encoded, {1: 3, 2: 1}))
