@@ -11,6 +11,9 @@ import pytest
 
 import polytempo
 from polytempo.core.calls.refusals import Incompatible, Refusal, refusal_of, refusals, refuse
+from polytempo.spec import run_spec
+from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 SOURCE = Path(polytempo.__file__).parent
 BY_CODE = {row.code: row for row in refusals()}
@@ -45,3 +48,12 @@ def test_features_are_named_where_they_are_found() -> None:
 def test_features_that_go_together_are_not_refused() -> None:
     refuse({"elastic", "precision", "own loop"})
     assert refusal_of(frozenset()) is None
+
+
+def test_a_refusal_of_options_may_name_each_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run passes all of its options to the texts."""
+    passed: dict[str, object] = {}
+    monkeypatch.setattr(run_spec, "refuse", lambda features, **values: passed.update(values))
+    options = RunOptions(grace_s=7.0)
+    RunSpec.of(polytempo.jobs.find("digits"), polytempo.strategies.sync_sgd(), 2, options)
+    assert {name: passed[name] for name in vars(options)} == vars(options)

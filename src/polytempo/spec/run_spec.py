@@ -197,10 +197,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         job=job.name,
         growth=growth,
         option="noise_scale" if options.noise_scale is not None else "batch_growth",
-        precision=options.precision,
-        ema=options.ema,
-        global_batch_size=options.global_batch_size,
-        inter_threads=options.inter_threads,
+        **vars(options),
     )
 
 
