@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import polytempo as pt
-from polytempo.report.pictures.loss_pictures import draw_line
+from polytempo.report.pictures.loss_landscape import draw_line
 
 PART = 6000
 PAPER = {1e-3: (1.23, 205.14), 5e-4: (0.61, 42.90)}

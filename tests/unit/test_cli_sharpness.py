@@ -16,7 +16,7 @@ import polytempo as pt
 from polytempo.cli.look.sharpness import _finite, _numbers
 from polytempo.cli.main import app
 from polytempo.jobs.digits import job
-from polytempo.report.pictures.loss_pictures import draw_line, draw_plane
+from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
 from polytempo.training.observe.saved_model import checkpoint_in, load_saved, saved_model
 
 SAMPLES = 200

@@ -15,7 +15,7 @@ from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.request import SharpnessRequest
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.core.system.url_path import Place, place
-from polytempo.report.pictures.loss_pictures import draw_line, draw_plane
+from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.training.job.training_loss import TrainingLoss
