@@ -88,7 +88,7 @@ def total_residual(states: list[State]) -> Tensor:
 def resumed(
     transform: Transform, states: list[State], num_ranks: int, dtype: torch.dtype = torch.float64
 ) -> list[State]:
-    """What `training.resumption.load` does: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … had."""
+    """As `training.observe.resumption.load`: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … had."""
     layout = gradient(0, 0, dtype)
     written = [saved(state, "gradients") for state in states]
     through_disk = [Saved({k: t.clone() for k, t in one.tensors.items()}, dict(one.scalars)) for one in written]

@@ -1,1 +1,1 @@
-"""Who takes part in an elastic run: views, decided by a machine without I/O, and what each member does with them."""
+"""Who takes part in an elastic run, and which step is undone or finished when a member is lost. Without I/O."""

@@ -1,1 +1,1 @@
-"""Engines for several hosts: an agent on each of them starts the run's processes there."""
+"""Engines for several hosts: an agent on each starts processes there, and the head decides when an agent is lost."""

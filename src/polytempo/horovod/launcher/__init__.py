@@ -1,0 +1,1 @@
+"""`horovodrun` and `run`: hosts, slots, the processes of a run and their output."""

@@ -1,0 +1,1 @@
+"""One process: it submits, awaits and performs operations; its settings, logs and timeline."""

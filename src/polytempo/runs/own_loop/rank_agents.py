@@ -14,7 +14,7 @@ from polytempo.engines.remote.ticket import AgentTicket
 
 
 class RankAgents:
-    """See `AgentStarter`. `hand_over(text)` reaches all of `ranks`; see `engines.server_ranks.secret_in` for the text.
+    """See `AgentStarter`. `hand_over(text)` reaches all of `ranks`, and `engines.join.server_ranks` reads it.
 
     `folder`: a private one of this host, where all of them are on it; else the ticket travels, or, where they
     `have_keys`, the head's address alone.

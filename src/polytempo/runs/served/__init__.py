@@ -1,1 +1,1 @@
-"""Runs with a parameter server: workers, copies of shards, and the coordinator."""
+"""Runs with a parameter server: their processes, and the launcher, which replaces killed ones (`run_served`)."""

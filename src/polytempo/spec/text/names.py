@@ -1,7 +1,7 @@
 """Which names a call may use, and for which argument.
 
-Where the functions come from is the caller's matter: `spec.catalogue` imports them, and with them torch;
-`spec.declaration` reads their signatures from the source, which is enough to refuse a wrong name at once.
+Where the functions come from is the caller's matter: `spec.text.catalogue` imports them, and with them torch;
+`spec.text.declaration` reads their signatures from the source, which is enough to refuse a wrong name at once.
 """
 
 from __future__ import annotations
