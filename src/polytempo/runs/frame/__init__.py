@@ -1,1 +1,1 @@
-"""What is around every run: its folder, logs, live status and page."""
+"""The surroundings of every run: its checked arguments (`engine="ssh:n1,n2"`), folder, logs, live status and page."""
