@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from polytempo.cli.main import app
 from polytempo.cli.options.command_options import CommandOptions, given_options, load_file
 from polytempo.core.system.url_path import UrlPath
 from polytempo.spec.options import RunOptions
@@ -175,3 +177,17 @@ def test_out_may_be_a_url(given: object) -> None:
     assert given_options({"out": given}).run == {"out": UrlPath("s3://bucket/run")}
     assert given_options({"out": Path("runs/x")}).run == {"out": Path("runs/x")}
     assert given_options({"out": Path("file:///runs/x")}).run == {"out": Path("/runs/x")}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train digits --strategy async_sgd --ema 0.9", "PT1601"),
+        ("train digits --strategy gpipe --workers 3", "use workers=4"),
+        ("compare digits --strategies sync_sgd,hogwild --precision bf16", "PT1401"),
+        ("simulate digits --strategy codistillation --workers 4 --meta --steps 2", "PT1316"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(command: str, said: str) -> None:
+    done = CliRunner().invoke(app, [*command.split(), "--dry-run"])
+    assert (done.exit_code, said in done.output) == (2, True), done.output

@@ -8,10 +8,13 @@ from dataclasses import asdict
 from polytempo import jobs
 from polytempo.cli.options.folder import TRACES_OF_A_RUN
 from polytempo.cli.options.show import show_json, show_table
+from polytempo.core import Strategy
 from polytempo.core.system.url_path import UrlPath
+from polytempo.runs.frame.arguments import check_workers
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
 from polytempo.spec.options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 
 def found_job(text: str) -> Job:
@@ -35,9 +38,12 @@ def check_url(options: RunOptions) -> None:
 
 
 def show_plan(
-    job: Job, strategies: Sequence[str], world: str, workers: int, options: RunOptions, *, as_json: bool
+    job: Job, strategies: Sequence[Strategy], world: str, workers: int, options: RunOptions, *, as_json: bool
 ) -> None:
-    """What would be run, with the job's own values where none are given."""
+    """Print the run as it would begin, with the job's own values where none are given. ValueError where it cannot."""
+    for strategy in strategies:
+        check_workers(strategy, workers)
+        RunSpec.of(job, strategy, workers, options)
     taken = asdict(options)
     if options.global_batch_size is not None:
         taken.pop("batch_size")
@@ -45,7 +51,7 @@ def show_plan(
     texts = {key: str(getattr(options, key)) for key in ("data", "out", "precision") if taken[key] is not None}
     plan: dict[str, object] = {
         "job": job.name,
-        "strategies": list(strategies),
+        "strategies": [strategy.name for strategy in strategies],
         "world": world,
         "workers": workers,
         **taken,
@@ -56,5 +62,5 @@ def show_plan(
         show_json(plan)
     else:
         said = {key: value for key, value in plan.items() if value not in (None, {})}
-        said["strategies"] = ", ".join(strategies)
+        said["strategies"] = ", ".join(strategy.name for strategy in strategies)
         show_table(("", ""), [(key, str(value)) for key, value in said.items()], header=False)

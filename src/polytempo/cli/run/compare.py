@@ -28,8 +28,7 @@ def compare(request: RunRequest) -> None:
         job = found_job(request.job)
     check_url(taken)
     if command.dry_run:
-        names = [strategy.name for strategy in strategies]
-        show_plan(job, names, "process", command.workers, taken, as_json=command.json)
+        show_plan(job, strategies, "process", command.workers, taken, as_json=command.json)
         return
     engine, progress, failures = parse_engine(command.engine), Progress(num_runs=len(strategies)), ""
     with notes_on_stderr():

@@ -11,6 +11,7 @@ from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json
 from polytempo.report.status.progress import Progress
 from polytempo.runs.simulated.simulate import default_cluster
 from polytempo.runs.simulated.simulate import simulate as simulated
+from polytempo.runs.simulated.simulation_checks import check_simulation
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 
 
@@ -23,8 +24,9 @@ def simulate(request: RunRequest) -> None:
         job = found_job(request.job)
     check_url(taken)
     if command.dry_run:
+        check_simulation(strategy, taken, meta=command.meta, batched=command.batched)
         world = f"virtual: {cluster.name}"
-        show_plan(job, [strategy.name], world, command.workers, taken, as_json=command.json)
+        show_plan(job, [strategy], world, command.workers, taken, as_json=command.json)
         return
     say_beyond_measured(command.cluster, command.workers)
     with notes_on_stderr():

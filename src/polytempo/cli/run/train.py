@@ -25,7 +25,7 @@ def train(request: RunRequest) -> None:
     if command.dry_run:
         if first:
             num_workers = world.size if world.size > 1 else command.workers
-            show_plan(job, [strategy.name], "process", num_workers, taken, as_json=command.json)
+            show_plan(job, [strategy], "process", num_workers, taken, as_json=command.json)
         return
     with notes_on_stderr():
         progress = Progress() if first else None
