@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from math import lgamma
 from typing import Any
 
 import pytest
@@ -139,6 +140,42 @@ def test_the_factorization_finds_a_matrix_of_its_rank() -> None:
     assert all(after.objective <= before.objective for before, after in pairwise(one.sweeps))
     three = schedule(factorization(rank=2, l2=1e-3), data, 3, cluster=one_host(), tolerance=1e-3, sweeps=200)
     assert torch.allclose(u, three.parameters["rows"], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_factorization_of_a_whole_matrix_has_the_closed_form(workers: int) -> None:
+    """Singular values shrink by λ: σ > λ costs λ² + 2λ(σ - λ), and each that is left out costs σ²."""
+    draw, rank, l2 = torch.Generator().manual_seed(3), 3, 0.7
+    matrix = 2 * torch.randn(12, 9, dtype=torch.float64, generator=draw)
+    data = (torch.arange(12).repeat_interleave(9), torch.arange(9).repeat(12), matrix.flatten(), 12, 9)
+    job = factorization(rank=rank, l2=l2)
+    found = schedule(job, data, workers, cluster=one_host(), tolerance=1e-14, sweeps=400)
+    values = torch.linalg.svdvals(matrix)
+    assert values[rank - 1] > l2
+    least = (l2**2 + 2 * l2 * (values[:rank] - l2)).sum() + values[rank:].square().sum()
+    assert found.sweeps[-1].objective == pytest.approx(float(least), rel=1e-12)
+
+
+def test_topics_are_drawn_from_the_posterior() -> None:
+    """Four words in one document: the mean of -log P(w, z) over sweeps is its mean over all 16 assignments."""
+    words, topics, alpha, beta, seed = [0, 0, 1, 2], 2, 0.5, 0.3, 5
+
+    def log_p(z: tuple[int, ...]) -> float:
+        found = lgamma(topics * alpha) - lgamma(topics * alpha + len(words))
+        for k in range(topics):
+            counts = [sum(each == k and w == word for w, each in zip(words, z, strict=True)) for word in range(3)]
+            found += lgamma(alpha + z.count(k)) - lgamma(alpha) + lgamma(3 * beta) - lgamma(3 * beta + sum(counts))
+            found += sum(lgamma(beta + n) - lgamma(beta) for n in counts)
+        return found
+
+    logs = torch.tensor([log_p(z) for z in product(range(topics), repeat=len(words))], dtype=torch.float64)
+    each, weights = -logs / len(words), logs.softmax(0)
+    mean = float((weights * each).sum())
+    spread = float((weights * (each - mean) ** 2).sum()) ** 0.5
+    data = (torch.zeros(4, dtype=torch.int64), torch.tensor(words), 1, 3)
+    job = lda(topics=topics, alpha=alpha, beta=beta, seed=seed)
+    drawn = torch.tensor([sweep.objective for sweep in reports(job, data, sweeps=1000)[50:]], dtype=torch.float64)
+    assert float(drawn.mean()) == pytest.approx(mean, abs=4 * spread / len(drawn) ** 0.5), seed
 
 
 def test_no_word_is_at_two_workers_in_a_round() -> None:
