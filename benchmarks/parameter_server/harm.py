@@ -130,7 +130,7 @@ class Watching(Launcher):
         self.recoveries: list[Recovery] = []
         self.dealt: set[int] = set()
         self.acknowledged: set[int] = set()
-        self.ledger = Ledger(range(run.program.batches.num_samples + 1), len(run.topology.chains))
+        self.ledger = Ledger(range(run.program.batches.num_samples + 1), len(run.plan.topology.chains))
         self.processes: set[int] = set()
         self._faults = sorted(faults)
         self._random = random.Random(seed)
@@ -138,8 +138,8 @@ class Watching(Launcher):
         self._tickets = run.program.batches.num_samples
         self._waiting: dict[int, Ask] = {}
         """Calls for work that wait for the next fault, by who called."""
-        self._lives = dict.fromkeys(run.topology.workers, 0)
-        self._full = {node for chain in run.topology.chains for node in chain}
+        self._lives = dict.fromkeys(run.plan.topology.workers, 0)
+        self._full = {node for chain in run.plan.topology.chains for node in chain}
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """As the launcher, and take notes."""
@@ -194,7 +194,7 @@ class Watching(Launcher):
         """Whether the last victim is gone, all workers take part, and each chain has its copies with their states."""
         coordinator = self.run.coordinator
         copies = all(len(chain) == COPIES and self._full.issuperset(chain) for chain in coordinator.chains)
-        there = copies and len(coordinator.members) == len(self.run.topology.firsts)
+        there = copies and len(coordinator.members) == len(self.run.plan.topology.firsts)
         return there and all(self.process(recovery.node) != recovery.process for recovery in self.recoveries[-1:])
 
     @property
@@ -214,7 +214,7 @@ class Watching(Launcher):
             node = self.run.coordinator.chains[fault.which][0 if fault.what == "head" else -1]
         process = self.process(node)
         assert process is not None, f"{fault}: it does not run"
-        asks = self.run.topology.replica_of(node)[0] if fault.what == "worker" else node
+        asks = self.run.plan.topology.replica_of(node)[0] if fault.what == "worker" else node
         self.recoveries.append(Recovery(fault, node, asks, process, self._lives.get(asks, 0), self.dealt))
         os.kill(process, fault.signal)
 

@@ -14,9 +14,9 @@ from torch.optim import SGD
 
 import polytempo as pt
 from halves import MESH, STRATEGIES, half, half_job, loss, samples
-from polytempo import WorkerDied
 from polytempo.core import Mesh, Strategy
 from polytempo.engines.join.init import init
+from polytempo.errors import WorkerDied
 from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.training.checkpoint.manifest import encoded

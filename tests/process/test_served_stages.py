@@ -131,7 +131,7 @@ class Last(harm.Watching):  # type: ignore[misc, name-defined]
         super()._noted(out)
         for _, message in out:
             if isinstance(message, Deal) and message.order == "finish" and not self.recoveries:
-                self.strike(harm.Fault(0, "worker", self.run.topology.replica_of(message.worker)[1]))
+                self.strike(harm.Fault(0, "worker", self.run.plan.topology.replica_of(message.worker)[1]))
         return out
 
 

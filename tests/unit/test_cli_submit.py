@@ -44,7 +44,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(tmp_path: Path, monkeypa
         (["compare", "digits"], "submit takes a train command, got 'compare'"),
         (["train", "digits", "--out", "run"], "--engine local: a job for Slurm says so"),
         (["train", "digits", "--engine", "slurm:nodes=2"], "name the run's folder with --out"),
-        (["train", "digits", "--workers", "0"], "--workers 0: must be greater than or equal to 1"),
+        (["train", "digits", "--workers", "0"], "--workers 0: must be"),
         (
             ["train", "digits", "--engine", "slurm:time=never", "--out", "run"],
             "time='never' must be as Slurm writes it",

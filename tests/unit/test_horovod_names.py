@@ -69,7 +69,7 @@ def test_what_needs_pickle_is_refused_and_foreign_bytes_are_too() -> None:
     with pytest.raises(ValueError, match="deep"):
         encoded(deep)
     for data in (b"\xc1", encoded("x")[:0], b"\x91\xa4exec", b"\x94\xa6Tensor\xa4load\x90\xc4\x00"):
-        with pytest.raises(ValueError, match=r"not a value|dtype"):
+        with pytest.raises(ValueError, match=r"not a value|no value|dtype"):
             decoded(data)
 
 

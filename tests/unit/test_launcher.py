@@ -42,10 +42,12 @@ class Processes:
 def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
     timing = Timing(deadline_s=timeout_s).of_processes(busy_s=0.0)
     run: Any = SimpleNamespace(
-        topology=SimpleNamespace(workers=[0, 1], evaluator=4, spares=[], replica_of=lambda worker: (worker,)),
+        plan=SimpleNamespace(
+            topology=SimpleNamespace(workers=[0, 1], evaluator=4, spares=[], replica_of=lambda worker: (worker,)),
+            most_lives=8,
+        ),
         incarnation=1,
         options=SimpleNamespace(reshape={}, restarts=3, timeout_s=timeout_s),
-        most_lives=8,
         look=lambda now_s, out: None,
     )
     chains, scheduler = [(COPY,)], BatchScheduler(4, 8, "freely", 2)

@@ -25,6 +25,7 @@ from polytempo.cli.options.request import (
     cut_request,
     schedule_request,
     simulate_request,
+    submit_request,
     train_request,
 )
 from polytempo.cli.predict.plan_commands import plan
@@ -128,7 +129,7 @@ def submit(
     assert isinstance(context.parent.command, TyperGroup)
     given = dict(context.parent.command.commands["train"].make_context("train", command[1:]).params)
     with exit_code():
-        request = train_request(given, given.pop("config"))
+        request = submit_request(given, given.pop("config"))
         from polytempo.cli.run.submit import submit as submitted  # imports torch, which takes seconds
 
         submitted(command, request, sbatch=sbatch, grace_s=grace_s, dry_run=dry_run)

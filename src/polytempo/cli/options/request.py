@@ -120,6 +120,14 @@ def train_request(given: Mapping[str, object], config: Path | None) -> RunReques
     return _request(asked, name, world)
 
 
+def submit_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
+    """`train_request` for a job of Slurm, which starts again: a folder that is new each time holds no checkpoint."""
+    request = train_request(given, config)
+    if given_options(given, config).run.get("out") is None:
+        raise ValueError("name the run's folder with --out: where the job starts again, the run goes on from there")
+    return request
+
+
 def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
     """What `polytempo compare` is asked to do."""
     asked = given_options(given, config)

@@ -26,6 +26,8 @@ def calibrate(
 
         if job is None and (batch_size is not None or data is not None):
             raise ValueError("--batch-size and --data say how a job is measured: give --job, too, or leave them out")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"--batch-size {batch_size}: must be a whole number >= 1")
         paced = PacedJob(job, batch_size, data) if job is not None else None
         command(engine or "local", workers, out, paced, as_json=bool(json))
 

@@ -26,8 +26,6 @@ def submit(
             f"--engine {request.command.engine}: a job for Slurm says so, and what it needs: "
             "polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER"
         )
-    if request.options.out is None:
-        raise ValueError("name the run's folder with --out: where the job starts again, the run goes on from there")
     setup, out = replace(Slurm.from_address(address), options=shlex.split(sbatch or "")), str(request.options.out)
     name = slug(Path(request.job).name)
     script = slurm_script(
