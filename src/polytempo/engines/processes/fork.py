@@ -60,8 +60,31 @@ def fork(child: Callable[[], None]) -> int:
 
 
 def _fork() -> int:
-    with _without_warning():
+    with _without_warning(), _outside_of_hooks():
         return os.fork()
+
+
+@contextmanager
+def _outside_of_hooks() -> Iterator[None]:
+    """Signals that come while Python's hooks of a fork run wait for the end of `held_signals`.
+
+    The mask is this thread's. Another thread may take the signal, and the exception of its handler would be lost:
+    Python prints and ignores exceptions of such hooks.
+    """
+    noted: list[int] = []
+    here = os.getpid()
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        taken = [number for number in _ENDING if callable(signal.getsignal(number))]
+        handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in taken}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if os.getpid() == here:
+            for each in noted:
+                signal.raise_signal(each)
 
 
 @contextmanager
@@ -116,7 +139,7 @@ def sleep_until_ended(processes: Iterable[int], timeout_s: float) -> None:
 
 def open_program(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """`subprocess.Popen` inside `held_signals`: the program does not inherit the mask, so SIGTERM ends it."""
-    with _without_warning():
+    with _without_warning(), _outside_of_hooks():
         return subprocess.Popen(words, preexec_fn=_let_signals_through, **options)  # noqa: S603 - the caller's words
 
 
