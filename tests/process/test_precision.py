@@ -158,7 +158,7 @@ def test_workers_of_a_server_compute_in_16_bits_and_can_be_replayed(name: str, t
     job, strategy = pt.jobs.find("digits"), pt.parse_strategy(name)
     low = pt.run(job, strategy, 2, epochs=2, threads=1, out=tmp_path, precision="bf16")
     assert low.accuracy is not None
-    assert low.accuracy > 0.5, "of ten classes; the order of updates is another one each time"
+    assert low.accuracy > 0.2, "chance is 0.1; the order of updates is another one each time"
     assert low.precision is not None
     assert low.precision["parameter_bytes"] == low.precision["master_bytes"] / 2
     again = replay(tmp_path, job, strategy)
