@@ -84,7 +84,7 @@ endif
 demo: install ## train digits with seven strategies and two real workers each; prints where the report lies
 	@$(BIN)/polytempo compare digits --workers 2
 
-test: install lint ## lint, types and every law on some of its cases (five minutes)
+test: install lint ## lint, types and every law on some of its cases (aims at five minutes)
 	BUDGET=test $(PYTEST) -q -n 2 --dist loadfile $(addprefix --ignore=,$(LATER))
 
 test-all: install lint ## everything, as CI runs it: all cases, whole runs, the native core with sanitizers and as a wheel (half an hour)
@@ -143,7 +143,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-check: install lint ## what to run before every commit: lint, types, architecture, and tests that the change reaches (two minutes)
+check: install lint ## what to run before every commit: lint, types, architecture, and tests that the change reaches (aims at two minutes)
 	BUDGET=check $(PYTEST) -q -n 2 --dist loadfile tests/test_architecture.py $$($(BIN)/python tests/reached.py --later $(LATER))
 
 lint: install
