@@ -79,11 +79,10 @@ class Rank:
         for step in range(first, last):
             await port.mark(step)
             inputs, targets = (t[self.part] for t in joined_batch(step, self.dtype))
-            self.replica.share = len(inputs) / 24
             self.optimizer.zero_grad()
             await port.compute(lambda x=inputs, y=targets: loss_of(self.model, (x, y)).backward(), 1e6)
             for bucket in self.replica.buckets:
-                await self.replica.exchange(port, bucket)
+                await self.replica.exchange(port, bucket, share=len(inputs) / 24)
             self.optimizer.step()
             await self.replica.finish_step(port)
             self.history.append(flat(self.model))

@@ -25,11 +25,10 @@ class Undecided(Rank):
             for used in (step + 100, step):
                 await port.mark(step)
                 batch = tuple(t[self.part] for t in joined_batch(used, self.dtype))
-                self.replica.share = len(batch[0]) / 24
                 self.optimizer.zero_grad()
                 loss_of(self.model, batch).backward()  # type: ignore[arg-type]
                 for bucket in self.replica.buckets:
-                    await self.replica.exchange(port, bucket)
+                    await self.replica.exchange(port, bucket, share=len(batch[0]) / 24)
                 for parameter in self.model.parameters():
                     if parameter.grad is not None and used != step:
                         parameter.grad.mul_(7.0)  # whoever drops gradients may have done anything with them

@@ -52,11 +52,10 @@ def trained(row: Row) -> list[Replica]:
         replica, part = replicas[port.rank], cuts[port.rank]
         for step in range(STEPS):
             inputs, targets = (each[part] for each in joined_batch(step, DTYPE))
-            replica.share = len(inputs) / 24
             replica.optimizer.zero_grad()
             loss_of(replica.model, (inputs, targets)).backward()
             for bucket in replica.buckets:
-                await replica.exchange(port, bucket)
+                await replica.exchange(port, bucket, share=len(inputs) / 24)
             await replica.leave_unused(port)
             replica.optimizer.step()
             await replica.finish_step(port)

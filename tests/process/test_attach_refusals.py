@@ -253,7 +253,7 @@ def test_two_models_on_one_batch_have_the_same_share() -> None:
         for batch in pt.shard(samples, batch_size=2, shuffle=False):
             for net, optimizer in zip(nets, optimizers, strict=True):
                 loop(net, optimizer, [batch])
-        assert world.share is None
+        assert world.shares.last is None
         return [flat(net) for net in nets]
 
     alone = small()

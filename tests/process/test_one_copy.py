@@ -125,7 +125,7 @@ def test_uneven_shares() -> None:
         net = small(torch.float32)
         optimizer = SGD(net.parameters(), lr=0.1)
         attached(net, optimizer)
-        world.share = [0.75, 0.25][world.rank]
+        world.shares.give(world.shares.begin(), [], [0.75, 0.25][world.rank])
         part = slice(0, 9) if world.rank == 0 else slice(9, 12)
         loop(net, optimizer, [(x[part], y[part]) for x, y in data])
         return flat(net)

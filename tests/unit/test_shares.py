@@ -55,7 +55,8 @@ def test_a_new_pass_over_the_data_begins_with_nothing() -> None:
     shares, kept = Shares(), batch(4)
     epoch = shares.begin()
     epoch.give(kept, 0.5)
-    assert shares.end(epoch) is None
+    shares.end(epoch)
+    assert shares.last is None
     assert share_of(shares, kept[0]) == 0.5, "of a loader that looks ahead"
     shares.begin()
     assert share_of(shares, kept[0]) is None
@@ -64,12 +65,14 @@ def test_a_new_pass_over_the_data_begins_with_nothing() -> None:
 def test_a_pass_inside_another_takes_nothing_from_it() -> None:
     shares, kept, other = Shares(), batch(4), batch(4)
     epoch = shares.begin()
-    epoch.give(kept, 0.6)
+    shares.give(epoch, kept, 0.6)
     validation = shares.begin()
     validation.give(other, 0.5)
     assert share_of(shares, other[0]) == 0.5
-    validation.give(batch(4), 0.4)
-    assert shares.end(validation) == 0.6
+    shares.give(validation, batch(4), 0.4)
+    assert shares.last == 0.4
+    shares.end(validation)
+    assert shares.last == 0.6
     assert share_of(shares, kept[0].clone()) == 0.6, "before what the validation has not used"
     assert share_of(shares, kept[0]) == 0.6
 

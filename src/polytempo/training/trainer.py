@@ -161,7 +161,7 @@ class Trainer:
             world.begin()
             summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()
-            world.share, world.port = None, self._own_port
+            world.port = self._own_port
             if watch is not None:
                 watch.end()
         final = summary.parameters | summary.buffers
@@ -293,8 +293,8 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     """One step of the plain loop; the hooks that `attach` set do the rest."""
     compute = gradients_of(handle, spec)
 
-    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
-        handle.world.share = handle.replica.share
+    async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
+        handle.begin_batch(share)
         loss = compute(batch, port.world_rank)
         handle.replica.optimizer.step()
         return loss

@@ -211,9 +211,9 @@ def step_times(run: SmallRun, clock: Callable[[], float]) -> list[float]:
     trainer = Trainer(run.job, run.strategy, run.options(_FEW + run.steps))
     begun_s, take_step = list[float](), trainer.context.take_step
 
-    async def timed(port: Port, batch: Any, samples: int) -> Any:
+    async def timed(port: Port, batch: Any, samples: int, share: float | None) -> Any:
         begun_s.append(clock())
-        return await take_step(port, batch, samples)
+        return await take_step(port, batch, samples, share)
 
     trainer.context.take_step = timed
     trainer.fit()

@@ -376,5 +376,5 @@ def _updates(spec: RunSpec, rank: int) -> Updates:
     return Updates(spec.strategy.one_copy, random)
 
 
-async def _no_step(port: Port, batch: Any, samples: int) -> Any:
+async def _no_step(port: Port, batch: Any, samples: int, share: float | None) -> Any:
     raise AssertionError("a priced run takes no steps on data")

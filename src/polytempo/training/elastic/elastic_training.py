@@ -316,17 +316,17 @@ class ElasticTraining:
     def _take_step(self, handle: Handle) -> TakeStep:
         """One step: the plain loop with the hooks of `attach`, and the commit point before the optimizer, or between
         the exchange of parameters and their change."""
-        model, optimizer, world, replica = self.model, self.optimizer, handle.world, handle.replica
+        model, optimizer, replica = self.model, self.optimizer, handle.replica
         compute = gradients_of(handle, self.spec)
 
-        async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
             if self._stop:
                 if self._some_leave:
                     await self._hand_over(port, replica)
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: the group of ranks is to change")
             if replica.parameters is not None and self._wishes().broken:
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: another rank is lost")
-            world.share = replica.share
+            handle.begin_batch(share)
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             loss = compute(batch, port.world_rank)
             handle.complete()

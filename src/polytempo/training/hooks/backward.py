@@ -135,12 +135,12 @@ class Backward:
 
     def _launch_ready(self) -> None:
         """Start the buckets that are complete, in their order, which is the same on every rank."""
-        self._replica.share = self._members.share
         while len(self._launched) < len(self._missing) and self._missing[len(self._launched)] <= 0:
             self._launch(self._replica.buckets[len(self._launched)])
 
     def _launch(self, bucket: Bucket) -> None:
-        self._launched.append(self._world.launch(self._replica.exchange(self._ports.data, bucket)))
+        exchange = self._replica.exchange(self._ports.data, bucket, self._members.share)
+        self._launched.append(self._world.launch(exchange))
 
     # ------------------------------------------------------------------ the end of a pass
 

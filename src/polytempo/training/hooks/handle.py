@@ -171,6 +171,10 @@ class Handle:
         with self._members.join(self._step.shadow_step):
             yield
 
+    def begin_batch(self, share: float | None) -> None:
+        """The next step is made of a batch with this share; batches of `pt.shard` are recognised without a call."""
+        self._members.begin_batch(share)
+
     def complete(self) -> None:
         """Exchange the next step's gradients now, as `optimizer.step()` would do, unless that has been done."""
         if self.replica.exchanges_gradients:
@@ -256,7 +260,7 @@ class Handle:
                 "inside join() ranks that have left could not take part in clip_grad_norm_(); leave it out"
             )
         self._members.agree_on_share()
-        return self.one_copy.clip_grad_norm_(max_norm, self.replica.share)
+        return self.one_copy.clip_grad_norm_(max_norm, self._members.share)
 
     def detach(self) -> None:
         """Take the hooks off; the loop is an ordinary one again.

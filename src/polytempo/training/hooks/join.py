@@ -23,10 +23,12 @@ class JoinMembership:
     def __init__(self, world: ProcessWorld, data: Port, replica: Replica) -> None:
         self._world, self._data, self._replica = world, data, replica
         self._batch: Batch | None = None
-        """What the model was given since the last step, if it comes from `pt.shard`."""
+        """The batch of the coming step, if its share is known."""
         self.joining = False
-        """Whether ranks may leave now."""
+        """True while ranks may leave."""
         self._left = False
+        self._active_share: float | None = None
+        """This rank's part as the active ranks last agreed."""
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
@@ -56,25 +58,29 @@ class JoinMembership:
 
     @property
     def share(self) -> float | None:
-        """The share of the batch that the coming step is made of."""
-        return self._world.share if self._batch is None else self._batch.share
+        """This rank's weight in the coming exchange: its batch's share, or, inside `join`, an active rank's part."""
+        if self.joining:
+            return self._active_share
+        return self._world.shares.last if self._batch is None else self._batch.share
+
+    def begin_batch(self, share: float | None) -> None:
+        """The coming step is made of a batch with this share."""
+        self._batch = Batch(share, [], frozenset(), ())
 
     def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The model is given this: it may be a batch whose share is known."""
+        """Before a forward pass: look for a batch of `pt.shard` among the inputs."""
         if torch.is_grad_enabled():
             self._batch = self._world.shares.of(inputs, named) or self._batch
             if not self.joining:
-                self._replica.share = self.share
+                self._replica.weigh_layers(self.share)
 
     def end_step(self) -> None:
         """The coming step is made of another batch."""
         self._batch = None
 
     def agree_on_share(self) -> None:
-        """This rank's part of the coming exchange: its batch's; inside `join` the same for all who are active."""
-        if not self.joining:
-            self._replica.share = self.share
-        elif not self._left:
+        """Inside `join`: count the active ranks, which all have the same part of the coming exchange."""
+        if self.joining and not self._left:
             self._share_among_active(1.0)
 
     def _share_among_active(self, active: float) -> bool:
@@ -82,7 +88,7 @@ class JoinMembership:
         mine[self._data.rank] = active
         who = self._world.drive(tree(self._data, mine)).nonzero().flatten().tolist()
         if who:
-            self._replica.share = active / len(who)
+            self._active_share = active / len(who)
             self._replica.member = MemberWeight(active / len(who), who[0])
         return bool(who)
 

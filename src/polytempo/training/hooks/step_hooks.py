@@ -116,7 +116,8 @@ class StepHooks:
         return evaluate
 
     def _mean(self, loss: Any) -> Tensor:
-        share = 1 / self._ports.data.size if self._replica.share is None else self._replica.share
+        weight = self._members.share
+        share = 1 / self._ports.data.size if weight is None else weight
         own = share * torch.as_tensor(loss, dtype=torch.float64).detach().reshape(1)
         return self._world.drive(tree(self._ports.data, own.cpu()))[0]
 
@@ -130,7 +131,7 @@ class StepHooks:
             self._world.record("compute", self._backward.mark_s)
         self._members.agree_on_share()
         start_s = self._world.now_s()
-        copy.step(self._replica.share)
+        copy.step(self._members.share)
         self._world.record("step", start_s)
         self._replica.has_met()
         return None if closure is None else ((args[0], lambda: loss), {})

@@ -38,9 +38,10 @@ from polytempo.training.observe.holding import Holding
 from polytempo.training.step.guard import check_final, check_score
 from polytempo.training.step.replica import Replica
 
-TakeStep = Callable[[Port, Any, int], Program[Tensor | None]]
-"""One optimizer step on one batch of so many samples, with the ranks of the data port; answers its mean loss, or in a
-pipeline that of the batch which has come back (None: none has, or not to this rank)."""
+TakeStep = Callable[[Port, Any, int, float | None], Program[Tensor | None]]
+"""One optimizer step of the ranks of the data port on a batch, with its number of samples and its share of the global
+batch (None: equal parts). Returns the batch's mean loss; a pipeline returns the loss of an earlier batch that has come
+back to this rank, or None."""
 
 ROWS_PER_EPOCH = 10
 """How many rows of metrics an epoch leaves."""
@@ -237,7 +238,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         context.observer.begins(port.rank, step)
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
-        loss = await context.take_step(data, batch, _weigh(context, batch))
+        loss = await context.take_step(data, batch, *_weighed(context, batch))
         if port.rank == 0:  # whose rows and summary tell of it
             meter.add(loss)
         if context.average is not None:
@@ -257,15 +258,15 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
     return context.replica.step > first_step
 
 
-def _weigh(context: TrainingContext, batch: Any) -> int:
-    """Say how much this rank's batch counts in the coming step; how many samples it has."""
-    replica, shard = context.replica, context.shard
+def _weighed(context: TrainingContext, batch: Any) -> tuple[int, float | None]:
+    """The number of samples of this rank's batch, and its share of the global batch."""
+    noise, shard = context.replica.noise, context.shard
     pieces = batch if isinstance(batch, Pieces) else None
-    share = shard.share if shard.slices is None else 1.0
-    replica.share = share if pieces is None else pieces.share
-    if replica.noise is not None:
-        replica.noise.samples = shard.local_samples if pieces is None else pieces.samples
-    return shard.batch_samples if pieces is None else max(1, pieces.samples)
+    if noise is not None:
+        noise.samples = shard.local_samples if pieces is None else pieces.samples
+    if pieces is not None:
+        return max(1, pieces.samples), pieces.share
+    return shard.batch_samples, shard.share if shard.slices is None else 1.0
 
 
 def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:

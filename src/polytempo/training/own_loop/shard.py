@@ -40,11 +40,10 @@ class WorldShard:
         begun = self._world.shares.begin(self._ranks)
         try:
             for batch in self.inner:
-                self._world.share = self.inner.share
-                begun.give(batch, self.inner.share)
+                self._world.shares.give(begun, batch, self.inner.share)
                 yield batch
         finally:
-            self._world.share = self._world.shares.end(begun)
+            self._world.shares.end(begun)
 
     def __len__(self) -> int:
         """Steps of a whole epoch, the same on all ranks."""

@@ -45,9 +45,9 @@ def staged(
 def staged_step(stage: PipelineStage, job: Job) -> TakeStep:
     """A step of the pipeline on one batch. The first stage answers the loss of the batch that is back."""
 
-    async def take_step(port: Port, batch: Any, samples: int) -> Tensor | None:
+    async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor | None:
         inputs, target = pair_of(job, batch)
-        return await stage.reported(await stage.step((inputs,), target))
+        return await stage.reported(await stage.step((inputs,), target, share))
 
     return take_step
 

@@ -78,8 +78,7 @@ class Pipeline:
         if len(batch) != len(self.cut.inputs) + 1:
             names = ", ".join((*self.cut.inputs, "target"))
             raise ValueError(f"step takes the model's inputs and the target, ({names}); got {len(batch)} arguments")
-        self._stage.replica.share = self._share_of(batch)
-        loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1]))
+        loss: Tensor | None = self._world.drive(self._stage.step(batch[:-1], batch[-1], self._share_of(batch)))
         return loss
 
     def _share_of(self, batch: Sequence[Any]) -> float | None:

@@ -126,11 +126,11 @@ class PipelineStage:
             suspends=self.split,
         )
 
-    async def step(self, inputs: Sequence[Any], target: Any) -> Tensor | None:
-        """Take a batch. The last stage answers its mean loss. `replica.share`: the batch's weight among replicas."""
+    async def step(self, inputs: Sequence[Any], target: Any, share: float | None = None) -> Tensor | None:
+        """Take a batch. The last stage answers its mean loss. `share`: the batch's weight among replicas."""
         step = self.program.step_number
         split = self.micro_batches(inputs, target)
-        self._shares.append(self.replica.share)
+        self._shares.append(share)
         loss = await self.program.step(self._stages, split)
         self.replica.buffers.passed = self.program.passed
         self.replica.step = step + 1  # also where no gradient has come back yet, and so no update was made
@@ -253,12 +253,11 @@ class PipelineStage:
 
     async def _update(self) -> None:
         """The gradients of this stage are there: exchange them with the replicas', and step."""
-        replica, ports = self.replica, self.ports
-        replica.share = self._shares.popleft()
+        replica, ports, share = self.replica, self.ports, self._shares.popleft()
         if replica.guard is not None and not replica.exchanges_gradients:
             replica.guard.gradients(replica.step, ports.whole.world_rank)
         for bucket in replica.buckets:
-            await replica.exchange(ports.data, bucket)
+            await replica.exchange(ports.data, bucket, share)
         await replica.leave_unused(ports.data)
         if replica.drift is not None and replica.exchanges_gradients:
             replica.drift.after_exchange()

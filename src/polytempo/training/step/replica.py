@@ -48,10 +48,10 @@ _UNUSED_CHANNEL = 1020
 
 
 class Replica:
-    """One rank's training state. `share` is its part of the present global batch (None: equal parts).
+    """One rank's training state.
 
-    `empty` makes the memory that gradients are exchanged in, where it has to be of a certain kind. Without `allow_nan`
-    what is not finite is refused before another rank gets it. `masters`: of the model, where it computes in 16 bits.
+    `empty` makes the memory of exchanged gradients, if it needs a certain kind. Without `allow_nan` tensors that are
+    not finite are refused before another rank gets them. `masters`: the float32 parameters of a 16-bit model.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Replica:
         check_optimizer(optimizer, self.splits, self.own)
         self.step = 0
         self._data_groups = {layer.data_group for layer in divided_layers(model).values()}
-        self.share = None
         self.member = MemberWeight()
         """How much this rank counts in means over models."""
         self.loss_scale: LossScale | None = None
@@ -109,15 +108,8 @@ class Replica:
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
 
-    @property
-    def share(self) -> float | None:
-        """This rank's weight in means over ranks, which layers that are divided over them take, too."""
-        return self._share
-
-    @share.setter
-    def share(self, share: float | None) -> None:
-        """Set it, for the layers too."""
-        self._share = share
+    def weigh_layers(self, share: float | None) -> None:
+        """Before a forward pass: give divided layers the batch's share, which weighs the ranks' gradients in them."""
         for group in self._data_groups:
             group.share = share
 
@@ -157,16 +149,17 @@ class Replica:
 
     # ------------------------------------------------------------------ exchanges
 
-    async def exchange(self, data: Port, bucket: Bucket) -> bool:
+    async def exchange(self, data: Port, bucket: Bucket, share: float | None = None) -> bool:
         """Run the gradients' transform over one bucket, and point its parameters' `.grad` at the answer.
 
-        What the transform remembers is tentative: `finish_step` keeps it, and another exchange before that begins
-        again from the state of the last step. Returns whether the transform did something.
+        `share`: the weight of this rank's batch in the mean (None: equal parts). The transform's new state is
+        tentative: `finish_step` keeps it, and another exchange before that begins again from the state of the last
+        step. Returns True if the transform did something.
         """
         state = await bucket.spendable()
         port = data.on_channel(bucket.index)
         await bucket.agree(port)
-        bundle = bucket.gathered(self.share)
+        bundle = bucket.gathered(share)
         if self.guard is not None:
             self.guard.bundle(bundle, self.step, data.world_rank)
         if self.loss_scale is not None:

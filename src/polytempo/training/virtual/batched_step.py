@@ -53,10 +53,11 @@ class BatchedReplicas:
                 replica.begin_states()
             self._updates.enrol(worker)
 
-        async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+        async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
             work = StepWork(
                 gradients=partial(self._gradients.enrol, worker, batch),
                 update=update,
+                share=share,
                 computed=lambda _: self._gradients.loss(worker),
                 updated=partial(self._updates.make, worker),
             )

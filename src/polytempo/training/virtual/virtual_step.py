@@ -35,6 +35,8 @@ class StepWork(NamedTuple):
 
     gradients: Callable[[], Any]
     update: Callable[[], Any]
+    share: float | None = None
+    """The gradients' weight in the mean over ranks."""
     computed: Callable[[Any], Any] = lambda answer: answer
     """The step's loss, once the gradients are needed; it is given what `gradients` answered."""
     updated: Callable[[], None] = lambda: None
@@ -85,13 +87,15 @@ def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, se
             guard.gradients(replica.step, rank)
         return loss
 
-    async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
+    async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
+        replica.weigh_layers(share)
         if sliced is not None:
             samples = sum(piece.samples for piece in batch)
-        work = objective.work if isinstance(objective, Distiller) else 1.0
-        charge = charged(cost, replica, samples, work * updates.varied(1.0))
+        passes = objective.work if isinstance(objective, Distiller) else 1.0
+        charge = charged(cost, replica, samples, passes * updates.varied(1.0))
         computed = partial(forward_and_backward if sliced is None else all_slices, batch, port.world_rank)
-        loss: Tensor = await step_of_work(port, replica, charge, StepWork(computed, replica.optimizer.step), updates)
+        work = StepWork(computed, replica.optimizer.step, share)
+        loss: Tensor = await step_of_work(port, replica, charge, work, updates)
         return loss
 
     return take_step
@@ -119,9 +123,9 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
     exchanges = []
     for i, bucket in enumerate(buckets):
         if overlaps:
-            share = uses.backward[i] if uses.backward else ()
-            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size, uses=share)
-        exchange = replica.exchange(port, bucket)
+            part = uses.backward[i] if uses.backward else ()
+            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size, uses=part)
+        exchange = replica.exchange(port, bucket, work.share)
         if i + 1 < len(buckets):
             exchanges.append(await port.start(exchange))
         else:  # nothing is left to compute meanwhile

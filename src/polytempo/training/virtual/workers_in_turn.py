@@ -54,23 +54,23 @@ class WorkersInTurn:
         if guard is not None:
             replica.guard = PooledGuard(replica.model, replica.trainable)
 
-        async def take_step(port: Port, batch: Any, samples: int) -> Tensor:
-            work = StepWork(partial(self._compute, worker, replica, guard, batch), replica.optimizer.step)
+        async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
+            assert share is not None
+            summed = partial(self._compute, worker, replica, guard, batch, share)
+            work = StepWork(summed, replica.optimizer.step, share=1.0)
             charge = charged(cost, replica, samples, updates.varied(1.0))
             loss: Tensor = await step_of_work(port, replica, charge, work, updates)
             return loss
 
         return take_step
 
-    def _compute(self, first: int, replica: Replica, guard: Guard | None, batch: Any) -> Tensor:
+    def _compute(self, first: int, replica: Replica, guard: Guard | None, batch: Any, share: float) -> Tensor:
         """Let `.grad` be this group's part of the sum of all; returns the first worker's loss.
 
         The batches of the group follow each other in `batch`, equally long. Each is copied, for a worker alone has
         memory that is aligned as this is, by which sums of products are ordered.
         """
-        group, share = self._groups[first], replica.share
-        assert share is not None
-        replica.share = 1.0
+        group = self._groups[first]
         if not first:
             self._sums, self._used = [], set()
         leaves, structure = leaves_of(batch)

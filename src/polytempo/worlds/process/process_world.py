@@ -52,9 +52,8 @@ class ProcessWorld:
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
         self.step, self.waited_s = 0, 0.0
         """Seconds spent waiting for other ranks."""
-        self.share: float | None = None
-        """This rank's part of the batch that `pt.shard` yielded last; None: equal parts."""
         self.shares = Shares()
+        """This rank's parts of the batches that `pt.shard` yielded."""
         self.store: Store | None = None
         """The launcher's, where `pt.init()` has joined it."""
         self.life = 1

@@ -78,6 +78,8 @@ class Shares:
     def __init__(self) -> None:
         self._passes: list[Pass] = []
         """The newest first."""
+        self.last: float | None = None
+        """The share of the batch that was yielded last; None: equal parts."""
 
     def begin(self, ranks: tuple[int, ...] = ()) -> Pass:
         """A new pass over a data set, dealt to `ranks`: what others yielded that have ended is gone."""
@@ -85,10 +87,15 @@ class Shares:
         self._passes = [begun, *[each for each in self._passes if not each.ended]]
         return begun
 
-    def end(self, over: Pass) -> float | None:
-        """A pass is over, though its last batches may be used yet; the share of the last batch of the one around it."""
+    def give(self, going: Pass, batch: Any, share: float | None) -> None:
+        """This pass is going to yield this batch."""
+        going.give(batch, share)
+        self.last = share
+
+    def end(self, over: Pass) -> None:
+        """A pass is over, though its last batches may be used yet. The pass around it goes on."""
         over.ended = True
-        return next((each.share for each in self._passes if not each.ended), None)
+        self.last = next((each.share for each in self._passes if not each.ended), None)
 
     def of(self, *inputs: Any) -> Batch | None:
         """The batch that a model is given: that with these tensors, or the oldest unused one with tensors so shaped.
