@@ -219,6 +219,52 @@ def test_an_agent_that_cannot_start_is_named(tmp_path: Path) -> None:
         starter.start([0], AgentTicket("tcp://127.0.0.1:1", make_keys()))
 
 
+FAKE_SSH = """#!/bin/sh
+while [ "$1" != a ]; do shift; done
+shift
+sh -c "$*"  # as sshd does
+"""
+FAKE_PYTHON = """#!/bin/sh
+IFS= read -r ticket
+env -0 > "$0.env"
+echo "$ticket" > "$0.ticket"
+mv "$0.ticket" "$0.read"
+cat > /dev/null
+"""
+
+
+@pytest.mark.parametrize("shell", ["ssh", "ssh behind another command", "none"])
+def test_the_environment_reaches_the_agent_and_is_on_no_command_line(tmp_path: Path, shell: str) -> None:
+    for name, text in (("ssh", FAKE_SSH), ("python", FAKE_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    wanted = {"SECRET": "a-secret", "ODD": 'it\'s "$HOME" `id` \\n !\n\n second\tline\n', "EMPTY": "", "settings": "é"}
+    command = {"ssh": [f"{tmp_path}/ssh", "-T", "{host}"], "none": ["env", "HOST={host}"]}.get(
+        shell, ["env", f"{tmp_path}/ssh", "-T", "{host}"]
+    )
+    starter = Ssh(["a"], f"{tmp_path}/python", command, environment=wanted).starter()
+    ticket = AgentTicket("tcp://127.0.0.1:1", make_keys())
+    [agent] = starter.start([0], ticket)
+    try:
+        while not (tmp_path / "python.read").exists():
+            words = [Path(f"/proc/{child}/cmdline") for child in children_of(os.getpid())]
+            assert not any(b"a-secret" in path.read_bytes() for path in words if path.exists())
+            starter.poll()
+            assert agent.ended is None, agent.ended
+    finally:
+        starter.stop()
+    assert AgentTicket.from_json((tmp_path / "python.read").read_text()) == ticket.numbered(0)
+    found = dict(each.split("=", 1) for each in (tmp_path / "python.env").read_text().split("\0") if each)
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert "polytempo_line" not in found
+
+
+@pytest.mark.parametrize("environment", [{"A B": "x"}, {"1": "x"}, {"A": "\0"}, {"A": "x" * 50_000}])
+def test_an_environment_that_no_shell_can_set_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="environment"):
+        Ssh(["a"], environment=environment)
+
+
 def test_an_agent_without_a_ticket_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "polytempo.agent"], input=b"\n", capture_output=True, check=False, timeout=LONG_S

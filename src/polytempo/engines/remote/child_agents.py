@@ -28,13 +28,14 @@ class _Child(StartedAgent):
 class ChildAgents:
     """Starts each agent by a command of its own, with the ticket on its standard input. See `AgentStarter`.
 
-    `commands` are (where, words) by the agents' numbers. What a command writes is quoted where it ends.
+    `commands` are (where, words) by the agents' numbers. Each reads `before_ticket` first. What a command writes is
+    quoted where it ends.
     """
 
     replaces = False
 
-    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
-        self._commands = commands
+    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]], before_ticket: bytes = b"") -> None:
+        self._commands, self._before_ticket = commands, before_ticket
         self._children: list[_Child] = []
 
     def start(self, numbers: Sequence[int], ticket: AgentTicket) -> Sequence[StartedAgent]:
@@ -60,7 +61,7 @@ class ChildAgents:
             started.append(child)
             assert child.process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended already: `poll` says how
-                child.process.stdin.write(ticket.numbered(number).to_json().encode() + b"\n")
+                child.process.stdin.write(self._before_ticket + ticket.numbered(number).to_json().encode() + b"\n")
                 child.process.stdin.flush()
         return started
 

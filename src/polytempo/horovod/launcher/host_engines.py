@@ -166,7 +166,7 @@ class HostEngines:
         named = {} if network is None else {"POLYTEMPO_GLOO_SOCKET_IFNAME": network}
         try:
             ssh = Ssh((host.name,), settings.python, settings.ssh_command(), environment=paths | named)
-            host.starter = ChildAgents([(f"host {host.name}", ssh.agent_words(host.name))])
+            host.starter = ssh.starter()
             run = TravellingRun(self._run.to_json(), Topology.collective(slots))
             host.engine = host.stack.enter_context(
                 opened_remote(
