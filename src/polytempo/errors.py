@@ -18,7 +18,7 @@ from polytempo.core.system.notice import Preempted
 from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import WorkersLost
-from polytempo.server.coordinator.lost_shard import ShardLost
+from polytempo.server.coordinator.chains import ShardLost
 
 __all__ = [
     "Deadlock",

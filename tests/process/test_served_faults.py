@@ -24,7 +24,7 @@ from polytempo.engines.processes.failures import WorkerDied
 from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.served_run import ServedRun
 from polytempo.runs.served.supervisor import ProcessSupervisor
-from polytempo.server.coordinator.lost_shard import ShardLost
+from polytempo.server.coordinator.chains import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
 from process.harmed_runs import harm
 

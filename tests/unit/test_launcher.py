@@ -12,9 +12,7 @@ from polytempo.engines.engine import EngineProcess, Failure, Role
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.served.run_served import Launcher
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners, Nodes
 from polytempo.server.message import Ask, Beat, Members, Noted, Outbox
 from polytempo.server.timing import Timing
 

@@ -14,7 +14,7 @@ from paper_models import IMAGE, GoogLeNet, alexnet, nin, vgg19
 from polytempo.collectives import halving_doubling_price, ring_price, tree_price
 from polytempo.partition.plan import LayerPlan, LayerVolume, Reduction, ScalingLaw, chosen, volumes
 from polytempo.partition.plan.choice import exchange_seconds
-from polytempo.server.price import server_price
+from polytempo.server.worker.transforms import server_price
 
 BATCH = 1024
 RING = Reduction("ring", ring_price)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polytempo.server.record import Entry, PullEntry, Record
-from polytempo.server.shard.history import History, history
+from polytempo.server.record import Entry, History, PullEntry, Record, history
 
 
 def entry(name: int) -> Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.server.message import Noted, Pull, Save
 from polytempo.server.requests import Requests
-from polytempo.server.shard.answers import WINDOW
+from polytempo.server.shard.deduplication import WINDOW
 from polytempo.server.timing import Timing
 
 TIMING = Timing(retry_s=1.0, longest_retry_s=4.0)

@@ -12,10 +12,8 @@ import torch
 
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.lost_shard import ShardLost
-from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.chains import ShardLost
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners, Nodes
 from polytempo.server.coordinator.resharding import Reshaper
 from polytempo.server.layout import Parameter, numel_of, shard_map
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox

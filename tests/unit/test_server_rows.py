@@ -33,9 +33,8 @@ from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots import snapshot
 from polytempo.server.tensors.tables import summed
-from polytempo.server.worker.client import Client
+from polytempo.server.worker.client import Client, VectorFormat
 from polytempo.server.worker.touched_rows import TableRows
-from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.wire.frames import FrameLimits, decode, encode
 
 MODEL = (

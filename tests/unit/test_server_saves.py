@@ -11,8 +11,7 @@ import torch
 from polytempo.core.rule import Service, UpdateRule
 from polytempo.runs.served.run_snapshot import RunSnapshot, resumed, write_run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.coordinator import Coordinator, Nodes
 from polytempo.server.layout import Parameter, Span
 from polytempo.server.message import Ask, Deal, Message, Noted, Request, Save
 from polytempo.server.rules.synchronous_step import hardsync

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from polytempo.core.errors import TimedOut
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.evaluator import Evaluator
-from polytempo.server.coordinator.scores import Scores
+from polytempo.server.coordinator.evaluator import Evaluator, Scores
 from polytempo.server.layout import Span
 from polytempo.server.message import Scored, Shown
 

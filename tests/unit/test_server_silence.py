@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners, Nodes
 from polytempo.server.message import Beat
 from polytempo.server.timing import Timing
 

@@ -19,13 +19,14 @@ from polytempo.server.snapshots.disk import Content, Disk, LocalDisk, Writer
 from polytempo.server.snapshots.snapshot import (
     SnapshotError,
     SnapshotPart,
+    SnapshotWriter,
+    WrittenSnapshot,
     complete,
     discard_beyond,
     newest_whole,
     read,
     write,
 )
-from polytempo.server.snapshots.snapshot_writer import SnapshotWriter, WrittenSnapshot
 
 EXTENSIONS = ("safetensors", "json")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.server.message import COORDINATOR, Inquire, Noted, Pull, Pushed, Reply
-from polytempo.server.shard.answers import WINDOW, AnswerTable, Known
+from polytempo.server.shard.deduplication import WINDOW, AnswerTable, Known
 
 
 def request(sequence: int, worker: int = 1, incarnation: int = 1) -> Pull:

@@ -17,8 +17,7 @@ from polytempo.server.message import COORDINATOR, Members, Message, Pull, Push
 from polytempo.server.rules.asynchronous import on_arrival
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client
-from polytempo.server.worker.vector_format import VectorFormat
+from polytempo.server.worker.client import Client, VectorFormat
 
 DIGITS = find("digits")
 MODEL = (Parameter("w", 6000, shape=(60, 100)), Parameter("b", 60, shape=(60,)), Parameter("v", 1940, shape=(1940,)))

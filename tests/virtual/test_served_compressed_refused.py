@@ -34,8 +34,7 @@ from polytempo.server.message import (
     Pushed,
 )
 from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client
-from polytempo.server.worker.vector_format import VectorFormat
+from polytempo.server.worker.client import Client, VectorFormat
 from virtual.compressed_shards import BY_ROWS, FED, LAUNCHER, MODEL, NUMEL, by_name, client, delivered, gradients, shard
 
 

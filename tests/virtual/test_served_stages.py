@@ -19,10 +19,9 @@ from polytempo.core.rule import Service
 from polytempo.partition import schedules
 from polytempo.partition.staged_strategy import over_stages
 from polytempo.runs.served.served_program import ServedProgram
-from polytempo.server.layout import Parameter, Span
+from polytempo.server.layout import Parameter, Span, stage_spans
 from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
-from polytempo.server.stage_layout import stage_spans
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from staged_job import plain, points

@@ -15,7 +15,6 @@ from polytempo.chaos.worker import ChaosWorker
 from polytempo.chaos.world import Violation, World
 from polytempo.core.errors import PolytempoError
 from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Push, Pushed, PushPart, Reply
-from polytempo.server.shard.host_push import requests_in
 from polytempo.server.worker.client import Client, Refused
 
 _HAD = "had already"
@@ -60,7 +59,8 @@ class Checkers:
         """Note every request, and check every answer."""
         match message:
             case Push() if source == message.worker:
-                for request in requests_in(message):
+                requests: tuple[Push | PushPart, ...] = (message, *message.parts)
+                for request in requests:
                     self._asked(self._copies.shard_of(target), request)
             case Pushed():
                 self._answers(source, message)

@@ -24,16 +24,13 @@ from polytempo.chaos.world import ChaosMachine, Violation, World
 from polytempo.core.codec import Codec
 from polytempo.core.rule import Rule
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners, Nodes
 from polytempo.server.coordinator.evaluator import Evaluator
-from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.score_snapshots import ScorePoints, ScoreSnapshots, Showing
 from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client
-from polytempo.server.worker.vector_format import VectorFormat
+from polytempo.server.worker.client import Client, VectorFormat
 
 TIMING = Timing(
     retry_s=0.05,

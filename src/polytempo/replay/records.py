@@ -13,8 +13,7 @@ from polytempo.report.runs import load_result
 from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.recording import FORMAT, VERSION, RunFacts
 from polytempo.runs.served.run_snapshot import resumed
-from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, read_record
-from polytempo.server.shard.history import history
+from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, history, read_record
 
 _MAX_FACTS_BYTES = 1 << 20
 _MOST = 100_000

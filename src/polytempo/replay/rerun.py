@@ -28,8 +28,7 @@ from polytempo.runs.served.recording import RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.simulated.virtual_scoring import OffTheClock
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners
 from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import serve
 from polytempo.server.message import View

@@ -10,7 +10,8 @@ added or drained, and as few elements as possible move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -203,6 +204,49 @@ def segments(parameters: Sequence[Parameter], spans: Spans) -> tuple[Segment, ..
     return tuple(found)
 
 
+class StageSpans(NamedTuple):
+    """The ranges of one shard of a stage, in the same order."""
+
+    whole: Spans
+    """In the vector of all parameters, ascending."""
+    own: Spans
+    """In the stage's own vector."""
+
+
+def stage_spans(parameters: Sequence[Parameter], own: Sequence[Parameter], num_shards: int) -> tuple[StageSpans, ...]:
+    """A stage that has the parameters `own`, of all `parameters`, in `num_shards` shards of nearly equal size.
+
+    Each shard has its elements in the order of all parameters, whatever the stage's own order is. A stage that has all
+    of them is cut as `shard_map` cuts. Errors: as of `shard_map`.
+    """
+    wholes = dict(zip((each.name for each in parameters), _starts(parameters), strict=True))
+    owns = dict(zip((each.name for each in own), _starts(own), strict=True))
+    ordered = sorted(own, key=lambda each: wholes[each.name])
+    starts = _starts(ordered)
+    found = []
+    for [(begin, end)] in shard_map(ordered, num_shards):
+        whole, mine = list[Span](), list[Span]()
+        for parameter, start in zip(ordered, starts, strict=True):
+            first, last = max(begin, start), min(end, start + parameter.numel)
+            if first < last:
+                _extend(whole, wholes[parameter.name] + first - start, last - first)
+                _extend(mine, owns[parameter.name] + first - start, last - first)
+        found.append(StageSpans(tuple(whole), tuple(mine)))
+    return tuple(found)
+
+
+def _starts(parameters: Sequence[Parameter]) -> list[int]:
+    return list(accumulate((each.numel for each in parameters), initial=0))[:-1]
+
+
+def _extend(spans: list[Span], begin: int, numel: int) -> None:
+    """Append a range, or let the last one go on."""
+    if spans and spans[-1].end == begin:
+        spans[-1] = Span(spans[-1].begin, begin + numel)
+    else:
+        spans.append(Span(begin, begin + numel))
+
+
 # ---------------------------------------------------------------------------------------------------------- tensors
 
 
@@ -223,3 +267,18 @@ def place_(flat: Tensor, spans: Spans, values: Tensor) -> None:
     for begin, end in spans:
         copy_(flat[begin:end], values[at : at + end - begin])
         at += end - begin
+
+
+Empty = Callable[[int, torch.dtype], Tensor]
+"""`(numel, dtype) -> tensor`: new memory, perhaps of an arena. Memory is never returned."""
+
+
+def plain_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this process alone."""
+    return torch.empty(numel, dtype=dtype)
+
+
+@lru_cache(maxsize=64)
+def without_values(numel: int, dtype: torch.dtype) -> Tensor:
+    """No memory: a shape alone, the same one for all who ask."""
+    return torch.empty(numel, dtype=dtype, device="meta")

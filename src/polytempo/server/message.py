@@ -13,12 +13,11 @@ Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import msgspec
 from torch import Tensor
 
-from polytempo.server.field_types import fields_of
 from polytempo.server.layout import Spans
 from polytempo.server.step_rates import StepRates
 
@@ -43,7 +42,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
         return self.HEADER_BYTES + sum([_num_bytes(getattr(self, name)) for name in _sized_fields(type(self))])
 
 
-_sized_fields = cache(lambda kind: fields_of(kind, (Tensor, bytes, Rows, Message)))
+@cache
+def _sized_fields(kind: Any) -> tuple[str, ...]:
+    hints = get_type_hints(kind)
+    return tuple(name for name in kind.__struct_fields__ if _has_size(hints[name]))
+
+
+def _has_size(hint: Any) -> bool:
+    alone = isinstance(hint, type) and issubclass(hint, Tensor | bytes | Rows | Message)
+    return alone or any(map(_has_size, get_args(hint)))  # arguments of a Literal are names
 
 
 def _num_bytes(value: Any) -> int:

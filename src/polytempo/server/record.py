@@ -17,6 +17,7 @@ line (the process died while it wrote) is dropped when the record is read, which
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, final
@@ -301,3 +302,36 @@ def _header(path: Path, line: bytes) -> _Header:
     if (header.format, header.version) != (FORMAT, VERSION):
         raise RecordError(f"{path} is {header.format!r} version {header.version}; this program reads version {VERSION}")
     return header
+
+
+class History(NamedTuple):
+    """The entries of a log after the first `begin`. `whole`: no gap and no torn line hides its end."""
+
+    begin: int
+    entries: list[Entry]
+    whole: bool
+
+
+def history(records: Sequence[Record], begin: int, lost: Collection[int]) -> History:
+    """One shard's history from entry `begin` + 1 on.
+
+    `lost`: nodes that were given up. What only they have was never acknowledged, unless all copies are lost; then the
+    record ends where it ends. A gap (copies that died with unwritten lines, one after the other) ends it, too.
+    """
+    survivors = [record for record in records if record.node not in lost] or list(records)
+    end = max((record.first + len(record.entries) - 1 for record in survivors), default=begin)
+    entries: list[Entry] = []
+    newest_first = sorted(records, key=lambda record: -record.node)
+    for index in range(begin + 1, end + 1):
+        entry = _entry(newest_first, index)
+        if entry is None:
+            return History(begin, entries, whole=False)
+        entries.append(entry)
+    return History(begin, entries, whole=not any(record.torn for record in survivors))
+
+
+def _entry(records: Sequence[Record], index: int) -> Entry | None:
+    for record in records:
+        if 0 <= index - record.first < len(record.entries):
+            return record.entries[index - record.first]
+    return None

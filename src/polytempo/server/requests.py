@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from polytempo.server.message import Pull, Reply, Request
-from polytempo.server.shard.answers import WINDOW
+from polytempo.server.shard.deduplication import WINDOW
 from polytempo.server.timing import Timing
 
 R = TypeVar("R", bound=Request)

@@ -7,10 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from polytempo.server.message import Push, PushPart, Reply
+from polytempo.server.message import Push, Reply, Request
 from polytempo.server.shard import shard
-from polytempo.server.shard.answers import RequestStatus
-from polytempo.server.shard.host_push import status_of_all
+from polytempo.server.shard.deduplication import RequestStatus, status_of_all
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -28,8 +27,8 @@ def rest_of_split_push_admitted() -> Patches:
 def parts_not_remembered() -> Patches:
     """Of a host's push only the sender's request is noted; another worker's counts as new when it comes by itself."""
 
-    def wrong(push: Push) -> Iterator[Push | PushPart]:
-        yield push
+    def wrong(request: Request) -> Iterator[Request]:
+        yield request
 
     return [(shard, "requests_in", wrong)]
 

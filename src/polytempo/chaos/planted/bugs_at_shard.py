@@ -13,7 +13,7 @@ from polytempo.chaos import scenario_rules
 from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server.message import Push, Reply, Request
-from polytempo.server.shard.answers import AnswerTable, RequestStatus
+from polytempo.server.shard.deduplication import AnswerTable, RequestStatus
 from polytempo.server.shard.replies import Queues
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots import snapshot

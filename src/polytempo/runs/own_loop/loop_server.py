@@ -37,7 +37,7 @@ from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_node import Mailboxes, Setting
 from polytempo.runs.served.supervisor import ProcessSupervisor
-from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.coordinator import Listeners
 from polytempo.server.coordinator.saved_schedule import encoded
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, RunFailed

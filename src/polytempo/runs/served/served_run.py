@@ -27,8 +27,7 @@ from polytempo.runs.served.run_snapshot import SnapshotSaves, discard, go_on, re
 from polytempo.runs.served.served_node import Mailboxes, Setting, act
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners
 from polytempo.server.coordinator.saved_schedule import LIVES
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Outbox

@@ -10,7 +10,7 @@ from polytempo.core.system.url_path import Place
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.pieces import split, without_tables
 from polytempo.server.shard.shard import Shard
-from polytempo.server.snapshots.snapshot_writer import SnapshotWriter, WrittenSnapshot
+from polytempo.server.snapshots.snapshot import SnapshotWriter, WrittenSnapshot
 from polytempo.spec.options import RunOptions
 
 _LONGEST_WRITE_S = 300.0

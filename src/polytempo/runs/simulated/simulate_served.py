@@ -28,8 +28,7 @@ from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
 from polytempo.runs.simulated.virtual_scoring import OffTheClock
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
 from polytempo.server.shard.node import Node

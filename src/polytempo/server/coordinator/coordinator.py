@@ -10,18 +10,17 @@ A run has one coordinator, in its launcher. If the launcher dies, the run ends; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.chains import Chains
+from polytempo.server.coordinator.evaluator import Scores
 from polytempo.server.coordinator.failure_detector import FailureDetector
-from polytempo.server.coordinator.listeners import Listeners
 from polytempo.server.coordinator.membership import Membership
-from polytempo.server.coordinator.nodes import Nodes
 from polytempo.server.coordinator.resharding import Reshaper, Shards
-from polytempo.server.coordinator.scores import Scores
 from polytempo.server.coordinator.work_calls import Calls
 from polytempo.server.message import (
     COORDINATOR,
@@ -41,9 +40,33 @@ from polytempo.server.message import (
     Statistics,
     View,
 )
-from polytempo.server.record import Asking, Lost, Noting, Saving, Stopping
+from polytempo.server.record import Asking, Entry, Lost, Noting, Saving, Stopping
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
+
+
+class Listeners(NamedTuple):
+    """The functions that a coordinator calls when something happens."""
+
+    on_row: Callable[[bytes], None] = lambda row: None
+    """Takes each row of metrics (JSON) that a worker or the evaluator sends."""
+    on_event: Callable[[tuple[str, int]], None] = lambda event: None
+    """Takes ("lost", worker), ("joined", worker), ("promoted", shard), ("shortened", shard), ("deposed", node),
+    ("copied", shard), ("saved", shard), ("reshaped", layout), and ("silent", node) before a node is given up: its
+    process must not go on."""
+    on_entry: Callable[[Entry], None] = lambda entry: None
+    """Takes, in their order, calls for work, losses, saves, an early end, and what shards noted: nothing else decides
+    what the coordinator deals and says."""
+
+
+class Nodes(NamedTuple):
+    """The nodes of a run, by what they do."""
+
+    coordinator: int
+    workers: Sequence[int]
+    chains: Sequence[Sequence[int]]
+    """For each shard the nodes of its copies, the head first."""
+    evaluator: int | None = None
 
 
 class Coordinator:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 from torch import Tensor
 
+from polytempo.core.rule import Service
 from polytempo.server.encoding import Pushes, Undecodable
 from polytempo.server.layout import Parameter, Spans, describe, flat_index
-from polytempo.server.message import Push
-from polytempo.server.snapshots.state import Waiting
+from polytempo.server.message import Push, PushPart
+from polytempo.server.shard.replies import Waiting
 from polytempo.server.tensors.optimizer import Optimizer
+from polytempo.server.tensors.running_statistics import RunningStatistics
 from polytempo.server.tensors.tables import Tables
 
 Examine = Callable[[Tensor, tuple[float, ...]], int]
@@ -51,6 +53,17 @@ class Admission:
             except Undecodable as error:
                 return push, f"worker {push.worker}, clock {push.clock}: {error}"
         return push, self.fault(push, version)
+
+    def can_add_sum(self, push: Push, version: int, service: Service, running: RunningStatistics) -> bool:
+        """Whether the rule takes sums, and no check speaks against the sum in `push`.
+
+        Where one does, each worker pushes alone, so that the shard can name the refused one.
+        """
+        if not service.rule.adds_sums or any(not 0 <= part.basis <= version for part in push.parts):
+            return False
+        requests: tuple[Push | PushPart, ...] = (push, *push.parts)
+        faults = (running.fault(request, allow_nan=service.allow_nan) for request in requests)
+        return not any(faults) and not self.fault(push, version)
 
     def gradient_of(self, push: Push) -> Tensor:
         """The gradient of `push`, decoded into new memory. Raises Undecodable."""

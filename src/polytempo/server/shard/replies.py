@@ -5,11 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import msgspec
 from torch import Tensor
 
 from polytempo.core.rule import Add, Drop, Mix
-from polytempo.server.message import Pulled, Push, Pushed, Rows
-from polytempo.server.snapshots.state import Waiting
+from polytempo.server.message import Pulled, Push, Pushed, PushPart, Rows
+
+
+class Waiting(msgspec.Struct, array_like=True, eq=False):
+    """A push or pull that has not been answered."""
+
+    kind: Literal["push", "pull"]
+    incarnation: int
+    sequence: int
+    basis: int = 0
+    tickets: tuple[int, ...] = ()
+    lrs: tuple[float, ...] = ()
+    gradient: Tensor | None = None
+    """A push's, lent by its worker, as long as it waits to be added or dropped."""
+    read: int = -1
+    """The buffer of weights that it was computed on, where modifiers need them."""
+    verdict: Literal["applied", "dropped"] = "applied"
+    """What became of a push, once `gradient` is None."""
+    reason: str = ""
+    staleness: int = 0
+    difference: int = -1
+    """The buffer of elastic averaging's difference."""
+    rows: tuple[Rows, ...] = ()
+    """A push's rows of tables, lent as `gradient` is."""
+    running: Tensor | None = None
+    """A push's running statistics of norms."""
+
+
+def waiting_for(push: Push) -> Waiting:
+    """The queue's entry for a push, kept until the push is answered."""
+    return Waiting(
+        "push",
+        push.incarnation,
+        push.sequence,
+        push.basis,
+        push.tickets,
+        push.lrs,
+        push.gradient.contiguous(),
+        rows=push.rows,
+        running=push.running,
+    )
+
+
+def waiting_of(part: PushPart, version: int) -> Waiting:
+    """The queue's entry for a part of a push whose sum is being added: its worker waits for the answer alone."""
+    return Waiting("push", part.incarnation, part.sequence, part.basis, part.tickets, staleness=version - part.basis)
 
 
 def refused(shard: int, push: Push, version: int, verdict: Literal["dropped", "refused"], reason: str) -> Pushed:

@@ -19,7 +19,7 @@ from typing import Literal
 from torch import Tensor
 
 from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Service, Situation, Update
-from polytempo.server.layout import Parameter, Spans
+from polytempo.server.layout import Empty, Parameter, Spans, plain_empty
 from polytempo.server.message import (
     Entry,
     Inquire,
@@ -36,14 +36,19 @@ from polytempo.server.message import (
     Reshape,
     Statistics,
 )
-from polytempo.server.shard.answers import AnswerTable, RequestStatus
-from polytempo.server.shard.decisions import Decisions, Verdict
-from polytempo.server.shard.host_push import can_add, requests_in, split, status_of_all, waiting_of
-from polytempo.server.shard.replies import Queues, pulled, pushed, refused
+from polytempo.server.shard.deduplication import (
+    AnswerTable,
+    Decisions,
+    RequestStatus,
+    Verdict,
+    requests_in,
+    split,
+    status_of_all,
+)
+from polytempo.server.shard.replies import Queues, Waiting, pulled, pushed, refused, waiting_for, waiting_of
 from polytempo.server.shard.roster import Roster
-from polytempo.server.snapshots.state import State, Waiting, decode, encode, renumbered, waiting_for
+from polytempo.server.snapshots.state import State, decode, encode, renumbered
 from polytempo.server.snapshots.transfer import Likeness, covers, lend, likeness_of, take_over
-from polytempo.server.tensors.buffers import Empty, plain_empty
 from polytempo.server.tensors.holder import HeldElements, Holder, held_elements
 from polytempo.server.tensors.optimizer import Moments, can_be_native
 from polytempo.server.tensors.running_statistics import RunningStatistics
@@ -110,8 +115,11 @@ class Shard:
     # ------------------------------------------------------------------ entries
 
     def status_of(self, request: Request) -> RequestStatus:
-        """Whether `request` is new, and the answer if it is not. Only a new request becomes an entry of the log."""
-        status = self._status_of(request)
+        """Whether `request` is new, and the answer if it is not. The head asks: a new request becomes a log's entry."""
+        if isinstance(request, Push) and request.parts:
+            status = status_of_all(self.number, request, self._answers, self.decisions)
+        else:
+            status = self._answers.status_of(request)
         if status.kind == "new" and request.worker in self._roster.resting:
             return RequestStatus("ahead")  # its worker rests, and the change that ends the rest is still on its way
         if status.kind == "repeated":
@@ -123,19 +131,15 @@ class Shard:
         return status
 
     def apply(self, entry: Entry) -> list[Reply]:
-        """Take an entry of the log; the answer is the replies to it and to any request that waited for it."""
+        """Take an entry of the log, a request that `status_of` found to be new at the head of the chain.
+
+        Returns the replies to it, and to each request that waited for it.
+        """
         self.index += 1
         self.decisions.batches_before = self.decisions.batches
-        status = self._status_of(entry)
-        if status.kind != "new":
-            return list(status.replies)
-        if (
-            isinstance(entry, Push)
-            and entry.parts
-            and not can_add(entry, self.version, self.service, self._admission, self._running)
-        ):
+        if isinstance(entry, Push) and entry.parts and not self._can_add(entry):
             return [split(self.number, request) for request in requests_in(entry)]
-        for request in requests_in(entry) if isinstance(entry, Push) else (entry,):
+        for request in requests_in(entry):
             self._answers.take(request)
             if request.worker in self._weights.leases:  # it asks again, so it has read what was lent to it
                 self._answers.settle(request.worker, self._weights.settle(request.worker))
@@ -165,10 +169,8 @@ class Shard:
             self._tables.keep_sum()
         return replies
 
-    def _status_of(self, request: Request) -> RequestStatus:
-        if isinstance(request, Push) and request.parts:
-            return status_of_all(self.number, request, self._answers, self.decisions)
-        return self._answers.status_of(request)
+    def _can_add(self, push: Push) -> bool:
+        return self._admission.can_add_sum(push, self.version, self.service, self._running)
 
     def _push_of_host(self, push: Push, replies: list[Reply]) -> None:
         """Add a sum that was checked. It waits as its sender's; what becomes of the parts is settled here."""

@@ -7,56 +7,16 @@ state ──encode──▶ bytes  … [version, …, tensor 0, tensor 3, …]  
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from polytempo.server.message import Push, Rows
-from polytempo.server.shard.answers import Known
+from polytempo.server.shard.deduplication import Known
+from polytempo.server.shard.replies import Waiting
 from polytempo.server.step_rates import StepRates
 from polytempo.server.tensors.tables import TableState
-
-
-class Waiting(msgspec.Struct, array_like=True, eq=False):
-    """A push or pull that has not been answered."""
-
-    kind: Literal["push", "pull"]
-    incarnation: int
-    sequence: int
-    basis: int = 0
-    tickets: tuple[int, ...] = ()
-    lrs: tuple[float, ...] = ()
-    gradient: Tensor | None = None
-    """A push's, lent by its worker, as long as it waits to be added or dropped."""
-    read: int = -1
-    """The buffer of weights that it was computed on, where modifiers need them."""
-    verdict: Literal["applied", "dropped"] = "applied"
-    """What became of a push, once `gradient` is None."""
-    reason: str = ""
-    staleness: int = 0
-    difference: int = -1
-    """The buffer of elastic averaging's difference."""
-    rows: tuple[Rows, ...] = ()
-    """A push's rows of tables, lent as `gradient` is."""
-    running: Tensor | None = None
-    """A push's running statistics of norms."""
-
-
-def waiting_for(push: Push) -> Waiting:
-    """The queue's entry for a push, kept until the push is answered."""
-    return Waiting(
-        "push",
-        push.incarnation,
-        push.sequence,
-        push.basis,
-        push.tickets,
-        push.lrs,
-        push.gradient.contiguous(),
-        rows=push.rows,
-        running=push.running,
-    )
 
 
 class State(msgspec.Struct, array_like=True, eq=False):

@@ -11,11 +11,10 @@ from torch import Tensor
 from polytempo.core import Codec
 from polytempo.core.rule import Service
 from polytempo.server.encoding import Coding, Pushes, ShownEncoding
-from polytempo.server.layout import Parameter, Spans, numel_of, segments
+from polytempo.server.layout import Empty, Parameter, Spans, numel_of, segments
 from polytempo.server.pieces import cut
 from polytempo.server.shard.admission import Admission
 from polytempo.server.step_rates import Factor
-from polytempo.server.tensors.buffers import Empty
 from polytempo.server.tensors.optimizer import Optimizer, Term
 from polytempo.server.tensors.tables import Tables
 from polytempo.server.tensors.weights import Weights

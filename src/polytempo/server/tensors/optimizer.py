@@ -23,9 +23,8 @@ from polytempo.core.rule import UpdateRule
 from polytempo.native.kernels import update as kernels
 from polytempo.native.kernels.step import RULES, Hyper
 from polytempo.native.library import available
-from polytempo.server.layout import Segment
+from polytempo.server.layout import Empty, Segment
 from polytempo.server.step_rates import Factor, of_group
-from polytempo.server.tensors.buffers import Empty
 
 _TINY = 1e-300
 """Stands for Adagrad's ε = 0 in the kernel: added to a square root in f64 it changes nothing but 0/0, which is 0."""

@@ -7,15 +7,56 @@ buffer 2              └─ written by it ─▶ the weights
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from polytempo.core.rule import Add
 from polytempo.server.encoding import ShownEncoding
+from polytempo.server.layout import Empty
 from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
-from polytempo.server.tensors.buffers import BufferPool, Empty
 from polytempo.server.tensors.optimizer import Moments, Optimizer, Term, first_unfinite, init
+
+
+class BufferPool:
+    """Tensors of one length by number, each with a count of its holders."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, empty: Empty) -> None:
+        self._numel, self._dtype, self._empty = numel, dtype, empty
+        self.tensors: list[Tensor] = []
+        self.holders: list[int] = []
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A buffer without a holder, held once from now on; new memory only where there is none."""
+        if self._free:
+            number = self._free.pop()
+            self.holders[number] = 1
+            return number
+        self.tensors.append(self._empty(self._numel, self._dtype))
+        self.holders.append(1)
+        return len(self.tensors) - 1
+
+    def hold(self, number: int) -> None:
+        """Buffer `number` has one holder more."""
+        self.holders[number] += 1
+
+    def release(self, number: int) -> None:
+        """Buffer `number` has one holder less; without any it is free."""
+        self.holders[number] -= 1
+        if not self.holders[number]:
+            self._free.append(number)
+
+    def adopt(self, tensors: Iterable[Tensor], spare: Iterable[Tensor]) -> None:
+        """Begin with `tensors`, which have no holders until `hold` is called, and with free memory."""
+        self.tensors = list(tensors)
+        self.holders = [0] * len(self.tensors)
+        for tensor in spare:
+            self._free.append(len(self.tensors))
+            self.tensors.append(tensor)
+            self.holders.append(0)
 
 
 class _SpeculativeUpdate(NamedTuple):

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from polytempo.core.codec import Codec
 from polytempo.core.errors import PolytempoError, TimedOut
 from polytempo.server.encoding import Decoder, Encoder
-from polytempo.server.layout import Spans, part, place_
+from polytempo.server.layout import Parameter, Spans, part, place_, plain_empty
 from polytempo.server.message import (
     Beat,
     Message,
@@ -33,14 +34,24 @@ from polytempo.server.message import (
 )
 from polytempo.server.pieces import split, without_tables
 from polytempo.server.requests import Requests
-from polytempo.server.tensors.buffers import plain_empty
 from polytempo.server.timing import Timing
 from polytempo.server.worker.host.host_exchange import HostExchange, OwnPush
 from polytempo.server.worker.host.host_peers import HostPeers, Offer, Presence
 from polytempo.server.worker.host.lent_gradients import LentGradients
 from polytempo.server.worker.next_push import NextPush, PendingExchange
 from polytempo.server.worker.touched_rows import TableRows, TouchedRows
-from polytempo.server.worker.vector_format import VectorFormat
+
+
+class VectorFormat(NamedTuple):
+    """`parameters` are needed where some of them are tables, and for codecs. The codecs are those of `Service`."""
+
+    dtype: torch.dtype = torch.float32
+    parameters: Sequence[Parameter] = ()
+    codec: Codec | None = None
+    """Encodes what the worker pushes; None: vectors travel as they are."""
+    pull_codec: Codec | None = None
+    """Encodes what the shards answer to a pull."""
+
 
 R = TypeVar("R", Push, Pull)
 

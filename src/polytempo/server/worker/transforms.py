@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Exchange, Late, Op, Port, State, Steps, Transform, Work
+from polytempo.core import Bundle, Cost, Exchange, Late, Op, Port, Price, State, Steps, Transform, Work
 from polytempo.core.arithmetic.merge import add_
 from polytempo.core.state import settled
 
@@ -169,3 +169,18 @@ def exchange(every: int) -> Transform:
         return Cost((there, there._replace(by="its answer", server="pull")))
 
     return Transform(init, apply, separable=False, idle_alone=False, cost=cost)
+
+
+def server_price(num_workers: int, num_bytes: float, latency_s: float, bytes_per_s: float, *, shards: int = 1) -> Price:
+    """N·K/S bytes through each of S shards on hosts of their own, there and back; no less than K through a worker.
+
+        2α + 2 · max(N/S, 1) · K/B
+
+    Raises ValueError for fewer than one shard. Source: F. Iandola et al., "FireCaffe", 2016, section 4.
+    """
+    if shards < 1:
+        raise ValueError(f"a parameter server has at least 1 shard, got {shards}")
+    if num_workers == 1:
+        return Price(0, 0.0, 0.0)
+    busiest = max(num_workers / shards, 1.0) * num_bytes
+    return Price(2, busiest, 2 * (latency_s + busiest / bytes_per_s))

@@ -14,7 +14,7 @@ from polytempo.core import Codec
 from polytempo.partition.plan import LayerPlan, Reduction, chosen, volumes
 from polytempo.partition.plan.choice import By, PriceOf
 from polytempo.partition.wires import Wires
-from polytempo.server.price import server_price
+from polytempo.server.worker.transforms import server_price
 from polytempo.spec.text.catalogue import codec_of
 
 LATENCY_S = 50e-6

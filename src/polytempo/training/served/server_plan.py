@@ -16,22 +16,27 @@ from torch import Tensor
 
 from polytempo.core.rule import Service
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
-from polytempo.server.coordinator.coordinator import Coordinator
-from polytempo.server.coordinator.listeners import Listeners
-from polytempo.server.coordinator.nodes import Nodes
+from polytempo.server.coordinator.coordinator import Coordinator, Listeners, Nodes
 from polytempo.server.coordinator.resharding import Reshaper
-from polytempo.server.layout import Parameter, Spans, part, shard_map
+from polytempo.server.layout import (
+    Empty,
+    Parameter,
+    Spans,
+    StageSpans,
+    part,
+    plain_empty,
+    shard_map,
+    stage_spans,
+    without_values,
+)
 from polytempo.server.message import Entry
 from polytempo.server.pieces import without_tables
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.score_snapshots import MOST as SNAPSHOTS
-from polytempo.server.stage_layout import StageSpans, stage_spans
-from polytempo.server.tensors.buffers import Empty, plain_empty, without_values
 from polytempo.server.timing import Timing
-from polytempo.server.worker.client import Client
+from polytempo.server.worker.client import Client, VectorFormat
 from polytempo.server.worker.host.lent_gradients import LentGradients
-from polytempo.server.worker.vector_format import VectorFormat
 from polytempo.spec.topology import Topology
 
 _MOST_HELD = 1024

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from polytempo.server.layout import Span, place_
-from polytempo.server.tensors.buffers import Empty
+from polytempo.server.layout import Empty, Span, place_
 
 
 class LentGradients:
