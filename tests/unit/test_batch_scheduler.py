@@ -241,7 +241,7 @@ def test_a_finished_run_stays_finished_unless_it_is_longer() -> None:
 
 
 def test_only_a_schedulers_own_state_is_loaded() -> None:
-    with pytest.raises(ValueError, match="no batch scheduler's state"):
+    with pytest.raises(ValueError, match="not a batch scheduler's state"):
         BatchScheduler(4, 8, "freely", 1).load(b"\x93nonsense")
     with pytest.raises(ValueError, match="4 batches an epoch, this one 5"):
         BatchScheduler(5, 10, "freely", 1).load(BatchScheduler(4, 8, "freely", 1).dump())

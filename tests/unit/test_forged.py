@@ -190,7 +190,7 @@ def test_a_snapshot_that_holds_no_shard_is_refused(tmp_path: Path) -> None:
     run_snapshot.write_run_snapshot(tmp_path, run_snapshot.RunSnapshot(1, 0, 4, {"shards": 1}, scheduler))
     for tensors in ([], [torch.ones(3)], [torch.ones(2, 2)]):
         snapshot.write(tmp_path, 1, 0, b"no state of a shard", tensors)
-        with pytest.raises(SnapshotError, match=r"snapshot-00000001-shard-0\.safetensors is not what a shard has"):
+        with pytest.raises(SnapshotError, match=r"snapshot-00000001-shard-0\.safetensors was not written by a shard"):
             run_snapshot.resumed(tmp_path, 1, {})
 
 

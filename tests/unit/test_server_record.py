@@ -57,7 +57,7 @@ def test_what_is_kept_of_each_message() -> None:
         Inquiring(3, 1),
         Asking(0, 1, 2, (3,)),
     ]
-    with pytest.raises(ValueError, match="a Stranger is no entry"):
+    with pytest.raises(ValueError, match="a Stranger is not an entry"):
         entry_of(Stranger(0, 0, 1, 1, "over"))  # type: ignore[arg-type]
 
 

@@ -81,7 +81,7 @@ def refusal(known: AnswerTable, asked: Pull) -> str:
 
 def test_strangers_learn_why() -> None:
     known = table(1)
-    assert refusal(known, request(1, worker=2)) == "worker 2 is no member; it must come back with a new incarnation"
+    assert refusal(known, request(1, worker=2)) == "worker 2 is not a member; it must come back with a new incarnation"
     known.admit(1, 2)
     assert refusal(known, request(1)) == "worker 1 is known in its life 2, and this is of life 1"
     assert known.status_of(request(1, incarnation=2)).kind == "new"

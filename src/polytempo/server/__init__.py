@@ -1,1 +1,2 @@
-"""Who holds the parameters? A parameter server: its rules, shards, copies, clients, all without I/O."""
+"""Parameters on servers: shards, their rules, workers, coordinator. A parameter server: its rules, shards, copies,
+clients, all without I/O."""

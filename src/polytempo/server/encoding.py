@@ -2,8 +2,8 @@
 
 parameters   [ w1 w1 w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 ]      w1 has rows of 2, b1 is small
 shard 1                     └──────────────────────┘
-ranges                      w1[5:6] | w1[6:8] | b1 | w2[0:2]  whole rows, and what a cut leaves of a row by itself
-message      [ wire | wire | b1 as it is | wire ]             uint8: what travels, and what logs and records hold
+ranges                      w1[5:6] | w1[6:8] | b1 | w2[0:2]  whole rows, and the rest of a cut row alone
+message      [ wire | wire | b1 as it is | wire ]             uint8: the form on the wire, in logs and in records
 
 A codec's groups (1-bit's columns, scales of rows) are rows, so where shards are cut between rows, or a codec has no
 groups, the cuts change no bit. A small parameter travels as it is, wherever it is cut.
@@ -34,7 +34,7 @@ _ALIGNED = 8
 
 
 class Undecodable(ValueError):
-    """A message is no encoding of this shard's ranges."""
+    """A message is not an encoding of this shard's ranges."""
 
 
 class Overflown(PolytempoError):
@@ -47,16 +47,16 @@ class ParameterRange(NamedTuple):
     name: str
     """The parameter's, with the elements where they are not all: `w1[6:8]`."""
     begin: int
-    """Where in the shard's own vector."""
+    """In the shard's own vector."""
     start: int
-    """Where in the flat vector of all parameters."""
+    """In the flat vector of all parameters."""
     shape: tuple[int, ...]
     is_small: bool
-    """Whether the whole parameter is."""
+    """True if the whole parameter is small."""
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     def of(self, vector: Tensor, at: int) -> Tensor:
@@ -65,7 +65,7 @@ class ParameterRange(NamedTuple):
 
 
 def ranges(parameters: Sequence[Parameter], spans: Spans) -> tuple[ParameterRange, ...]:
-    """A shard's own vector as ranges of parameters, none of which are tables."""
+    """Ranges of parameters, not of tables, that make up a shard's own vector."""
     found: list[ParameterRange] = []
     at = 0
     for span in spans:
@@ -108,7 +108,7 @@ def _cuts(parameter: Parameter, begin: int, end: int) -> Iterator[tuple[int, int
 
 
 class Coding:
-    """The layout of one shard's messages. `own`: the vectors are the shard's own ones, else those of all parameters."""
+    """The layout of one shard's messages. `own`: the vectors are the shard's own, else they hold all parameters."""
 
     def __init__(
         self, parameters: Sequence[Parameter], spans: Spans, codec: Codec, dtype: torch.dtype, *, own: bool
@@ -136,14 +136,16 @@ class Coding:
     def into_(self, message: Tensor, vector: Tensor) -> None:
         """vector ← the decoded message, on the shard's ranges. Raises Undecodable where the message is malformed.
 
-        No context is needed: `server.service` admits only codecs whose wires are complete without one.
+        No context is needed: `server.service` admits only codecs with wires that are complete without one.
         """
         expected = self.packing.num_bytes
         fits = message.numel() == expected if self.packing.fixed else message.numel() <= expected
         if message.dtype is not torch.uint8 or message.dim() != 1 or not fits:
             kind = f"{tuple(message.shape)} of {message.dtype}"
             most = "" if self.packing.fixed else "up to "
-            raise Undecodable(f"{kind} is no message of {self.codec.facts.name}, which has {most}{expected} bytes here")
+            raise Undecodable(
+                f"{kind} is not a message of {self.codec.facts.name}, which has {most}{expected} bytes here"
+            )
         begins = message.data_ptr(), message.storage_offset()  # torch views bytes as floats only where both are aligned
         if any(place % _ALIGNED for place in begins) or not message.is_contiguous():
             message = message.clone(memory_format=torch.contiguous_format)
@@ -152,7 +154,7 @@ class Coding:
             view.fill_(_NOTHING)
         try:
             self.packing.add_(message, views, step=0, rank=0)
-        except Exception as error:  # whatever a codec meets in bytes that no codec made
+        except Exception as error:  # a codec may raise any of these for bytes that it did not make
             raise Undecodable(f"no message of {self.codec.facts.name}: {error}") from error
 
     def _views(self, vector: Tensor) -> dict[str, Tensor]:
@@ -165,7 +167,7 @@ class Coding:
 class Encoder:
     """Encodes the pushes of `worker` to the shards of `shards`, and keeps the codec's states between pushes.
 
-    A worker that comes back counts its pushes anew; `incarnation` (from 1) keeps it from drawing what it drew before.
+    A worker that comes back counts its pushes from 0 again; `incarnation` (from 1) gives it other random numbers.
 
     Cost: one look through the gradient, then the codec's.
     """
@@ -307,7 +309,7 @@ class ShownEncoding:
         self._message: Tensor | None = None
 
     def message(self, weights: Tensor, version: int) -> Tensor:
-        """`weights`, which are of `version`, as a message, which must not be written to."""
+        """Encode `weights`, of `version`, as a message that must not be written to."""
         if self._message is None or version != self._version:
             try:
                 self._message, _ = self._coding.encode(weights, {}, version, 0)
@@ -342,7 +344,7 @@ def redistribute(before: Sequence[RangeState], start: int, shape: tuple[int, ...
 
 
 def residuals(state: CodecState) -> Iterator[Tensor]:
-    """The residuals in a state: what its codec has not sent yet."""
+    """The residuals in a codec's state."""
     if isinstance(state, PartlyGiven):  # not all that ranks would add up is to be given: `dgc`
         yield from state.given()[0]
     elif isinstance(state, Residual):

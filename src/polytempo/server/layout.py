@@ -1,4 +1,4 @@
-"""Which part of the parameters lies in which shard.
+"""The parts of the parameters in each shard.
 
 flat    [ w1 w1 w1 w1 w1 w1 | b1 | w2 w2 w2 | b2 ]         all parameters, in the model's order
 spans     └── shard 0 ──┘└──── shard 1 ──────────┘        each shard has one or several ranges of it
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.end - self.begin
 
 
@@ -53,7 +53,7 @@ Spans = tuple[Span, ...]
 
 
 def numel_of(spans: Spans) -> int:
-    """How many elements a shard holds."""
+    """The number of elements in a shard."""
     return sum(span.end - span.begin for span in spans)
 
 
@@ -78,7 +78,7 @@ def shard_map(parameters: Sequence[Parameter], num_shards: int) -> tuple[Spans, 
 
 
 def with_shard_added(parameters: Sequence[Parameter], shards: tuple[Spans, ...]) -> tuple[Spans, ...]:
-    """The ranges with one shard more: it gets what the others hold above the new mean, from their ends.
+    """The ranges with one shard more: it gets the elements above the new mean from the ends of the others.
 
     Shards that hold nothing (drained) stay so.
     """
@@ -100,7 +100,7 @@ def with_shard_drained(parameters: Sequence[Parameter], shards: tuple[Spans, ...
     """The ranges without shard `shard`: its elements go to the others, so that sizes are equal."""
     others = [i for i, spans in enumerate(shards) if spans and i != shard]
     if not others:
-        raise ValueError(f"shard {shard} is the last one that holds parameters, so no other can take them over")
+        raise ValueError(f"shard {shard} is the last one with parameters, so no other can take them over")
     snap = _Snap(parameters, sum(map(numel_of, shards)) / len(others))
     drained, rest = list(shards), shards[shard]
     drained[shard] = ()
@@ -113,7 +113,7 @@ def with_shard_drained(parameters: Sequence[Parameter], shards: tuple[Spans, ...
 
 
 class _Snap:
-    """Where near a position of the flat vector may be cut."""
+    """The allowed cuts near a position of the flat vector."""
 
     def __init__(self, parameters: Sequence[Parameter], shard_size: float) -> None:
         self.starts = list(accumulate((p.numel for p in parameters), initial=0))
@@ -155,7 +155,7 @@ def _merged(spans: Sequence[Span]) -> Spans:
 
 
 def _place(parameters: Sequence[Parameter], flat_index: int) -> tuple[int, int]:
-    """Which parameter, and which element of it."""
+    """The parameter and its element at a position."""
     for index, parameter in enumerate(parameters):
         if flat_index < parameter.numel:
             return index, flat_index
@@ -170,7 +170,7 @@ def describe(parameters: Sequence[Parameter], flat_index: int) -> str:
 
 
 def flat_index(spans: Spans, index: int) -> int:
-    """Where element `index` of a shard's own vector lies in the flat vector of all parameters."""
+    """The place in the flat vector of element `index` of a shard's own vector."""
     for begin, end in spans:
         if index < end - begin:
             return begin + index
@@ -208,16 +208,16 @@ class StageSpans(NamedTuple):
     """The ranges of one shard of a stage, in the same order."""
 
     whole: Spans
-    """In the vector of all parameters, ascending."""
+    """Ranges of the vector of all parameters, ascending."""
     own: Spans
-    """In the stage's own vector."""
+    """Ranges of the stage's own vector."""
 
 
 def stage_spans(parameters: Sequence[Parameter], own: Sequence[Parameter], num_shards: int) -> tuple[StageSpans, ...]:
     """A stage that has the parameters `own`, of all `parameters`, in `num_shards` shards of nearly equal size.
 
-    Each shard has its elements in the order of all parameters, whatever the stage's own order is. A stage that has all
-    of them is cut as `shard_map` cuts. Errors: as of `shard_map`.
+    Each shard has its elements in the order of all parameters, not in the stage's own order. A stage that has all of
+    them is cut as `shard_map` cuts. Errors: as of `shard_map`.
     """
     wholes = dict(zip((each.name for each in parameters), _starts(parameters), strict=True))
     owns = dict(zip((each.name for each in own), _starts(own), strict=True))

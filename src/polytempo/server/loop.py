@@ -25,7 +25,7 @@ class Machine(Protocol):
         """The messages to send because time has passed."""
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `tick`, unless a message arrives."""
 
     def flops(self, message: Message) -> float:
         """The cost of receiving `message`, in floating-point operations."""

@@ -7,7 +7,7 @@
     evaluator ──Show──▶ every copy        ──Scored──▶ coordinator
               ◀─Shown─                    ◀─Heard─
 
-Nodes, each of which has a mailbox, are numbers: workers from 0, then copies of shards, the coordinator, the evaluator.
+Nodes are numbers, each with a mailbox: workers from 0, then copies of shards, the coordinator, the evaluator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False):
 
     HEADER_BYTES: ClassVar[int] = 64
     num_kinds: ClassVar[int] = 0
-    """How many classes below this one there are by now, whichever modules they are in."""
+    """The number of subclasses so far, in all modules."""
 
     def __init_subclass__(cls) -> None:
         """Count the class, so that `wire.frames` knows when its decoder lacks one."""
@@ -105,7 +105,7 @@ class PushPart(Request, frozen=True, eq=False):
 
 
 class Push(Request, frozen=True, eq=False):
-    """A gradient for this shard's part of the parameters, or the sum of those of several workers of a host."""
+    """A gradient for this shard's part of the parameters, or the sum of several from one host."""
 
     clock: int
     basis: int
@@ -120,7 +120,7 @@ class Push(Request, frozen=True, eq=False):
     running: Tensor | None = None
     """The running statistics of the worker's norm layers, float64; None where its model has none."""
     parts: tuple[PushPart, ...] = ()
-    """The requests of the other workers whose gradients are in the sum; all are taken, or none is (`PushAlone`)."""
+    """The requests of the other workers with gradients in the sum; all are taken, or none is (`PushAlone`)."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -131,7 +131,7 @@ class Pull(Request, frozen=True, eq=False):
 
 
 class Members(Request, frozen=True, eq=False):
-    """From the coordinator: these are the workers (number, incarnation) from now on.
+    """Coordinator to shard: set the members, (number, incarnation) each.
 
     `resting`: the members that have no work for now. Rules take them for workers that have left.
     """
@@ -141,24 +141,25 @@ class Members(Request, frozen=True, eq=False):
 
 
 class Save(Request, frozen=True, eq=False):
-    """From the coordinator: write snapshot `number`, as soon as `at` batches are decided."""
+    """Coordinator to shard: write snapshot `number`, as soon as `at` batches are decided."""
 
     number: int
     at: int = 0
 
 
 class Inquire(Request, frozen=True, eq=False):
-    """From the coordinator: asks for the shard's `Statistics`."""
+    """Coordinator to shard: send your `Statistics`."""
 
 
 class Lend(Request, frozen=True, eq=False):
-    """From the coordinator: asks for the elements of `spans`, which another shard takes over. The answer is `Lent`."""
+    """Coordinator to shard: lend the elements of `spans` to another shard, which takes them over. The answer is
+    `Lent`."""
 
     spans: Spans
 
 
 class Reshape(Request, frozen=True, eq=False):
-    """From the coordinator, while no request is under way: hold `spans` from now on.
+    """Coordinator to shard, while no request is under way: hold `spans` from now on.
 
     `pieces` have the elements that the shard does not hold yet.
     """
@@ -232,7 +233,7 @@ class Lent(Reply, frozen=True, eq=False):
     """The state that a new shard has in common with this one (`server.snapshots.transfer.Likeness`), as bytes."""
     version: int
     steps: int
-    """How many steps the optimizer has made."""
+    """The number of the optimizer's steps."""
     rates: StepRates
     """The rates of the gradients in `total`."""
     weights: Tensor
@@ -246,11 +247,11 @@ class Lent(Reply, frozen=True, eq=False):
 
 
 class PushAlone(Reply, frozen=True, eq=False):
-    """Not taken: it came within the push of its host, of which another part was refused. It is to come by itself."""
+    """Refusal of a part of a host's push, because the shard refused another part. The worker pushes it alone."""
 
 
 class Stranger(Reply, frozen=True, eq=False):
-    """Refused: the incarnation is over, or its worker is no member. The worker must end, or join in a new life."""
+    """Refusal: the incarnation is over, or its worker is not a member. The worker must end, or join in a new life."""
 
     reason: str
 
@@ -300,14 +301,14 @@ class View(Message, frozen=True, eq=False):
 
     epoch: int
     chains: tuple[tuple[int, ...], ...]
-    """For each shard the nodes that hold a copy; requests go to the first."""
+    """The nodes with a copy of each shard; requests go to the first."""
     members: tuple[tuple[int, int], ...]
     """The workers (number, incarnation)."""
     finished: bool = False
     layout: int = 0
-    """How often the shards' ranges have changed."""
+    """The number of changes of the shards' ranges."""
     spans: tuple[Spans, ...] = ()
-    """For each shard its ranges, () for one that was drained; () as a whole where ranges cannot change."""
+    """The ranges of each shard, () for a drained one; () as a whole where ranges cannot change."""
 
 
 class Beat(Message, frozen=True, eq=False):
@@ -322,8 +323,8 @@ class Beat(Message, frozen=True, eq=False):
 
 
 class Show(Message, frozen=True, eq=False):
-    """From the evaluator to each copy of a shard: the head shows snapshot `number`, or the next one after it that is
-    kept, as soon as there is one. The evaluator has read those before it."""
+    """Evaluator to each copy of a shard: the head shows snapshot `number`, or the next kept one, as soon as there is
+    one. The evaluator has read those before it."""
 
     number: int
 
@@ -336,14 +337,14 @@ class Shown(Message, frozen=True, eq=False):
     seconds: float
     """The time of that, on the clock of the world."""
     spans: Spans
-    """The elements of the parameters, tables included, whose values `values` has."""
+    """The elements in `values`, of all parameters, tables included."""
     values: Tensor
     running: Tensor | None = None
     """The running statistics of the model's norm layers."""
 
 
 class Scored(Message, frozen=True, eq=False):
-    """From the evaluator to the coordinator: the score of snapshot `number`. Sent until `Heard` confirms it."""
+    """Evaluator to coordinator: the score of snapshot `number`. Sent until `Heard` confirms it."""
 
     number: int
     row: bytes
@@ -351,7 +352,7 @@ class Scored(Message, frozen=True, eq=False):
 
 
 class Heard(Message, frozen=True, eq=False):
-    """From the coordinator to the evaluator: it has the scores up to snapshot `number`."""
+    """Coordinator to evaluator: the scores up to snapshot `number` have come."""
 
     number: int
 
@@ -368,7 +369,7 @@ class Ask(Message, frozen=True, eq=False):
 
 
 Order = Literal["train", "wait", "finish", "pause"]
-"""What a worker is to do; see `server.coordinator.batch_scheduler`."""
+"""An order to a worker; see `server.coordinator.batch_scheduler`."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -385,8 +386,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deal(Message, frozen=True, eq=False):
-    """The answer to `Ask`: what the worker does next. "wait": it pushes what it holds, then asks again. "pause": its
-    epoch is done, and its next call is for the one after it."""
+    """The answer to `Ask`: the worker's next order. "wait": push all gradients, then ask again. "pause": its epoch
+    is done, and its next call is for the one after it."""
 
     worker: int
     incarnation: int
@@ -398,7 +399,7 @@ class Deal(Message, frozen=True, eq=False):
 
 
 class RunFailed(Message, frozen=True, eq=False):
-    """From the coordinator's process to the workers, as its last word: why the run cannot go on."""
+    """Last message of the coordinator's process to the workers: the reason for the run's end."""
 
     reason: str
 

@@ -2,7 +2,7 @@
 
 parameters     [ w1 │ table table table table │ w2 ]
 spans           └─ shard 0 ──┘└── shard 1 ────────┘
-dense vector   [ w1 │ w2 ]                            all parameters but the tables: what a push carries whole
+dense vector   [ w1 │ w2 ]                            all parameters but the tables: a push carries it whole
 pieces          shard 0: rows 0-1   shard 1: rows 2-3          of these a push carries touched rows only
 """
 
@@ -20,7 +20,7 @@ class TablePiece(NamedTuple):
     """The rows `first … first+num_rows-1` of a table, which one shard holds as its rows 0, 1, 2, …"""
 
     table: int
-    """Which of the tables, in the parameters' order."""
+    """The number of the table, in the parameters' order."""
     name: str
     group: int
     first: int
@@ -82,14 +82,14 @@ class _Cut(NamedTuple):
 
     parameter: Parameter
     table: int
-    """Its number among the tables, if it is one."""
+    """The table's number, for a table."""
     dense_start: int
-    """Where it begins in the dense vector, if it is none."""
+    """The begin in the dense vector, for another parameter."""
     offset: int
-    """Where in the parameter this begins."""
+    """The begin in the parameter."""
     length: int
     at: int
-    """Where in the shard's own vector this begins."""
+    """The begin in the shard's own vector."""
 
 
 def _cuts(parameters: Sequence[Parameter], spans: Spans) -> Iterator[_Cut]:

@@ -1,4 +1,4 @@
-"""The record of a real run: for each machine the order in which messages came. `polytempo replay` follows it.
+"""The record of a real run: the order of messages at each machine. `polytempo replay` follows it.
 
     {"format":"polytempo-record","version":2,"machine":"shard 0"}
     ["members",1,0,[[0,1],[1,1]],[]]                      the coordinator's request 1; the shard's version 0
@@ -7,12 +7,12 @@
 
 One file a machine: each copy of a shard, and the coordinator. A shard is a deterministic machine, so a replay needs
 only the order of its entries: gradients and weights come out the same, bit by bit, and are not recorded. `version`
-serves to compare: the shard's version after the entry, for a pull the one that was read if the rule answered at once.
-So does a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call of its life. An early
-end needs one: it follows from a score, whose moment is not determined.
+serves to compare: the shard's version after the entry, for a pull the version that it reads if the rule answers
+immediately. So does a push's `check`, see `check_of`. A worker's join needs no entry: it is the first call of its life.
+An early end needs one: it follows from a score, which comes at an undetermined moment.
 
-Each line leaves the process at once, or after `flush_every_s`; lines that have left survive the process. A torn last
-line (the process died while it wrote) is dropped when the record is read, which sets `Record.torn`.
+Each line leaves the process immediately, or after `flush_every_s`; lines that have left survive the process. A torn
+last line (the process died while it wrote) is dropped when the record is read, which sets `Record.torn`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Record(NamedTuple):
     torn: bool
     node: int = 0
     first: int = 1
-    """Which entry of the machine's log the first one is: a copy that joined later begins later."""
+    """The number of the first entry in the machine's log: a copy that joins later begins later."""
 
 
 class _Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -180,7 +180,7 @@ def entry_of(request: Request | Ask, version: int = 0) -> Entry:
         case Ask():
             return Asking(*who, request.done)
     raise ValueError(
-        f"a {type(request).__name__} is no entry of a machine's record; record requests and calls for work"
+        f"a {type(request).__name__} is not an entry of a machine's record; record requests and calls for work"
     )
 
 
@@ -213,9 +213,9 @@ class Recorder:
         recorder.append(entry_of(push, version=7), now_s)
 
     Lines leave the process when `flush_every_s` have passed since the last time, or 64 KiB have gathered. At 0 each
-    line leaves at once, which costs some microseconds; then the record is whole even if the process is killed. Lines
-    that have left survive the end of the process, not of the machine: the run does not wait for the disk. A record
-    ends at `max_bytes`, while the run goes on.
+    line leaves immediately, which costs some microseconds; then the record is whole even if the process is killed.
+    Lines that have left survive the end of the process, not of the machine: the run does not wait for the disk. A
+    record ends at `max_bytes`, while the run goes on.
     """
 
     def __init__(
@@ -285,7 +285,9 @@ def read_record(path: Path) -> Record:
             number += 1
             if not line.endswith(b"\n"):
                 if len(line) == MAX_LINE_BYTES:
-                    raise RecordError(f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; it is no record")
+                    raise RecordError(
+                        f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; it is not a record"
+                    )
                 return Record(header.machine, entries, True, header.node, header.first)
             try:
                 entries.append(decoder.decode(line))
@@ -298,7 +300,7 @@ def _header(path: Path, line: bytes) -> _Header:
     try:
         header = msgspec.json.decode(line, type=_Header)
     except (RecursionError, msgspec.MsgspecError) as error:
-        raise RecordError(f"{path} is no record of a machine ({error})") from error
+        raise RecordError(f"{path} is not a record of a machine ({error})") from error
     if (header.format, header.version) != (FORMAT, VERSION):
         raise RecordError(f"{path} is {header.format!r} version {header.version}; this program reads version {VERSION}")
     return header
@@ -315,8 +317,9 @@ class History(NamedTuple):
 def history(records: Sequence[Record], begin: int, lost: Collection[int]) -> History:
     """One shard's history from entry `begin` + 1 on.
 
-    `lost`: nodes that were given up. What only they have was never acknowledged, unless all copies are lost; then the
-    record ends where it ends. A gap (copies that died with unwritten lines, one after the other) ends it, too.
+    `lost`: nodes that were given up. Entries on lost nodes alone were never acknowledged, unless all copies are lost;
+    then the record ends with its last entry. A gap (copies that died with unwritten lines, one after the other) ends
+    it, too.
     """
     survivors = [record for record in records if record.node not in lost] or list(records)
     end = max((record.first + len(record.entries) - 1 for record in survivors), default=begin)

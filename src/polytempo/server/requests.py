@@ -1,7 +1,7 @@
 """Requests to one shard, numbered and sent again until they are answered: first in, first out.
 
     add ─▶ [ 7 | 8 | 9 ] unanswered, oldest first ─▶ the shard's head
-                └── after retry_s all of them again, in order; after a new view at once
+                └── after retry_s all of them again, in order; after a new view immediately
 
 A `Pull` closes the queue until it is answered: its answer lends weights, which are valid until the next request.
 """
@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Request)
 
 
 class Requests:
-    """The requests of (worker, incarnation) to one shard, whose first copy is on the node `head`."""
+    """The requests of (worker, incarnation) to one shard, with its first copy on the node `head`."""
 
     def __init__(self, worker: int, incarnation: int, head: int, timing: Timing) -> None:
         self.worker, self.incarnation, self.head = worker, incarnation, head
@@ -35,25 +35,25 @@ class Requests:
         self._closes = False
 
     def beside(self, head: int) -> Requests:
-        """Requests of the same worker to another shard, whose first copy is on node `head`."""
+        """Requests of the same worker to another shard, with its first copy on node `head`."""
         return Requests(self.worker, self.incarnation, head, self._timing)
 
     @property
     def unanswered(self) -> int:
-        """How many requests have no answer yet."""
+        """The number of requests without an answer."""
         return len(self._sent) + len(self._queued)
 
     @property
     def queues(self) -> bool:
-        """Whether a request has not been sent."""
+        """True if a request has not been sent."""
         return bool(self._queued)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether `late` has something to send again."""
+        """True if `late` has something to send again."""
         return now_s >= self._retry_at_s
 
     def waited_s(self, now_s: float) -> float:
-        """How long the oldest request has been waiting; 0 where none is."""
+        """The age of the oldest request under way; 0 where there is none."""
         return now_s - self._oldest_s if self._sent else 0.0
 
     def add(self, build: Callable[[int, int, int], R]) -> R:
@@ -70,7 +70,7 @@ class Requests:
             if self._sent and (isinstance(self._sent[-1], Pull) or (self._handed_over and self._closes)):
                 break
             if self._sent and self._queued[0].sequence - self._sent[0].sequence >= WINDOW:
-                break  # the shard would forget what it has answered to the oldest
+                break  # the shard would forget its answer to the oldest
             if not self._sent:
                 self._oldest_s = now_s
                 self._rest(now_s, self._timing.retry_s)
@@ -131,7 +131,7 @@ class Requests:
         return self._again(now_s, min(2 * self._patience_s, self._timing.longest_retry_s))
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `late`, unless a message arrives."""
         return max(0.0, self._retry_at_s - now_s)
 
     def _again(self, now_s: float, patience_s: float) -> list[Request]:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 def check_service(service: Service) -> None:
     """Raise ValueError for numbers or codecs that no parameter server can have.
 
-    `replicas` are the further copies of each shard: with r of them, what was acknowledged survives the loss of any r
+    `replicas` are the further copies of each shard: with r of them, acknowledged pushes survive the loss of any r
     processes. Deals "evenly" is for rules that make workers wait for each other (see
     `server.coordinator.batch_scheduler`).
     """
@@ -90,17 +90,17 @@ def choice(what: str, given: str, choices: Mapping[str, T]) -> T:
 
 
 _LARGE = torch.empty(1024, 1024, device="meta")
-"""A tensor on which a law has to hold: codecs are chosen before there is a model."""
+"""Laws of codecs must hold for this tensor: codecs are chosen before there is a model."""
 _LOSES = 0.1
 """The largest part of the squared norm: a model works with an error of some per cent, not of one half."""
 
 
 def check_push_codec(codec: Codec | None) -> None:
-    """Raise ValueError for a codec whose wires do not say all: a shard knows nothing but what is in the message."""
+    """Raise ValueError for a codec with incomplete wires: a shard knows only the message."""
     if codec is not None and codec.facts.sparse and codec.facts.summable:
         raise ValueError(
             f"{codec.facts.name} wires leave out which entries they hold, for all ranks draw the same in the same "
-            "step, and workers of a parameter server are at different steps; use top_k(ratio), whose wires say it"
+            "step, and workers of a parameter server are at different steps; use top_k(ratio) with complete wires"
         )
 
 
@@ -116,7 +116,7 @@ def check_pull_codec(codec: Codec | None) -> None:
         )
     if codec.facts.sparse:
         raise ValueError(
-            f"pull_codec={codec.facts.name} does not keep every weight, and no later pull brings what one leaves out; "
+            f"pull_codec={codec.facts.name} does not keep every weight, and no later pull brings the missing ones; "
             f"use {fit}"
         )
     loses = _loses(codec)

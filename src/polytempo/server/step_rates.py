@@ -1,13 +1,13 @@
-"""`StepRates`: the learning rate of an update by several gradients, each of which has a learning rate of its own.
+"""`StepRates`: the learning rate of an update by several gradients with different learning rates.
 
     push of worker 0   η₀ = 0.1   s₀ = 1   ─┐   learning rate   η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ
     push of worker 1   η₁ = 0.1   s₁ = 1/2 ─┤
     push of worker 2   η₂ = 0.08  s₂ = 1/3 ─┘   gradient        ḡ = Σ mᵢ sᵢ ηᵢ gᵢ / (D η̄)
 
-ηᵢ is the learning rate that came with a push, sᵢ what its staleness leaves of it, mᵢ its weight in the mean, D the
-update's divisor, which is Σ mᵢ where the update is a mean. For SGD without momentum the step is the mean of the single
-steps, θ ← θ - (1/D) Σ mᵢ sᵢ ηᵢ gᵢ. For the others ḡ has the size of a gradient, so moments keep their scale, and η̄ is
-the rate of the step and of its weight decay.
+ηᵢ is the learning rate that came with a push, sᵢ its factor by staleness, mᵢ its weight in the mean, D the update's
+divisor, equal to Σ mᵢ for a mean. For SGD without momentum the step is the mean of the single steps, θ ← θ - (1/D) Σ mᵢ
+sᵢ ηᵢ gᵢ. For the others ḡ has the size of a gradient, so moments keep their scale, and η̄ is the rate of the step and
+of its weight decay.
 
 Numbers only, and one for each parameter group. The sum that a shard keeps is of mᵢ rᵢ / R · gᵢ with rᵢ = sᵢ ηᵢ and R
 the largest rᵢ so far. So where all rates are equal each gradient is multiplied by mᵢ and the sum divided by D, and
@@ -61,7 +61,8 @@ class StepRates(msgspec.Struct, frozen=True, array_like=True):
         return StepRates(largest, self.weight + weight, scaled), Multiples(_one(own), None if unchanged else before)
 
     def measured_in(self, largest: tuple[float, ...]) -> tuple[StepRates, Factor]:
-        """The same gradients with R = `largest`, which is no smaller, and the factor on their sum for that."""
+        """The same gradients with a new R = `largest`, at least as large as before, and the factor on their sum for
+        that."""
         ratios = tuple(map(_ratio, self.largest, largest))
         before = self.scaled_weight or (self.weight,) * len(ratios)
         scaled = tuple(sum_so_far * ratio for sum_so_far, ratio in zip(before, ratios, strict=True))

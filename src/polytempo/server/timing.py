@@ -1,4 +1,4 @@
-"""How long the machines of a parameter server wait for each other."""
+"""Waiting times and deadlines between the machines of a parameter server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timing:
     deadline_s: float = 120.0
     """A request that has not been answered for so long raises `TimedOut` in its worker."""
     starting_s: float = 60.0
-    """How long a node may take until its first message."""
+    """The time limit for a node's first message."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for times that contradict each other."""

@@ -1,1 +1,1 @@
-"""Who takes part, who holds which shard, and which batch each worker trains on, without I/O."""
+"""The coordinator: it decides the members, the shards' nodes and each worker's batches, without I/O."""

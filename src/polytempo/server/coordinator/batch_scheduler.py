@@ -1,4 +1,4 @@
-"""`BatchScheduler`: which worker trains on which batch. A pure machine, a part of the coordinator.
+"""`BatchScheduler`: assigns batches to workers. A pure machine, a part of the coordinator.
 
     worker ──ask(done)──▶ ┌ batch scheduler ────────────────────────────────────┐
                           │ again: tickets of lost workers, lowest first        │
@@ -8,31 +8,31 @@
                           └─────────────────────────────────────────────────────┘
 
 A *ticket* is the right and the duty to train on one batch; ticket n is batch n mod B of epoch n div B. At any time it
-is done, or one worker holds it, or no worker does. What an order asks of a worker:
+is done, or one worker holds it, or no worker does. Orders to a worker:
 
-    train     compute the gradient of the batch. A ticket `again` is pushed alone: push first what is accrued.
+    train     compute the gradient of the batch. A ticket `again` is pushed alone: push accrued gradients first.
     wait      push all that is accrued, await the acknowledgements, then ask again, with all of it in `done`.
     finish    nothing is left. A worker that still holds something (after `stop`) need not push it.
     pause     the epoch that the worker is in is done, by all; its next ask is for the epoch after it (see `pauses`).
 
-"wait" goes only to workers that hold something: those whose pushes others wait for (the end of the run, a pause), and
-those that hold `most_held` tickets. A worker that holds nothing and can be given nothing has no answer until there is
-one (`due`).
+"wait" goes only to workers with tickets: to all when other workers wait for their pushes (the end of the run, a pause),
+and to workers that hold `most_held` tickets. A worker that holds nothing and can be given nothing has no answer until
+there is one (`due`).
 
 Tickets are dealt from the first to the last without a stop: an epoch ends where its last batch is dealt, and no worker
 waits there. Scores are taken of snapshots that the shards keep (`server.shard.score_snapshots`).
 
-**Rules that wait for other workers.** A rule that answers a push only when others have pushed too (hardsync; the first
-n of m; whatever needs every member covered), or that holds a worker back until the slowest has come near (bounded
-staleness) needs every worker to get equally many batches: `deals="evenly"`, where a worker that has nothing more to
-push means that no worker has. "freely" they would stop for ever: of the last tickets one worker may hold two, and wait
-for a push or for the progress of one that will get no ticket. Backup workers need both: tickets dealt freely, for a
-worker that comes late makes fewer steps, and `rests`, so that those without a ticket count no more. Rules that answer
-a push when it arrives (asynchronous, n-softsync, elastic averaging) cannot stop either way.
+**Rules that wait for other workers.** Some rules answer a push only when others have pushed too (hardsync; the first n
+of m; full coverage), or hold a worker back until the slowest has come near (bounded staleness). Every worker then needs
+equally many batches: `deals="evenly"`, where a worker without a push left means that all are done. "freely" they would
+stop for ever: of the last tickets one worker may hold two, and wait for the push or the progress of a worker that gets
+no ticket. Backup workers need both: tickets dealt freely, for a worker that comes late makes fewer steps, and `rests`,
+so that those without a ticket count no more. Rules that answer a push when it arrives (asynchronous, n-softsync,
+elastic averaging) cannot stop either way.
 
 **Epochs apart** (`pauses`), for loops that end an epoch themselves and do not say how many there will be. A worker gets
-tickets of one epoch until all of that are done, then the order to pause. It goes by its own wish, too (`retire`): what
-it holds is dealt again, and when all have retired, the run is over.
+tickets of one epoch until all of that are done, then the order to pause. A worker may also retire (`retire`): its
+tickets are dealt again, and when all have retired, the run is over.
 
 Losing a worker makes "evenly" uneven: its batches go to others, and at the end of the run some workers rest while
 others still have pushes that wait. `resting` names them. Such rules must take them for workers that have left, until
@@ -59,7 +59,7 @@ class _Worker:
         self.sequence = 0
         self.answer: Deal | None = None
         self.held: dict[int, Ticket] = {}
-        self.epoch = epoch  # where epochs are apart: the one that it asks for
+        self.epoch = epoch  # where epochs are apart: the requested one
         self.retires = False
 
 
@@ -70,10 +70,9 @@ class BatchScheduler:
         scheduler.join(0, incarnation=1)
         scheduler.ask(0, incarnation=1, sequence=1, done=())     # Deal(…, order="train", tickets=(Ticket(0, 0, 0),))
 
-    `workers`: how many there are at first; "evenly" they have so many places, and a place whose worker is lost (call
-    `lose` for one that never came, too) is served by the others. `warm_start`: only the first worker trains until so
-    many tickets are done. An ask costs O(1) (O(log n) with lost tickets); memory is the tickets held and gaps in those
-    that are done.
+    `workers`: their number at first; "evenly" they have so many places, and the others serve the place of a lost worker
+    (call `lose` also for a worker that never came). `warm_start`: only the first worker trains until so many tickets
+    are done. An ask costs O(1) (O(log n) with lost tickets); memory is the held tickets and the gaps in the done ones.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class BatchScheduler:
         self._warm_start, self._most_held = warm_start, most_held
         self._supply: Supply = Freely() if deals == "freely" else Evenly(workers)
         self._workers: dict[int, _Worker] = {}
-        self._waiting: set[int] = set()  # those whose newest ask has no answer
+        self._waiting: set[int] = set()  # workers with an open ask
         self._lives: dict[int, int] = {}
         self._again: list[int] = []
         self._done = Ranges()
@@ -110,7 +109,7 @@ class BatchScheduler:
         self.rests, self._pauses = rests, pauses
         self._holds_back = False
         self._uneven = False
-        self._first_epoch = 0  # where epochs are apart: the one that workers ask for first
+        self._first_epoch = 0  # where epochs are apart: the first requested one
         self._changed = False  # whether an ask that waits may have an answer now
         self._step = workers if deals == "evenly" else 1
         self._barrier: int | None = None  # no ticket from this one on is dealt for now
@@ -135,7 +134,7 @@ class BatchScheduler:
         return True
 
     def lose(self, worker: int) -> None:
-        """`worker` is lost, or never came: what it holds is dealt again, before everything else."""
+        """`worker` is lost, or never came: its tickets are dealt again, before all others."""
         life = self._workers.pop(worker, None)
         self._waiting.discard(worker)
         for number in () if life is None else life.held:
@@ -146,7 +145,7 @@ class BatchScheduler:
         self._close()
 
     def retire(self, worker: int) -> None:
-        """With its next ask `worker` wants no more tickets; it gets its order to finish when all others want none."""
+        """`worker` wants no tickets after its next ask; it gets its order to finish when all others want none."""
         if (life := self._workers.get(worker)) is not None:
             life.retires = True
 
@@ -183,7 +182,7 @@ class BatchScheduler:
     def stop(self) -> None:
         """Deal nothing more, and order workers to finish. "evenly" the step that was begun is dealt to its end.
 
-        A run whose every ticket is done has not been stopped: its weights are those of its last batch.
+        A run with every ticket done has not been stopped: its weights are the last batch's.
         """
         if self.finished:
             return
@@ -206,7 +205,8 @@ class BatchScheduler:
         self._changed = True
 
     def save(self) -> int:
-        """How many batches are decided where all shards, dealt evenly, can save the same; dealt freely, 0: at once.
+        """The number of decided batches where all shards, dealt evenly, can save the same; dealt freely, 0:
+        immediately.
 
         It is the end of the step after the newest: no ticket behind it is dealt before `saved`, and until then there
         is a step to do. So no shard can be further when the order to save comes, and workers wait only where shards
@@ -223,12 +223,12 @@ class BatchScheduler:
         self._changed = True
 
     def hold_back(self, on: bool) -> None:
-        """Whether workers must finish what they hold before they get more."""
+        """True if workers must finish their tickets before they get more."""
         if on != self._holds_back:
             self._holds_back, self._changed = on, True
 
     def _release(self, worker: int, life: _Worker) -> None:
-        """Deal to others what a worker holds that has retired."""
+        """Deal a retired worker's tickets to others."""
         for number in life.held:
             heappush(self._again, number)
         life.held.clear()
@@ -237,7 +237,7 @@ class BatchScheduler:
         self._close()
 
     def _close(self) -> None:
-        """End a run whose workers have all retired, but for those that are lost."""
+        """End a run when all workers have retired or are lost."""
         lives = self._workers.values()
         self._closed |= bool(lives) and all(life.retires and not life.held for life in lives)
 
@@ -311,7 +311,7 @@ class BatchScheduler:
 
     @property
     def finished(self) -> bool:
-        """Whether every ticket is done; of a run that was stopped, every one that was dealt and is not lost."""
+        """True if every ticket is done; in a stopped run, every ticket that was dealt and is not lost."""
         if self._closed:
             return True
         if self._stopped and self.deals == "freely":
@@ -320,24 +320,24 @@ class BatchScheduler:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was stopped before its end."""
+        """True if the run was stopped before its end."""
         return self._stopped
 
     @property
     def quiet(self) -> bool:
-        """Whether a pause has come into force: all before it is done, and every worker waits with empty hands."""
+        """True in a pause once every ticket is done and every worker waits without one."""
         if self._barrier is None or self.finished or not self._done.covers(0, self._barrier - 1):
             return False
         return not any(life.held or life.answer is not None for life in self._workers.values())
 
     @property
     def _whole_steps(self) -> int:
-        """How many batches the steps have that are begun."""
+        """The number of batches in the steps begun."""
         return min(-(-self._supply.frontier // self._step) * self._step, self.num_tickets)
 
     @property
     def epoch(self) -> int:
-        """How many epochs, from the first on, have all their tickets done."""
+        """The number of epochs, from the first on, with all tickets done."""
         gaps = self._done.missing(0, self.num_tickets - 1)
         return (gaps[0][0] if gaps else self.num_tickets) // self.batches_per_epoch
 
@@ -364,11 +364,11 @@ class BatchScheduler:
     # --------------------------------------------------------------------------------------------------------- state
 
     def dump(self) -> bytes:
-        """What a full restart needs. Workers are not in it: after a restart all of them are new."""
+        """The state that a full restart needs. Workers are not in it: after a restart all of them are new."""
         return encoded(self.batches_per_epoch, self._supply.frontier, self._done.tuples)
 
     def load(self, state: bytes, applied: Sequence[Sequence[Range]] = ()) -> None:
-        """Go on from `state`, in a new scheduler whose workers have not joined. Tickets once dealt are dealt `again`.
+        """Go on from `state`, in a new scheduler before any worker has joined. Tickets once dealt are dealt `again`.
 
         `applied`: for each shard the tickets in the snapshot that it resumes from (`Statistics.tickets`). A ticket is
         then done if every shard has it. A shard that has more of them than the others drops these when they come again.

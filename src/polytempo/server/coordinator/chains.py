@@ -41,7 +41,7 @@ class Chains:
         self._starting[node] = shard
 
     def join(self, node: int) -> int | None:
-        """`node` is alive. The shard whose chain it joins with this; None if it was not being started."""
+        """`node` is alive. Returns its shard, which now has it in the chain; None if it was not being started."""
         shard = self._starting.pop(node, None)
         if shard is not None:
             self.nodes[shard] = (*self.nodes[shard], node)
@@ -53,7 +53,7 @@ class Chains:
         self._blank.discard(node)
 
     def shard_of(self, node: int) -> int | None:
-        """The shard of which `node` holds a copy; None if it holds none."""
+        """The shard with a copy on `node`; None if there is none."""
         return next((shard for shard, chain in enumerate(self.nodes) if node in chain), None)
 
     def cancel(self, node: int) -> None:
@@ -74,7 +74,7 @@ class Chains:
 
     @property
     def lacking(self) -> list[int]:
-        """The shards that lack a copy, those that are being started counted."""
+        """The shards that lack a copy; copies being started count."""
         starting = list(self._starting.values())
         return [s for s, chain in enumerate(self.nodes) if chain and len(chain) + starting.count(s) < self._copies]
 

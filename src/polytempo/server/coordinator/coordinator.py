@@ -1,6 +1,6 @@
-"""`Coordinator`: which workers take part, which nodes hold which shard, and which worker trains on what.
+"""`Coordinator`: decides the members, the nodes of each shard, and the batches of each worker.
 
-    Beat ◀── every node       View ──▶ every node     a node that is silent, or whose process has ended, is lost:
+    Beat ◀── every node       View ──▶ every node     a node that is silent or has ended is lost:
     Ask  ◀── worker           Deal ──▶ worker            worker: its tickets are dealt again, the shards get `Members`
     Noted ◀─ shard         Members ──▶ shard             copy: the next one in the chain moves up, in a new epoch
     Scored ◀─ evaluator      Heard ──▶ evaluator      only the end of the run waits for a score, the last one
@@ -55,22 +55,23 @@ class Listeners(NamedTuple):
     ("copied", shard), ("saved", shard), ("reshaped", layout), and ("silent", node) before a node is given up: its
     process must not go on."""
     on_entry: Callable[[Entry], None] = lambda entry: None
-    """Takes, in their order, calls for work, losses, saves, an early end, and what shards noted: nothing else decides
-    what the coordinator deals and says."""
+    """Takes, in their order, calls for work, losses, saves, an early end, and the shards' notes: the coordinator's
+    deals and messages depend on these alone."""
 
 
 class Nodes(NamedTuple):
-    """The nodes of a run, by what they do."""
+    """The nodes of a run, by role."""
 
     coordinator: int
     workers: Sequence[int]
     chains: Sequence[Sequence[int]]
-    """For each shard the nodes of its copies, the head first."""
+    """The nodes of each shard's copies, the head first."""
     evaluator: int | None = None
 
 
 class Coordinator:
-    """The coordinator of `nodes`. `incarnation`: higher than that of the coordinator whose snapshot is resumed."""
+    """The coordinator of `nodes`. `incarnation`: higher than the incarnation of the coordinator in the resumed
+    snapshot."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Coordinator:
         """Each shard's statistics at the end of the run."""
         self.finished = False
         self.began_s = 0.0
-        """When the first work was dealt; until then, 0."""
+        """The time of the first deal; until then, 0."""
         self._chains = Chains(nodes.chains)
         self._expected = set(nodes.workers)
         """Workers that were started and have not sent a message."""
@@ -122,7 +123,7 @@ class Coordinator:
 
     @property
     def chains(self) -> list[tuple[int, ...]]:
-        """For each shard the nodes of its copies, the head first; () for a shard that was drained."""
+        """The nodes of each shard's copies, the head first; () for a drained shard."""
         return self._chains.nodes
 
     @property
@@ -138,12 +139,12 @@ class Coordinator:
 
     @property
     def released(self) -> set[int]:
-        """The workers whose order to finish was answered by a last call."""
+        """The workers that have confirmed their order to finish."""
         return set(self._calls.finishing) - set(self.members)
 
     @property
     def wanted(self) -> list[int]:
-        """The shards that lack a copy for which no process was started yet."""
+        """The shards that lack a copy, except for copies being started."""
         return [] if self._ending or self.reshaper.moving else self._chains.lacking
 
     def lose(self, now_s: float, node: int) -> Outbox:
@@ -182,7 +183,7 @@ class Coordinator:
         return self._shards.sendable(now_s)
 
     def add_shard(self, now_s: float, nodes: Sequence[int]) -> Outbox:
-        """Add a shard, whose copies were started on `nodes`. Workers are idle while elements move."""
+        """Add a shard with copies started on `nodes`. Workers are idle while elements move."""
         self.reshaper.add(nodes)
         self.scheduler.pause()
         return self._deals(now_s) + self._reshape(now_s)
@@ -196,7 +197,7 @@ class Coordinator:
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; the answer is what is to be sent because of it."""
+        """Take a message and return the messages to send."""
         self.failure_detector.note_alive(now_s, source)
         self.reshaper.note_alive(source)
         out: Outbox = []
@@ -214,7 +215,7 @@ class Coordinator:
         return out + self._reshape(now_s) if self.reshaper.busy else out
 
     def tick(self, now_s: float) -> Outbox:
-        """Give up nodes that are silent, and send again what was not answered."""
+        """Give up silent nodes, and send unanswered messages again."""
         out: Outbox = []
         while silent := self._silent(now_s):  # one at a time: the last copy of a shard is not given up
             self._listeners.on_event(("silent", silent[0]))
@@ -225,7 +226,7 @@ class Coordinator:
         return out + self._shards.sendable(now_s) + self._deals(now_s) + self._end(now_s) + self._reshape(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `tick`, unless a message arrives."""
         beat_s = self._announced_s + self.timing.beat_s - now_s
         return max(0.0, min([beat_s, *(asked.wait_s(now_s) for asked in self._asked)]))
 
@@ -252,7 +253,7 @@ class Coordinator:
         return self.failure_detector.silent_nodes(now_s, self._chains.replaceable, self.members, starting)
 
     def _notify_shards(self, now_s: float) -> Outbox:
-        """Send the shards the members, if these have changed. A worker that rests is to them as one that has left."""
+        """Send the shards the members, if these have changed. They see a resting worker as one that has left."""
         if self._ending or self._expected or self.reshaper.moving:
             return []
         facts = self._membership.change(self.scheduler.resting, self._in_hand)
@@ -317,7 +318,7 @@ class Coordinator:
         return out + self._deals(now_s) + self._end(now_s)
 
     def _deals(self, now_s: float) -> Outbox:
-        """Answer the calls for work that can be answered: those of workers that every shard knows as members."""
+        """Answer the calls of workers that every shard knows as members."""
         if self._expected or self.reshaper.moving:
             return []  # the first deal is made when all workers that were started are here
         self.began_s = self.began_s or now_s
@@ -345,7 +346,8 @@ class Coordinator:
         return out
 
     def _end(self, now_s: float) -> Outbox:
-        """After the last ticket: ask the shards for their statistics. Once these are here and all workers gone, end."""
+        """Ask the shards for their statistics: the last ticket is done. Once these are here and all workers gone,
+        end."""
         if not self.scheduler.finished or self._expected or self.reshaper.moving:
             return []  # a worker that was started learns of the end, too
         if not self._ending:
@@ -404,7 +406,7 @@ class Coordinator:
 
     @property
     def _is_still(self) -> bool:
-        """Whether no request is under way: of no worker, and none of the coordinator's own."""
+        """True if no request is under way, of a worker or of the coordinator."""
         calls = self._calls.waiting or self._calls.unsaid
         busy = self._expected or self._chains.starting or self._membership.leaving or calls or self._ending
         return self.scheduler.quiet and not busy and not self._shards.busy and self._membership.is_settled

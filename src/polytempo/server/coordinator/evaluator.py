@@ -58,7 +58,7 @@ class Evaluator:
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; the answer is what is to be sent because of it. May take as long as a score."""
+        """Take a message and return the messages to send. May take as long as a score."""
         match message:
             case View() if message.epoch >= self._epoch:
                 return self._see(now_s, message)
@@ -71,13 +71,13 @@ class Evaluator:
         return []
 
     def tick(self, now_s: float) -> Outbox:
-        """Ask again for what has not come; this also shows that the evaluator lives."""
+        """Ask again for missing messages; this also shows that the evaluator lives."""
         if now_s < self._asks_at_s:
             return []
         return [(self.coordinator, Beat(self.node, 1, self._epoch)), *self._ask(now_s)]
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `tick`, unless a message arrives."""
         return max(0.0, self._asks_at_s - now_s)
 
     def flops(self, message: Message) -> float:
@@ -102,7 +102,7 @@ class Evaluator:
         return self._ask(now_s)
 
     def _ask(self, now_s: float) -> Outbox:
-        """What is wanted now: a confirmation of the score, or the next snapshot."""
+        """The open request: a confirmation of the score, or the next snapshot."""
         self._asks_at_s = now_s + self.timing.retry_s
         if self._row is not None:
             return [(self.coordinator, self._row)]
@@ -138,18 +138,18 @@ class Scores:
     def __init__(self, evaluator: int | None, scheduler: BatchScheduler, deadline_s: float) -> None:
         self._evaluator, self._scheduler, self._deadline_s = evaluator, scheduler, deadline_s
         self.highest = -1
-        """The highest snapshot whose score has come."""
+        """The highest snapshot with a score."""
         self._since_s: float | None = None
 
     def take(self, scored: Scored) -> bool:
-        """Whether this score is new."""
+        """True if this score is new."""
         new = scored.number > self.highest
         self.highest = max(self.highest, scored.number)
         self._since_s = None if new else self._since_s  # an evaluator that is slow makes progress
         return new
 
     def lacks_last(self, now_s: float) -> bool:
-        """Whether the score of the last batch has not come. Ask this when all else is over.
+        """True if the score of the last batch has not come. Ask this when all else is over.
 
         Raises `TimedOut` where that has been so, and no other score has come, for longer than the deadline.
         """

@@ -29,7 +29,7 @@ class FailureDetector:
     def silent_nodes(
         self, now_s: float, copies: Collection[int], workers: Iterable[int], starting: set[int]
     ) -> list[int]:
-        """The nodes that have been silent for too long. Time in which this process stood still does not count."""
+        """The nodes that have been silent for too long. Time in which this process stood still is subtracted."""
         timing = self._timing
         gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s

@@ -18,16 +18,16 @@ from collections.abc import Callable, Collection
 
 
 class Membership:
-    """`num_shards` shards, none of which knows a worker yet."""
+    """`num_shards` shards, which know no worker yet."""
 
     def __init__(self, num_shards: int, *, waits: bool) -> None:
         self.members: dict[int, int] = {}
         """The workers that take part, with their incarnations; changed by `join` and `leave`."""
         self.changes = 0
         self.known = [0] * num_shards
-        """How many changes each shard has noted."""
+        """The number of changes that each shard has noted."""
         self.closing = False
-        """Whether new workers wait until no worker has a batch in hand."""
+        """True while new workers wait until no worker has a batch in hand."""
         self.leaving: dict[int, int] = {}
         """Lost workers -> the change that says so."""
         self._waits = waits
@@ -58,11 +58,11 @@ class Membership:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every shard has noted every change."""
+        """True if every shard has noted every change."""
         return self.ready == self.changes
 
     def knows(self, worker: int) -> bool:
-        """Whether every shard takes `worker` for a member that does not rest."""
+        """True if every shard knows `worker` as a member that does not rest."""
         return self._admitted.get(worker, self.changes + 1) <= self.ready
 
     def change(

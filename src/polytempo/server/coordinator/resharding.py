@@ -1,16 +1,16 @@
 """`Reshaper`: adds and drains shards while a run goes on. The coordinator's part of it, without I/O.
 
-    pause      no new tickets; workers push what they hold, and wait       (`BatchScheduler.pause`; `quiet` ends it)
+    pause      no new tickets; workers push their gradients, and wait      (`BatchScheduler.pause`; `quiet` ends it)
     lend       givers show the elements that takers take over              Lend ──▶ Lent
     take       takers hold them, in every copy                             Reshape ──▶ Noted
     release    givers hold them no more                                    Reshape ──▶ Noted
     resume     a new view: layout, ranges, chains; a worker that gets a ticket must know it, and pulls the weights
 
 While elements move, the shards get no other request: no worker has one under way, and the coordinator keeps changes of
-members, snapshots and deals back. So takers take exactly what givers lend. At any moment at least one shard holds each
-element, and workers push it to at most one. Every step is a request to a shard's log, so it is repeated until it is
-answered, applied once, and in every copy before it is answered: a copy may die at any moment. One change at a time: a
-shard gives or takes, never both.
+members, snapshots and deals back. So takers take exactly the elements that givers lend. At any moment at least one
+shard holds each element, and workers push it to at most one. Every step is a request to a shard's log, so it is
+repeated until it is answered, applied once, and in every copy before it is answered: a copy may die at any moment. One
+change at a time: a shard gives or takes, never both.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Shards(NamedTuple):
     """The coordinator's own lists about shards, by number. They change as shards are added and drained."""
 
     chains: list[tuple[int, ...]]
-    """() for one that was drained."""
+    """() for a drained shard."""
     asked: list[Requests]
     known: list[int]
-    """How many changes of membership each has noted."""
+    """The number of membership changes that each shard has noted."""
 
     @property
     def busy(self) -> bool:
-        """Whether one has not answered yet."""
+        """True if a shard has not answered yet."""
         return any(asked.unanswered for asked in self.asked)
 
     @property
     def live(self) -> list[tuple[int, Requests]]:
-        """What is asked of those that have not been drained, by number."""
+        """The requests to shards that are not drained, by number."""
         return [(shard, self.asked[shard]) for shard, chain in enumerate(self.chains) if chain]
 
     def ask(self, build: Callable[[int, int, int], Request]) -> set[tuple[int, int]]:
@@ -64,19 +64,19 @@ class Shards(NamedTuple):
         return {(shard, asked.add(build).sequence) for shard, asked in self.live}
 
     def sendable(self, now_s: float) -> Outbox:
-        """What is to be sent for the first time now."""
+        """The requests to send for the first time now."""
         return [(asked.head, request) for asked in self.asked for request in asked.sendable(now_s)]
 
     def headed_by(self, node: int) -> int | None:
-        """The shard whose first copy is on `node`; None if none is."""
+        """The shard with its first copy on `node`; None if there is none."""
         return next((shard for shard, chain in enumerate(self.chains) if chain[:1] == (node,)), None)
 
     def late(self, now_s: float) -> Outbox:
-        """What is to be sent again."""
+        """The requests to send again."""
         return [(asked.head, request) for asked in self.asked for request in asked.late(now_s)]
 
     def redirected(self, now_s: float) -> Outbox:
-        """What is to be sent again because another copy is asked now."""
+        """The requests to send again because another copy heads the chain now."""
         heads = [(self.chains[shard][0], asked) for shard, asked in self.live]
         return [(head, request) for head, asked in heads if head != asked.head for request in asked.ask(head, now_s)]
 
@@ -87,17 +87,17 @@ class Reshaper:
     def __init__(self, parameters: Sequence[Parameter] = (), spans: Sequence[Spans] = ()) -> None:
         self.parameters, self.spans = tuple(parameters), tuple(spans)
         self.layout = 0
-        """How often `spans` has changed."""
+        """The number of changes of `spans` so far."""
         self._planned: deque[Change] = deque()
         self._absent: set[int] = set()
         self._change: Change | None = None
         self._steps: Iterator[Orders] = iter(())
         self._lent: list[Lent] = []
 
-    # ------------------------------------------------------------------ what is wanted
+    # ------------------------------------------------------------------ planned changes
 
     def add(self, nodes: Sequence[int]) -> None:
-        """Plan a new shard, whose copies are on `nodes`. It begins when each of them has sent a message."""
+        """Plan a new shard with copies on `nodes`. It begins when each of them has sent a message."""
         if not nodes:
             raise ValueError("a shard needs a node for its copy")
         self._check()
@@ -147,20 +147,20 @@ class Reshaper:
 
     @property
     def busy(self) -> bool:
-        """Whether a change is planned or under way."""
+        """True if a change is planned or under way."""
         return bool(self._planned) or self.moving
 
     @property
     def ready(self) -> bool:
-        """Whether the next change can begin as soon as no request is under way."""
+        """True if the next change can begin as soon as no request is under way."""
         return bool(self._planned) and not self.moving and self._absent.isdisjoint(self._planned[0].nodes)
 
     @property
     def moving(self) -> bool:
-        """Whether a change is under way: then the shards get no other request."""
+        """True if a change is under way: then the shards get no other request."""
         return self._change is not None
 
-    # ------------------------------------------------------------------ what is done
+    # ------------------------------------------------------------------ the change under way
 
     def take(self, reply: Lent) -> None:
         """A giver's answer to `Lend` has come."""

@@ -1,4 +1,4 @@
-"""What a batch scheduler saves, and which tickets are left when a run goes on from that.
+"""The saved state of a batch scheduler, and the tickets left when a run goes on from it.
 
 tickets   0 1 2 3 4 5 6 7 | 8 9 …          frontier 8: no ticket from there on was ever dealt
 done      0 1 2   4 5   7                  every shard has them; 3 and 6 are dealt again
@@ -30,7 +30,7 @@ class SavedSchedule(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Remaining(NamedTuple):
-    """The tickets that are done, those below `frontier` that are dealt again, and the first that is dealt anew."""
+    """The done tickets, the tickets below `frontier` to deal again, and the first ticket to deal for the first time."""
 
     done: Ranges
     again: list[int]
@@ -47,22 +47,22 @@ def decoded(state: bytes, batches_per_epoch: int) -> SavedSchedule:
     try:
         saved = msgspec.msgpack.decode(state, type=SavedSchedule)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"this is no batch scheduler's state: {error}") from error
+        raise ValueError(f"these bytes are not a batch scheduler's state: {error}") from error
     if saved.version != _VERSION:
         raise ValueError(f"the batch scheduler's state has version {saved.version}, this program reads {_VERSION}")
     if saved.batches_per_epoch != batches_per_epoch:
         raise ValueError(
             f"the saved run has {saved.batches_per_epoch} batches an epoch, this one {batches_per_epoch}; "
-            "go on with the same data and batch size, or begin anew"
+            "go on with the same data and batch size, or begin a new run"
         )
     return saved
 
 
 def remaining(saved: SavedSchedule, applied: Sequence[Sequence[Range]], places: int) -> Remaining:
-    """What is left to deal. `applied`: for each shard the tickets in its snapshot; () if there is none.
+    """The tickets left to deal. `applied`: for each shard the tickets in its snapshot; () if there is none.
 
     A ticket is done if every shard has applied it. `places`: how many tickets a step has where they are dealt evenly,
-    else 0. Where only whole steps are missing, they are dealt anew, to the workers that had them before.
+    else 0. Where only whole steps are missing, the same workers get them again.
     """
     frontier = max([saved.frontier, *(last + 1 for shard in applied for _, last in shard)])
     absent = Ranges()
@@ -70,7 +70,7 @@ def remaining(saved: SavedSchedule, applied: Sequence[Sequence[Range]], places: 
         for first, last in Ranges(shard).missing(0, frontier - 1):
             absent.add(first, last)
     if (num_absent := sum(last - first + 1 for first, last in absent)) > _MOST_ABSENT:
-        raise ValueError(f"{num_absent} batches before the last one that was dealt are not done; that is no run's")
+        raise ValueError(f"{num_absent} batches before the last dealt one are not done; that is not a run's")
     if places:
         begun = absent.tuples[0][0] // places * places if absent.tuples else frontier
         if absent.covers(begun, frontier - 1):

@@ -1,4 +1,4 @@
-"""Which ticket is next for a worker: the order in which tickets are dealt for the first time.
+"""The order in which tickets are dealt for the first time, and the next ticket of each worker.
 
 freely    0 1 2 3 4 5 …           the next one to any worker that asks
 evenly    place 0:  0 3 6 …       W places, here 3; place i has the tickets step · W + i, in order
@@ -19,7 +19,7 @@ class Fresh(NamedTuple):
 
 
 class Supply(Protocol):
-    """Tickets in the order in which they may be dealt for the first time."""
+    """Tickets in the order of their first deals."""
 
     @property
     def frontier(self) -> int:
@@ -27,7 +27,7 @@ class Supply(Protocol):
 
     @property
     def uneven(self) -> bool:
-        """Whether workers get unequal numbers of tickets although tickets are dealt evenly."""
+        """True if workers get unequal numbers of tickets although tickets are dealt evenly."""
 
     def join(self, worker: int) -> None:
         """`worker` takes part from now on."""
@@ -39,7 +39,7 @@ class Supply(Protocol):
         """The next ticket below `end` for `worker`, which is dealt with this; None if there is none for it."""
 
     def skip_to(self, frontier: int) -> list[int]:
-        """Deal no ticket below `frontier`, or below the next that can be begun with. Returns those in between."""
+        """Deal no ticket below `frontier`, or below the next that can be begun with. Returns the tickets in between."""
 
 
 class Freely:
@@ -70,7 +70,7 @@ class Freely:
 
 
 class Evenly:
-    """In each step one ticket to each of `num_places` workers; worker i has place i at first."""
+    """One ticket to each of `num_places` workers in each step; worker i has place i at first."""
 
     def __init__(self, num_places: int) -> None:
         self._place = {worker: worker for worker in range(num_places)}  # of each worker that has one
@@ -85,7 +85,7 @@ class Evenly:
 
     @property
     def uneven(self) -> bool:
-        """Whether a place is empty, or a worker has none."""
+        """True if a place is empty, or a worker has none."""
         return bool(self._empty or self._spare)
 
     def join(self, worker: int) -> None:
@@ -100,7 +100,7 @@ class Evenly:
         self._place[worker] = place
 
     def lose(self, worker: int) -> None:
-        """Its place goes to a worker without one, or is empty."""
+        """A worker without a place takes its place, or the place is empty."""
         self._spare.discard(worker)
         place = self._place.pop(worker, None)
         if place is None:

@@ -14,7 +14,7 @@ class Calls:
         self.unsaid: dict[int, Deal] = {}
         """Answers that wait until all shards know the worker."""
         self.finishing: dict[int, int] = {}
-        """Workers whose last answer was to finish, with the number of the call that this answered."""
+        """Workers with an order to finish -> the number of the call that it answered."""
         self._said: dict[int, tuple[int, int]] = {}
         self._heard_of: dict[int, tuple[int, int]] = {}
 
@@ -23,7 +23,7 @@ class Calls:
         self._heard_of[ask.worker] = ask.incarnation, 0
 
     def is_of_the_past(self, ask: Ask) -> bool:
-        """Whether that life of the worker, or a later one, has called before."""
+        """True if that life of the worker, or a later one, has called before."""
         return ask.incarnation <= self._heard_of.get(ask.worker, (0, 0))[0]
 
     def new_rows(self, ask: Ask) -> tuple[bytes, ...]:
@@ -34,7 +34,7 @@ class Calls:
         return ask.rows
 
     def was_answered(self, ask: Ask) -> bool:
-        """Whether this call was answered already."""
+        """True if this call was answered already."""
         return self._said.get(ask.worker) == (ask.incarnation, ask.sequence)
 
     def say(self, worker: int) -> Deal:
@@ -44,7 +44,7 @@ class Calls:
         return deal
 
     def is_goodbye(self, ask: Ask) -> bool:
-        """Whether the worker calls again after its order to finish: with this call it goes."""
+        """True if the worker calls again after its order to finish: with this call it goes."""
         finished = self.finishing.get(ask.worker)
         return finished is not None and ask.sequence > finished
 

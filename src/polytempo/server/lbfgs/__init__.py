@@ -1,1 +1,1 @@
-"""Sandblaster L-BFGS: shards of a parameter server compute on their parts of vectors, and a coordinator says what."""
+"""Sandblaster L-BFGS: a coordinator orders computations, and shards compute on their parts of vectors."""

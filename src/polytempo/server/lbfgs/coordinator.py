@@ -72,7 +72,7 @@ class LbfgsCoordinator:
         return math.inf if self._begun else 0.0
 
     def flops(self, message: Message) -> float:
-        """It computes with a few numbers."""
+        """The coordinator computes with a few numbers."""
         return 0.0
 
     def _ask(self, answer: float) -> Outbox:
@@ -101,7 +101,7 @@ class LbfgsCoordinator:
         return [(shard, Open(self._point, asked.at, asked.into)) for shard in self._shards]
 
     def _deal(self) -> Outbox:
-        """Portions for those without work; or, where all are done, what comes after the evaluation."""
+        """Portions for replicas without work; or, where all are done, the operations after the evaluation."""
         portions = self._portions
         if portions is None or not self._opened:  # a shard that has not begun the point would not know it
             return []
@@ -118,24 +118,24 @@ _MOST_HOLDERS = 2
 class Portions:
     """The portions 0 … count - 1 of one evaluation, each to be computed once.
 
-    A replica has one at a time, so a fast one computes more of them. When none is left, replicas without work compute
-    those that others have begun first, in a second copy: the first result counts.
+    A replica has one at a time, so a fast one computes more of them. When none is left, idle replicas compute second
+    copies of portions under way: the first result counts.
     """
 
     def __init__(self, count: int) -> None:
         self._left = deque(range(count))
         self._held: dict[int, list[int]] = {}
-        """Who computes what, in the order in which portions were dealt."""
+        """Replica -> its portions, in the order of their deals."""
         self._of: dict[int, int] = {}
         """The portion of each replica that computes."""
         self.losses: dict[int, float] = {}
-        """Of the portions that are done."""
+        """The losses of finished portions."""
         self.count, self.copies = count, 0
-        """How many portions there are, and how many second copies were begun."""
+        """The number of portions, and of second copies."""
 
     @property
     def done(self) -> bool:
-        """Whether all are."""
+        """True if all portions are done."""
         return len(self.losses) == self.count
 
     def deal(self, replicas: Iterable[int]) -> list[tuple[int, int]]:
@@ -152,7 +152,7 @@ class Portions:
                 self._left.remove(portion)
 
     def lost(self, replica: int) -> None:
-        """A replica is gone; what it alone had is dealt again, first of all."""
+        """A replica is gone; portions that it alone had are dealt again, first of all."""
         portion = self._of.pop(replica, None)
         if portion is None or portion in self.losses:
             return

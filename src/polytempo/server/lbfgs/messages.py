@@ -15,7 +15,7 @@ from torch import Tensor
 from polytempo.server.message import Message
 
 FINAL = -1
-"""As a point: the parameters as they are at that moment, which the launcher asks for at the end."""
+"""As a point: the present parameters, which the launcher fetches at the end."""
 
 
 class Operate(Message, frozen=True, eq=False):
@@ -37,13 +37,13 @@ class Open(Message, frozen=True, eq=False):
 
 
 class Answered(Message, frozen=True, eq=False):
-    """What a shard's part of a dot product is; 0 after `Open`."""
+    """A shard's part of a dot product; 0 after `Open`."""
 
     value: float
 
 
 class PortionTask(Message, frozen=True, eq=False):
-    """To a replica: loss and gradient of the samples from `begin` to `end`."""
+    """Message to a replica: compute loss and gradient of the samples from `begin` to `end`."""
 
     point: int
     portion: int

@@ -1,4 +1,4 @@
-"""L-BFGS as operations on named vectors. Whatever performs them, this sees numbers alone.
+"""L-BFGS as operations on named vectors. This module sees numbers alone, not vectors.
 
 x + t d ──▶ loss, gradient        t: weak Wolfe conditions, by bisection
 d = - H g                         two-loop recursion over the last steps s and changes of the gradient y
@@ -16,8 +16,8 @@ _SUFFICIENT, _CURVATURE = 1e-4, 0.9
 
 
 class VectorOperation(NamedTuple):
-    """On vectors by their names, each shard on its own part: `dot` a · b, `scale` out = factor a, `add`
-    out = a + factor b."""
+    """An operation on named vectors, on each shard's part: `dot` a · b, `scale` out = factor a, `add` out = a +
+    factor b."""
 
     kind: str
     out: str
@@ -42,11 +42,11 @@ class Iteration(NamedTuple):
     rate: float
     """The step's length along the direction, t."""
     evaluations: int
-    """Of loss and gradient, so far."""
+    """The number of evaluations of loss and gradient so far."""
 
 
 class _Pair(NamedTuple):
-    """A step s and the change of the gradient y in it, of which a number names the vectors; 1 / (s · y)."""
+    """A step s, the change y of the gradient in it (a number names both vectors), and 1 / (s · y)."""
 
     slot: int
     inverse: float
@@ -70,9 +70,9 @@ Asking = Generator["Asked | Iteration", float]
 def lbfgs(iterations: int, history: int, tolerance: float, searches: int) -> Asking:
     """Minimise from the vector x on, for so many iterations, or until ‖g‖ ≤ tolerance.
 
-    history: pairs (s, y) that are kept, m. searches: evaluations for one iteration, at most; where the last one's point
-    is no lower, the iteration is not made and the run is over. x ends at the lowest point that an iteration has
-    reached. Errors: ValueError for a first loss that is not finite.
+    history: the number m of kept pairs (s, y). searches: the most evaluations for one iteration; if the last point is
+    not lower, the iteration is discarded and the run is over. x ends at the lowest point of any iteration. Errors:
+    ValueError for a first loss that is not finite.
     Source: J. Nocedal and S. J. Wright, "Numerical optimization", 2006, algorithms 7.4 and 7.5; for a parameter server,
     J. Dean et al., "Large scale distributed deep networks", 2012, section 4.2.
     """
@@ -115,7 +115,7 @@ def _direction(pairs: deque[_Pair]) -> Asking:
 
 
 class _Found(NamedTuple):
-    """Where a line search has ended."""
+    """The end of a line search."""
 
     rate: float
     loss: float
@@ -132,7 +132,7 @@ def _searched(loss: float, slope: float, rate: float, searches: int) -> Generato
     for tried in range(1, searches + 1):
         yield VectorOperation("add", NEXT_X, X, D, rate)
         found = yield LossAt(NEXT_X, NEXT_G)
-        if not found <= loss + _SUFFICIENT * rate * slope:  # a loss that is no number is no descent
+        if not found <= loss + _SUFFICIENT * rate * slope:  # a loss of NaN is not a descent
             high = rate
         elif (yield VectorOperation("dot", "", NEXT_G, D)) < _CURVATURE * slope:
             low = rate

@@ -12,7 +12,7 @@ from polytempo.server.lbfgs.messages import Contribute, Contributed, Fetch, Fetc
 from polytempo.server.message import Message, Outbox
 
 PortionGradient = Callable[[Tensor, int, int], tuple[float, Tensor]]
-"""From all parameters, shape (n,), float64, and two bounds to the loss and the gradient of these samples."""
+"""All parameters, shape (n,), float64, and two bounds -> the loss and the gradient of these samples."""
 
 
 class LbfgsReplica:
@@ -75,6 +75,6 @@ class LbfgsReplica:
         return math.inf
 
     def flops(self, message: Message) -> float:
-        """Of the portion that a message lets it compute, at most."""
+        """The most that the portion of a message costs."""
         task = message if isinstance(message, PortionTask) else self._task if isinstance(message, Fetched) else None
         return 0.0 if task is None else self._flops * (task.end - task.begin)

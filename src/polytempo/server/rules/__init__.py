@@ -1,1 +1,1 @@
-"""Rules: when a shard applies gradients, and with which weight and learning rate."""
+"""Rules: the time, weight and learning rate with which a shard applies gradients."""

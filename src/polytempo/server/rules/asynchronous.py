@@ -8,7 +8,8 @@ from polytempo.server.rules.staleness import constant, weighed
 
 
 def on_arrival(scale: Staleness = constant) -> Rule:
-    """θ ← θ - s(τ) η g with each push, τ = the updates since the version that g was computed on; pulls at once.
+    """θ ← θ - s(τ) η g with each push, τ = the updates since the version that g was computed on; pulls are answered
+    immediately.
 
     That is for plain SGD; any optimizer makes a step with the learning rate s(τ) η on g.
 
@@ -38,8 +39,8 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
     So a worker that reads at clock c sees every gradient of the steps up to c - bound, and perhaps newer ones; between
     two pulls a worker does not wait. bound = 0: all wait for all, though each gradient is an update of its own.
 
-    Clocks are compared from where a worker began: when it joins, its clock is that of the slowest other member, with
-    any number in its first request. A worker that joins, or comes back, delays no other for the steps that it missed.
+    Clocks are relative: when a worker joins, its clock is the clock of the slowest other member, with any number in its
+    first request. A worker that joins, or comes back, delays no other for the steps that it missed.
 
     Workers that push every k-th step only need bound >= k - 1; else all wait for gradients that no worker sends.
 
@@ -71,7 +72,7 @@ def within(bound: int, scale: Staleness = constant) -> Rule:
 
 def _advanced(state: RuleState, arrival: Arrival) -> RuleState:
     """The members' clocks, how many have each, the offsets of their own numbers from these, and the pulls that wait,
-    after `arrival`. What does not change is not copied."""
+    after `arrival`. Unchanged parts are not copied."""
     worker, clocks, offsets, pulls = arrival.worker, state["clocks"], state["offsets"], state["pulls"]
     if arrival.kind == "left":
         offsets, pulls = _without(offsets, worker), _without(pulls, worker)
@@ -108,7 +109,7 @@ def softsync(n: int, scale: Staleness = constant, workers: int | None = None) ->
     """θ ← θ - (1/c) Σ s(τᵢ) ηᵢ gᵢ as soon as c = ⌊λ/n⌋ gradients are there; each rate is scaled by its own τᵢ.
 
     That is for plain SGD. Any optimizer makes a step with the rate η̄ = (1/c) Σ s(τᵢ) ηᵢ on Σ s(τᵢ) ηᵢ gᵢ / (c η̄), the
-    mean in which each gradient counts by its rate; ηᵢ is the job's learning rate at the batch that gᵢ is of.
+    mean in which each gradient counts by its rate; ηᵢ is the job's learning rate at gradient i's batch.
 
     λ is `workers`, or the number of members at the time. n = 1 is not hardsync: a fast worker may be in an update
     twice, a slow one not at all. n = λ is `on_arrival`, and so is n above the number of members: c is at least 1. Mean

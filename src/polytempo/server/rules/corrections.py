@@ -10,7 +10,7 @@ from polytempo.core.rule import Modified
 
 
 def clip(norm: float) -> Modified:
-    """g · min(1, norm/‖g‖), ‖g‖ the Euclidean norm of the gradient's part that lies in the shard.
+    """g · min(1, norm/‖g‖), ‖g‖ the Euclidean norm of the gradient's part in the shard.
 
     With one shard it is the usual clipping by the global norm. With S shards each clips its own part, and the whole
     gradient has a norm of at most norm·√S.

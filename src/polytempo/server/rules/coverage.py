@@ -1,4 +1,4 @@
-"""A step waits until every worker's share of it is done, by itself or by helpers."""
+"""A step waits until every worker's share of it is done, by the worker or by helpers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ IsPart = Callable[[Arrival], bool]
 def covered(slices: int, bound: int = 0) -> Rule:
     """θ ← θ - α Σ mᵢ gᵢ / Σ mᵢ once every member has closed its share; mᵢ = the samples behind gᵢ.
 
-    What a step needs when workers hand parts of their share to others: it does not matter how the samples were split,
-    the mean is over all of them. The shards know a batch by `slices` + 1 numbers (`flexrr.slices`):
+    For workers that hand parts of their share to others: the mean is over all samples, however these were split. The
+    shards know a batch by `slices` + 1 numbers (`flexrr.slices`):
 
-    - a push without the last number of any batch is a *part*. It goes into the sum as it arrives, and is answered at
-      once, so it outlives its worker. It closes no share, neither its sender's nor another worker's.
+    - a push without the last number of any batch is a *part*. The shard adds it to the sum and answers immediately, so
+      it outlives its worker. It closes no share, neither its sender's nor another worker's.
     - one with the last number, or without numbers, *closes* its worker's share. It waits as in `hardsync`. Its worker
       sends it when all other parts of the share have been answered.
 
     With `bound` > 0 every share is an update of its own, when it is closed: its parts are set aside until then. A pull
     waits until all have closed all but the last `bound` steps before it: `within`. Then a gradient is the sum over its
-    samples divided by those of the whole share. Memory: one more vector for each share that others help with.
+    samples divided by the samples of the whole share. Memory: one more vector for each share that others help with.
 
     A step does not wait for a worker that has left. A share that it has not closed comes again under the same numbers:
     the shards drop the parts that they have.
@@ -58,7 +58,7 @@ def _bounded(bound: int, is_part: IsPart, slices: int) -> Rule:
 
 
 def _step_by_step(is_part: IsPart) -> Rule:
-    """State: that of `stepwise`, and the samples of the parts that are in the sum."""
+    """State: the state of `stepwise`, and the samples of the parts in the sum."""
     steps = stepwise("", lambda waiting, workers: len(waiting) == workers, _of_one_clock, in_samples)
 
     def receive(state: RuleState, arrival: Arrival, situation: Situation) -> tuple[RuleState, list[Action]]:

@@ -9,8 +9,8 @@ from polytempo.core.rule import Action, Answer, Arrival, Mix, Rule, RuleState, S
 def elastic(alpha: float) -> Rule:
     """d = α (x - x̃); x̃ ← x̃ + d here, x ← x - d at the worker. A push carries the worker's parameters x.
 
-    x̃ is the centre variable, what this server holds; d is the push's answer. The momentum form (EAMSGD) differs in
-    the worker's own steps only. Stable with p workers if p α ≤ 1; the paper takes α = 0.9/p.
+    x̃ is the centre variable, at this server; d is the push's answer. The momentum form (EAMSGD) differs in the
+    worker's own steps only. Stable with p workers if p α ≤ 1; the paper takes α = 0.9/p.
 
     Source: S. Zhang, A. Choromanska and Y. LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, algorithms
     1 and 2.
@@ -25,7 +25,7 @@ def elastic(alpha: float) -> Rule:
 
 
 def elastic_actions(arrival: Arrival, alpha: float) -> list[Action]:
-    """What to do because of `arrival`: move towards each other by `alpha` of the distance."""
+    """The actions for `arrival`: move towards each other by `alpha` of the distance."""
     if arrival.kind == "push":
         return [Mix(arrival.worker, alpha), Answer(arrival.worker)]
     return [Answer(arrival.worker)] if arrival.kind == "pull" else []

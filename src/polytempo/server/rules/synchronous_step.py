@@ -105,7 +105,7 @@ def hardsync() -> Rule:
     """θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ once every member's gradient gᵢ of the step, of mᵢ samples, is there. None is stale.
 
     λ workers with μ samples each make the step of one worker with λμ: (1/λ) Σ gᵢ. A worker that leaves is not waited
-    for; one that joins counts from the next step (`server.rules.synchronous_step`).
+    for; a worker that joins counts from the next step (`server.rules.synchronous_step`).
 
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
     section 3. There all have μ samples, and the sum is in the order of arrival.
@@ -116,12 +116,12 @@ def hardsync() -> Rule:
 def first(n: int) -> Rule:
     """θ ← θ - η Σ mᵢ gᵢ / Σ mᵢ over the first n gradients of the step, gᵢ of mᵢ samples; later ones are dropped.
 
-    A gradient is of the present step if it was computed on the present version of the weights (its basis), and late
-    if that version is older; the worker's own clock does not matter. So a worker whose gradient was late pulls and is
-    in the present step again, whatever number its next push has. With several shards each decides for its own part.
+    A gradient is of the present step if it was computed on the present version of the weights (its basis), and late if
+    that version is older; the worker's own clock does not matter. So a worker with a late gradient pulls and is in the
+    present step again, with any number in its next push. With several shards each decides for its own part.
 
-    With n members or fewer it is `hardsync`, to the bit. The worker's time for a late gradient is lost, and so are
-    its samples: if slow batches are slow because of what is in them, the model sees less of it.
+    With n members or fewer it is `hardsync`, to the bit. The worker's time for a late gradient is lost, and so are its
+    samples: if some samples make a batch slow, the model sees them less often.
 
     Source: J. Chen, X. Pan, R. Monga, S. Bengio and R. Jozefowicz, "Revisiting distributed synchronous SGD", 2016,
     section 3. There n + b workers are started, so that the batch stays as large as without backups.

@@ -44,7 +44,7 @@ class Admission:
     def admit(self, push: Push, version: int, queues: Mapping[int, Sequence[Waiting]]) -> tuple[Push, str]:
         """`push` with its gradient decoded where it came encoded, and why it is refused; "" if it is not.
 
-        `queues`: the pushes that still wait, whose gradients must not be written over.
+        `queues`: the pushes that still wait; their gradients must not be written over.
         """
         if self._pushes is not None:
             kept = [waiting.gradient for queue in queues.values() for waiting in queue]
@@ -55,7 +55,7 @@ class Admission:
         return push, self.fault(push, version)
 
     def can_add_sum(self, push: Push, version: int, service: Service, running: RunningStatistics) -> bool:
-        """Whether the rule takes sums, and no check speaks against the sum in `push`.
+        """True if the rule takes sums, and no check speaks against the sum in `push`.
 
         Where one does, each worker pushes alone, so that the shard can name the refused one.
         """
@@ -70,7 +70,7 @@ class Admission:
         return push.gradient if self._pushes is None else self._pushes.copy(push.gradient)
 
     def fault(self, push: Push, version: int) -> str:
-        """Why `push` is refused by a shard whose weights are of `version`; "" if it is not."""
+        """The reason to refuse `push` at a shard with weights of `version`; "" if there is none."""
         gradient, who = push.gradient, f"worker {push.worker}"
         if gradient.shape != self._shape or gradient.dtype != self._dtype:
             return (

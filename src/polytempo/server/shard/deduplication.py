@@ -1,4 +1,4 @@
-"""What a shard has done already: no request is performed twice, and no batch is used twice.
+"""The requests and batches that a shard has used: none is used twice.
 
     sequence   … 4   5   6 │ 7         `AnswerTable`: last = 6
                  └ repeated ┘ └ new    8 and more: ahead, a request before it is on its way
@@ -41,14 +41,14 @@ from polytempo.server.message import (
 )
 
 WINDOW = 8
-"""How many of a worker's answers are kept."""
+"""The number of answers kept for a worker."""
 
 
 class RequestStatus(NamedTuple):
-    """How a request stands to those before it.
+    """The status of a request.
 
     "repeated": `replies` has the answer, if there is one yet. "stranger": `replies` has the refusal. "split", of a push
-    with parts: `replies` has what becomes of each part.
+    with parts: `replies` has the reply to each part.
     """
 
     kind: Literal["new", "repeated", "ahead", "stranger", "split"]
@@ -67,7 +67,8 @@ class Known(msgspec.Struct, array_like=True):
 
 
 class AnswerTable:
-    """Memory: `WINDOW` answers for each member. The coordinator is always known; each life of it begins anew."""
+    """Memory: `WINDOW` answers for each member. The coordinator is always known; each of its lives begins at
+    sequence 1."""
 
     def __init__(self, shard: int, known: dict[int, Known] | None = None) -> None:
         self._shard = shard
@@ -75,7 +76,7 @@ class AnswerTable:
         """Worker -> its life, last request and answers."""
 
     def admit(self, worker: int, incarnation: int) -> None:
-        """From now on `worker` is known, in its life `incarnation`, and has asked nothing yet."""
+        """`worker` is known from now on, in its life `incarnation`, without a request."""
         self.known[worker] = Known(incarnation, 0, {})
 
     def forget(self, worker: int) -> None:
@@ -83,7 +84,7 @@ class AnswerTable:
         self.known.pop(worker, None)
 
     def status_of(self, request: Request) -> RequestStatus:
-        """Whether `request` is new, repeated, ahead of its turn, or of a stranger. Changes nothing."""
+        """The status of `request`: new, repeated, ahead of its turn, or a stranger's. Changes nothing."""
         known = self.known.get(request.worker)
         if known is not None and known.incarnation == request.incarnation:
             if request.sequence == known.last + 1:
@@ -120,14 +121,14 @@ class AnswerTable:
     def _stranger(self, request: Request, known: Known | None) -> Stranger:
         who = f"worker {request.worker}"
         if known is None:
-            reason = f"{who} is no member; it must come back with a new incarnation"
+            reason = f"{who} is not a member; it must come back with a new incarnation"
         else:
             reason = f"{who} is known in its life {known.incarnation}, and this is of life {request.incarnation}"
         return Stranger(self._shard, request.worker, request.incarnation, request.sequence, reason)
 
 
 Verdict = Literal["dropped", "refused"]
-"""What becomes of a push that is not used."""
+"""The verdict on a push that is not used."""
 
 
 class Decisions:
@@ -141,15 +142,15 @@ class Decisions:
     ) -> None:
         self._numbers = numbers_per_batch
         self.applied, self.dropped_tickets = Ranges(applied), Ranges(dropped_tickets)
-        """Tickets whose gradients are in the weights or the sum; and tickets that were dropped, so not dealt again."""
+        """Tickets with gradients in the weights or the sum; and dropped tickets, which are not dealt again."""
         self._has_dropped = bool(dropped_tickets)  # where nothing was dropped, nothing need be looked up
         both = Ranges((*applied, *dropped_tickets))
         self.batches = sum((last + 1) // self._numbers - first // self._numbers for first, last in both.tuples)
-        """How many batches are decided."""
+        """The number of decided batches."""
         self.batches_before = self.batches
         """The same before the last entry of the log; the shard sets it when it takes an entry."""
         self.staleness: Counter[int] = Counter()
-        """Of the gradients that were used."""
+        """The staleness of used gradients."""
         self.dropped = self.refused = 0
 
     def use(self, tickets: Sequence[int], staleness: int) -> None:
@@ -164,7 +165,7 @@ class Decisions:
         self._add(tickets, self.dropped_tickets, self.applied)
 
     def earlier_use(self, push: Push) -> tuple[Verdict, str]:
-        """Whether the push is dropped or refused since its tickets are applied, and why; "" if none of them is."""
+        """The verdict and reason for a push with applied tickets; "" if none of them is applied."""
         applied = [ticket for ticket in push.tickets if ticket in self.applied]
         if not applied:
             return "refused", ""
@@ -184,7 +185,7 @@ class Decisions:
 
     @property
     def tuples(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """The tickets that were applied, and those that were dropped."""
+        """The applied tickets, and the dropped ones."""
         return self.applied.tuples, self.dropped_tickets.tuples
 
     def statistics(self, shard: int, request: Request, *, version: int, index: int, repeated: int) -> Statistics:
@@ -210,7 +211,7 @@ class Decisions:
 
 
 def requests_in(request: Request) -> Iterator[Request]:
-    """The requests in a message: of a host's push those of all its workers, the sender's first."""
+    """The requests in a message: in a host's push one for each worker, the sender's first."""
     yield request
     if isinstance(request, Push):
         yield from request.parts

@@ -3,7 +3,7 @@
     worker ──Push──▶ head ──Replicate 7──▶ next copy ──▶ … ──▶ tail
            ◀─Pushed─      ◀─Replicated 7─            ◀─…
 
-The head decides the order: every request becomes an entry of the log, and the head applies it at once. It keeps the
+The head decides the order: every request becomes an entry of the log, and the head applies it immediately. It keeps the
 replies until the last copy has the entry. So an acknowledged request is in every copy, and with two copies it survives
 the loss of either.
 
@@ -49,7 +49,7 @@ from polytempo.server.timing import Timing
 _BLANK = -1
 """The index that a copy without a state confirms."""
 _WINDOW = 16
-"""How many entries are sent again at once; the others follow when these are confirmed."""
+"""The most entries sent again together; the others follow when these are confirmed."""
 
 
 class Node:
@@ -77,9 +77,9 @@ class Node:
         self.epoch = 0
         self.chain: tuple[int, ...] = ()
         self.index = shard.index
-        """How many entries are applied, with those before a snapshot that the shard was loaded from."""
+        """The number of applied entries, with the entries before a loaded snapshot."""
         self.committed = shard.index
-        """How many entries this copy and all behind it have applied."""
+        """The number of entries that this copy and all behind it have applied."""
         self.blank = blank
         self.finished = False
         self._on_entry = on_entry or (lambda index, entry: None)
@@ -93,9 +93,10 @@ class Node:
         self._held: deque[tuple[int, list[Reply]]] = deque()
         """Replies by the entry that they wait for."""
         self._unsaid: set[tuple[int, int, int]] = set()
-        """The requests whose replies are held."""
+        """The requests with held replies."""
         self._silent_until = 0
-        """After a promotion no answer is repeated before this entry is committed: it may not be replicated yet."""
+        """After a promotion no answer is repeated before this entry is committed, because it may not be replicated
+        yet."""
         self._due: Save | None = None
         """A snapshot that was ordered and is not due yet."""
         self._beat_at_s = 0.0
@@ -106,7 +107,7 @@ class Node:
 
     @property
     def is_head(self) -> bool:
-        """Whether workers ask this copy."""
+        """True if workers ask this copy."""
         return bool(self.chain) and self.chain[0] == self.node and not self.blank
 
     @property
@@ -126,7 +127,7 @@ class Node:
     # ------------------------------------------------------------------ the machine
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; the answer is what is to be sent because of it."""
+        """Take a message and return the messages to send."""
         match message:
             case Push() | Pull() | Members() | Save() | Inquire() | Lend() | Reshape():
                 return self._request(now_s, message) if self.is_head else []
@@ -148,7 +149,7 @@ class Node:
         return []
 
     def tick(self, now_s: float) -> Outbox:
-        """Send a beat when it is due, and send again what was not confirmed."""
+        """Send a beat on time, and send unconfirmed entries again."""
         out: Outbox = []
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.timing.beat_s
@@ -159,11 +160,11 @@ class Node:
         return out
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `tick`, unless a message arrives."""
         return max(0.0, min(self._beat_at_s, self._retry_at_s) - now_s)
 
     def flops(self, message: Message) -> float:
-        """What taking `message` costs: about four operations for each element of a gradient, and the codec's."""
+        """The cost of `message`: about four operations for each element of a gradient, and the codec's."""
         if isinstance(message, Replicate):
             return self.flops(message.entry)
         service = self.shard.service
@@ -184,7 +185,7 @@ class Node:
         return self._addressed(reply for reply in status.replies if self._may_say(reply))
 
     def _may_say(self, reply: Reply) -> bool:
-        """Whether what `reply` answers is in all copies, or it only refuses."""
+        """True if all copies have the answered entry, or if `reply` only refuses."""
         key = (reply.worker, reply.incarnation, reply.sequence)
         return isinstance(reply, PushAlone) or not (key in self._unsaid or self.committed < self._silent_until)
 
@@ -294,7 +295,9 @@ class Node:
             return self._confirm()
         try:
             self.shard.load(message.state, message.tensors)
-        except ValueError:  # of a layout whose view was missed: a new copy, which knows it, takes this one's place
+        except (
+            ValueError
+        ):  # another layout, in a view that was missed: a new copy, which knows it, takes this one's place
             self.finished = True
             return []
         self.index, self.blank = message.index, False
@@ -322,7 +325,7 @@ class Node:
                 self._held.clear()
             return []
         if self.blank:
-            self._beat_at_s = now_s  # if it heads the chain without a state, the coordinator must know at once
+            self._beat_at_s = now_s  # if it heads the chain without a state, the coordinator must know now
         if self.is_head and before and before[0] != self.node:
             self._silent_until = self.index
         self._meet_successor(() if missed else before)

@@ -26,7 +26,7 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
     read: int = -1
     """The buffer of weights that it was computed on, where modifiers need them."""
     verdict: Literal["applied", "dropped"] = "applied"
-    """What became of a push, once `gradient` is None."""
+    """The verdict on a push, once `gradient` is None."""
     reason: str = ""
     staleness: int = 0
     difference: int = -1
@@ -53,12 +53,12 @@ def waiting_for(push: Push) -> Waiting:
 
 
 def waiting_of(part: PushPart, version: int) -> Waiting:
-    """The queue's entry for a part of a push whose sum is being added: its worker waits for the answer alone."""
+    """The queue's entry for a part of a host's push: its worker waits for the answer alone."""
     return Waiting("push", part.incarnation, part.sequence, part.basis, part.tickets, staleness=version - part.basis)
 
 
 def refused(shard: int, push: Push, version: int, verdict: Literal["dropped", "refused"], reason: str) -> Pushed:
-    """The reply to a push that the rule does not see, from a shard whose weights are of `version`."""
+    """The reply to a push that the rule does not see, at a shard with weights of `version`."""
     return Pushed(
         shard=shard,
         worker=push.worker,
@@ -72,7 +72,7 @@ def refused(shard: int, push: Push, version: int, verdict: Literal["dropped", "r
 
 
 def pushed(shard: int, worker: int, waiting: Waiting, version: int, difference: Tensor | None) -> Pushed:
-    """The reply to a push on which the rule has decided. `difference`: that of elastic averaging."""
+    """The reply to a push after the rule's decision. `difference`: the answer of elastic averaging."""
     return Pushed(
         shard=shard,
         worker=worker,
@@ -121,14 +121,14 @@ class Queues:
         self.waiting.setdefault(worker, []).append(one)
 
     def oldest(self, action: Add | Drop | Mix) -> tuple[Waiting, Tensor]:
-        """The push of the action's worker whose gradient waits longest, and that gradient."""
+        """The push of the action's worker with the oldest waiting gradient, and that gradient."""
         for one in self.waiting.get(action.worker, ()):
             if one.gradient is not None:
                 return one, one.gradient
         raise RuntimeError(f"the rule {self._rule} says {action}, but no gradient of that worker waits")
 
     def answerable(self, worker: int) -> Iterator[Waiting]:
-        """Take out, oldest first, up to a push whose gradient still waits: answers keep the order of requests."""
+        """Take out, oldest first, up to a push with a waiting gradient: answers keep the order of requests."""
         queue = self.waiting.get(worker)
         while queue and queue[0].gradient is None:
             yield queue.pop(0)

@@ -1,4 +1,4 @@
-"""`Roster`: the workers that a shard serves, and those of them that its rule counts.
+"""`Roster`: the workers that a shard serves, and the workers that its rule counts.
 
 members   0 1 2 3         known to the shard, each in one of its lives
 counted   0 1   3         the rule waits for these
@@ -24,7 +24,7 @@ class Roster:
         self._listed: tuple[tuple[int, int], ...] | None = None  # the last message's members
 
     def change(self, members: tuple[tuple[int, int], ...], resting: Collection[int]) -> Iterator[tuple[Change, int]]:
-        """Make the roster that of `members`, of which `resting` rest; one (change, worker) after each single change.
+        """Set the members, and the `resting` ones; yield (change, worker) after each single change.
 
         First the workers go that are members no more, or rest, then the others come.
         """

@@ -56,13 +56,13 @@ from polytempo.server.tensors.tables import separate_tables
 
 
 class Shard:
-    """Shard `number` of the parameters: the ranges `spans` of their flat vector, whose first values are `weights`.
+    """Shard `number` of the parameters: the ranges `spans` of their flat vector, with the first values `weights`.
 
-    `empty` gives memory for weights, moments and what is lent (an arena's, so that workers on the host read it in
+    `empty` gives memory for weights, moments and lent tensors (an arena's, so that workers on the host read it in
     place). `native`: the optimizer by the kernel or by torch ops (`server.tensors.optimizer`); by default the kernel
     where there is one. All shards of a run, their copies and its replays must agree on it. `running`: the running
-    statistics of the model's norms, float64, of which each shard keeps all. Memory beside moments and sum: a buffer
-    of weights for each worker that holds an older version, and two more; elastic averaging lends each worker one more.
+    statistics of the model's norms, float64; each shard keeps all of them. Memory beside moments and sum: a buffer of
+    weights for each worker that holds an older version, and two more; elastic averaging lends each worker one more.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Shard:
 
     @property
     def version(self) -> int:
-        """How often the weights have changed."""
+        """The number of updates of the weights."""
         return self._weights.version
 
     @property
@@ -109,13 +109,13 @@ class Shard:
         return self._weights.present
 
     def gradient_of(self, push: Push) -> Tensor:
-        """What `push` carries, decoded."""
+        """The decoded gradient of `push`."""
         return self._admission.gradient_of(push)
 
     # ------------------------------------------------------------------ entries
 
     def status_of(self, request: Request) -> RequestStatus:
-        """Whether `request` is new, and the answer if it is not. The head asks: a new request becomes a log's entry."""
+        """The status of `request`, and the answer to an old one. The head asks: a new request becomes a log's entry."""
         if isinstance(request, Push) and request.parts:
             status = status_of_all(self.number, request, self._answers, self.decisions)
         else:
@@ -141,7 +141,7 @@ class Shard:
             return [split(self.number, request) for request in requests_in(entry)]
         for request in requests_in(entry):
             self._answers.take(request)
-            if request.worker in self._weights.leases:  # it asks again, so it has read what was lent to it
+            if request.worker in self._weights.leases:  # it asks again, so it has read the tensors lent to it
                 self._answers.settle(request.worker, self._weights.settle(request.worker))
         replies: list[Reply] = []
         if isinstance(entry, Push) and entry.parts:
@@ -173,7 +173,7 @@ class Shard:
         return self._admission.can_add_sum(push, self.version, self.service, self._running)
 
     def _push_of_host(self, push: Push, replies: list[Reply]) -> None:
-        """Add a sum that was checked. It waits as its sender's; what becomes of the parts is settled here."""
+        """Add a sum that was checked. It waits as its sender's request; the parts are decided here."""
         self._queues.add(push.worker, waiting_for(push))
         for part in push.parts:
             waiting = waiting_of(part, self.version)
@@ -333,7 +333,7 @@ class Shard:
     def hold(self) -> HeldElements:
         """The elements of this shard as they are now. They stay so until they are released.
 
-        Cost: no copy and no pass over memory, except for tables, whose rows change in place.
+        Cost: no copy and no pass over memory, except for tables, where rows change in place.
         """
         return held_elements(self._weights, self._tables, self._all_parameters, self._all_spans, self._running.present)
 

@@ -105,7 +105,7 @@ class _LocalWriter:
     def write(self, content: Content) -> None:
         rest = memoryview(content)
         while rest:
-            rest = rest[self._file.write(rest) :]  # unbuffered: perhaps not all at once
+            rest = rest[self._file.write(rest) :]  # unbuffered: a write may be partial
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -125,11 +125,11 @@ def disk_of(folder: Place) -> Disk:
 
 
 class ObjectDisk:
-    """See `Disk`. The temporary folder of this machine must have room for what is being written."""
+    """See `Disk`. The temporary folder of this machine must have room for the files being written."""
 
     def __init__(self) -> None:
         self._written: dict[str, tempfile.TemporaryDirectory[str]] = {}
-        """What has not got its last name yet."""
+        """The written files before their renaming."""
 
     def create(self, path: Place) -> Writer:
         """See `Disk`."""
@@ -146,7 +146,7 @@ class ObjectDisk:
         return _at(path).size()
 
     def rename(self, old: Place, new: Place) -> None:
-        """Put what was written as `old` under the name `new`. OSError where fewer bytes arrived."""
+        """Give the written file `old` the name `new`. OSError where fewer bytes arrived."""
         file = Path(self._written[str(old)].name) / "content"
         target = _at(new)
         target.upload(file)

@@ -5,7 +5,7 @@ evaluator    ──Show 96──▶ every copy       ◀──Shown 96── the
              ──Show 97──▶ every copy       96 has been read, and is released   … ◀──Shown 192──
 
 All copies of a shard hold the same snapshots, for they are taken at the same entries. The head shows one only when the
-last copy has that entry, too: no loss of a process can undo what is scored. An evaluator that is slower than training
+last copy has that entry, too: no loss of a process can undo a scored state. An evaluator that is slower than training
 misses some; a copy keeps the newest `MOST` that were not shown yet, and in any case the last.
 """
 
@@ -19,12 +19,12 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.tensors.holder import HeldElements
 
 MOST = 3
-"""How many snapshots are kept that were not shown yet."""
+"""The most snapshots kept before they are shown."""
 _STEPS_BETWEEN_SCORES = 4
 
 
 class ScorePoints(NamedTuple):
-    """The numbers of decided batches at which a score is taken: every `every`, and `last`."""
+    """The numbers of decided batches with a score: each multiple of `every`, and `last`."""
 
     every: int
     last: int
@@ -37,12 +37,13 @@ class ScorePoints(NamedTuple):
         return point if before < point < self.last else None
 
     def stands(self, number: int) -> bool:
-        """Whether `number` is a point."""
+        """True if `number` is a point."""
         return number > 0 and self.crossed(number - 1, number) is not None
 
 
 def score_points(batches_per_epoch: int, num_batches: int, workers: int) -> ScorePoints:
-    """At each epoch's end, or after as many epochs as make four steps of each worker: many workers make short ones."""
+    """Points at each epoch's end, or after as many epochs as make four steps of each worker: many workers make short
+    ones."""
     epochs = max(1, -(-_STEPS_BETWEEN_SCORES * workers // batches_per_epoch))
     return ScorePoints(epochs * batches_per_epoch, num_batches)
 
@@ -50,7 +51,7 @@ def score_points(batches_per_epoch: int, num_batches: int, workers: int) -> Scor
 class _Snapshot(NamedTuple):
     number: int
     entry: int
-    """The entry of the shard's log after which it was taken."""
+    """The last entry of the shard's log before it."""
     seconds: float
     held: HeldElements
 
@@ -65,7 +66,7 @@ class ScoreSnapshots:
         self._shown = -1
         """The highest that was shown, which may still be read."""
         self.now_s = 0.0
-        """The time at which the present message came."""
+        """The arrival time of the present message."""
         self.begin()
 
     def begin(self) -> None:
@@ -76,7 +77,7 @@ class ScoreSnapshots:
 
     def on_entry(self, index: int, entry: Entry) -> None:
         """The shard has applied entry `index`."""
-        if isinstance(entry, Reshape):  # snapshots of another layout do not fit those of the other shards
+        if isinstance(entry, Reshape):  # snapshots of another layout do not fit the other shards' snapshots
             self._let_go([one for one in self._kept if one.number > self._shown])
             self.begin()
             return
@@ -89,7 +90,7 @@ class ScoreSnapshots:
         self._let_go([one for one in self._kept if one.number < number])
 
     def due(self, number: int, committed: int) -> Shown | None:
-        """Snapshot `number` or the next one, if there is one that `committed` entries include."""
+        """Snapshot `number` or the next one, if `committed` entries include one."""
         for one in self._kept:
             if one.number >= number and one.entry <= committed:
                 self._shown = max(self._shown, one.number)
@@ -119,7 +120,7 @@ class Showing:
 
     @property
     def finished(self) -> bool:
-        """Whether the node has finished."""
+        """True if the node has finished."""
         return self.node.finished
 
     @finished.setter
@@ -128,7 +129,7 @@ class Showing:
         self.node.finished = value
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Take a message; what is to be sent because of it."""
+        """Take a message and return the messages to send."""
         self._snapshots.now_s = now_s
         if isinstance(message, Show):
             self._asked = source, message.number
@@ -148,7 +149,7 @@ class Showing:
         return self.node.wait_s(now_s)
 
     def flops(self, message: Message) -> float:
-        """What taking `message` costs; showing is free."""
+        """The cost of `message`; showing is free."""
         return self.node.flops(message)
 
     def _due(self) -> Outbox:

@@ -6,8 +6,8 @@
       snapshot-00000012-shard-1.…               complete on its own; snapshot 12 is whole when every shard's part is
       snapshot-00000013-shard-0.….partial       being written; a crash leaves it, the shard's next write removes it
 
-A part counts from the moment at which its manifest has its name; until then the earlier ones are untouched. Size and
-hash are checked before anything is parsed; no pickle is read.
+A part counts from the moment at which its manifest is renamed; until then the earlier ones are untouched. Size and hash
+are checked before anything is parsed; no pickle is read.
 
 Each shard keeps its newest two parts, so the coordinator orders snapshot n + 1 only when all shards have reported n:
 then two shards never differ by more than one, and a number that all of them have is always left. One copy of a shard
@@ -140,7 +140,7 @@ def packed(part: SnapshotPart) -> bytes:
 
 
 def unpacked(content: bytes) -> SnapshotPart:
-    """What `packed` was given. Errors: SafetensorError, and those of `FORGED`, for other bytes."""
+    """The argument of `packed`. Raises SafetensorError, and the errors of `FORGED`, for other bytes."""
     named = load(content)
     return SnapshotPart(named.pop(_STATE).numpy().tobytes(), tuple(named[str(i)] for i in range(len(named))))
 
@@ -153,24 +153,24 @@ def snapshot_errors(folder: Place, number: int, shard: int) -> Iterator[None]:
     except (*FORGED, RuntimeError) as error:
         file = _file(folder, number, shard)
         raise SnapshotError(
-            f"{file} is not what a shard has written ({type(error).__name__}: {error}); restart from an earlier "
+            f"{file} was not written by a shard ({type(error).__name__}: {error}); restart from an earlier "
             "snapshot, or begin another run"
         ) from error
 
 
 def complete(folder: Place, number: int, num_shards: int, disk: Disk | None = None) -> bool:
-    """Whether every shard has finished its part of snapshot `number`. Looks at names only."""
+    """True if every shard has finished its part of snapshot `number`. Looks at names only."""
     names = set((disk or disk_of(folder)).names(folder))
     return all(_manifest(folder, number, shard).name in names for shard in range(num_shards))
 
 
 def begun(folder: Place, number: int, shard: int, disk: Disk | None = None) -> bool:
-    """Whether any file of `shard`'s part of snapshot `number` is there, if only a partial one."""
+    """True if a file of `shard`'s part of snapshot `number` is there, even a partial one."""
     return any(other == number for _, other in _parts(disk or disk_of(folder), folder, shard))
 
 
 def complete_part(folder: Place, number: int, shard: int, disk: Disk | None = None) -> bool:
-    """Whether `shard` has finished its part of snapshot `number`. Looks at names only."""
+    """True if `shard` has finished its part of snapshot `number`. Looks at names only."""
     return _manifest(folder, number, shard).name in (disk or disk_of(folder)).names(folder)
 
 
@@ -180,9 +180,9 @@ def files_of(folder: Place, number: int, num_shards: int) -> list[Place]:
 
 
 def newest_whole(folder: Place, num_shards: int, disk: Disk | None = None, *, before: int | None = None) -> int | None:
-    """The newest snapshot whose every part is there and undamaged; None where there is none. Reads all of it.
+    """The newest snapshot with all parts present and undamaged; None without one. Reads all of it.
 
-    `before`: only those with smaller numbers.
+    `before`: only smaller numbers.
     """
     disk = disk or disk_of(folder)
     numbers = {number for shard in range(num_shards) for _, number in _parts(disk, folder, shard)}
@@ -312,7 +312,7 @@ def _read_manifest(disk: Disk, path: Place, number: int, shard: int) -> tuple[in
 
 
 class AskState(Message, frozen=True, eq=False):
-    """To a shard's head: say what your state is."""
+    """Request to a shard's head: send your state."""
 
     shard: int
 
@@ -322,7 +322,7 @@ class StateCopy(Message, frozen=True, eq=False):
 
     shard: int
     content: Tensor
-    """As uint8: what `packed` has made."""
+    """As uint8: the result of `packed`."""
 
 
 def copy_of(shard: Shard) -> StateCopy:
@@ -338,12 +338,12 @@ def begin_with(shard: Shard, content: bytes) -> None:
     except (SafetensorError, RuntimeError, *FORGED) as error:
         raise ValueError(
             f"the training state does not fit shard {shard.number} of this run ({type(error).__name__}: {error}); load "
-            "one that a loop with the same model, stages and strategy has saved"
+            "one saved by a loop with the same model, stages and strategy"
         ) from error
 
 
 async def states_of(port: Port, heads: Sequence[int], timing: Timing) -> list[Tensor]:
-    """The states of all shards, whose heads are these nodes. TimedOut where one does not answer."""
+    """The states of all shards, from the heads on these nodes. TimedOut where one does not answer."""
     found: dict[int, Tensor] = {}
     until_s = await port.now() + timing.deadline_s
     while len(found) < len(heads):
@@ -403,7 +403,7 @@ class SnapshotWriter:
         return self._take()
 
     def close(self, timeout_s: float) -> WrittenSnapshot | None:
-        """Wait until the disk has the one that is under way. As `poll`, but TimeoutError if it takes longer."""
+        """Wait until the disk has the snapshot under way. As `poll`, but TimeoutError if it takes longer."""
         if self._thread is None:
             return None
         self._thread.join(timeout_s)

@@ -20,7 +20,7 @@ from polytempo.server.tensors.tables import TableState
 
 
 class State(msgspec.Struct, array_like=True, eq=False):
-    """Everything on which the effect of the next entry depends. Numbers of buffers are places in `buffers`."""
+    """Everything that the effect of the next entry depends on. Numbers of buffers are places in `buffers`."""
 
     buffers: list[Tensor]
     """All buffers that are held; the first has the present weights."""
@@ -36,7 +36,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     rule: Any
     members: dict[int, int]
     workers: tuple[int, ...]
-    """The members that the rule counts: those that do not rest."""
+    """The members that the rule counts: they do not rest."""
     known: dict[int, Known]
     waiting: dict[int, list[Waiting]]
     leases: dict[int, list[tuple[int, int]]]
@@ -44,7 +44,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     reads: dict[int, tuple[int, int]]
     """Worker -> (version, buffer) of the weights that it read last, where modifiers need them."""
     rates: StepRates
-    """Of what is in the sum."""
+    """The rates of the gradients in the sum."""
     tickets: tuple[tuple[int, int], ...]
     """Applied, as ranges [first, last]."""
     dropped_tickets: tuple[tuple[int, int], ...]
@@ -93,7 +93,8 @@ def renumbered(
 
 class _Envelope(msgspec.Struct, array_like=True):
     num_kept: int
-    """How many of the tensors, the first ones, are the shard's own flat vectors; the others are gradients and rows."""
+    """The number of tensors, the first ones, that are the shard's own flat vectors; the others are gradients and
+    rows."""
     state: bytes
 
 
@@ -148,6 +149,6 @@ def decode(
         fit(tensors[: envelope.num_kept])
         state = msgspec.msgpack.decode(envelope.state, type=State, dec_hook=tensor)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"these bytes are no shard's state: {error}") from error
+        raise ValueError(f"these bytes are not a shard's state: {error}") from error
     fit(one.gradient for queue in state.waiting.values() for one in queue)
     return state

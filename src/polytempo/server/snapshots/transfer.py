@@ -1,4 +1,4 @@
-"""How elements of a shard move to another one, with their optimizer state, bit by bit.
+"""Moving elements of a shard to another one, with their optimizer state, bit by bit.
 
 shard 0   [ a a a a │ b b ]  ── Lend(b) ─▶ Lent: weights, moments, sum of b ─┐
 shard 2   [ ]                ◀─ Reshape(b, pieces) ──────────────────────────┘
@@ -22,7 +22,7 @@ from polytempo.server.tensors.weights import Weights
 
 
 class Likeness(msgspec.Struct, frozen=True, array_like=True):
-    """The state that a new shard has in common with the shard whose elements it takes over."""
+    """The state that a new shard takes over from the giver of its elements."""
 
     rule: Any
     members: dict[int, int]
@@ -31,7 +31,6 @@ class Likeness(msgspec.Struct, frozen=True, array_like=True):
     dropped_tickets: tuple[Range, ...]
 
     def encode(self) -> bytes:
-        """As bytes."""
         return msgspec.msgpack.encode(self)
 
 
@@ -40,7 +39,7 @@ def likeness_of(lent: Lent) -> Likeness:
     try:
         return msgspec.msgpack.decode(lent.likeness, type=Likeness)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"shard {lent.shard} lends bytes that are no shard's state: {error}") from error
+        raise ValueError(f"shard {lent.shard} lends bytes that are not a shard's state: {error}") from error
 
 
 def common(one: Spans, other: Spans) -> Spans:
@@ -49,7 +48,7 @@ def common(one: Spans, other: Spans) -> Spans:
 
 
 def covers(spans: Spans, wanted: Spans) -> bool:
-    """Whether all of `wanted` are in `spans`."""
+    """True if all of `wanted` are in `spans`."""
     return numel_of(common(spans, wanted)) == numel_of(wanted)
 
 
@@ -105,7 +104,7 @@ Multiplied = Callable[[Tensor, Spans, Factor], Tensor]
 
 
 class _Source(NamedTuple):
-    """Where elements come from: the shard itself, or a piece that another shard lends."""
+    """The source of elements: the shard, or a piece that another shard lends."""
 
     spans: Spans
     tensors: tuple[Tensor | None, ...]
@@ -121,9 +120,9 @@ def take_over(
 ) -> tuple[Tensor, Rest]:
     """The weights of a shard that held `own` and holds `spans` now, the new ones from `pieces`.
 
-    Version and steps are the highest of all that come together. A sum that only some parts have is 0 in the others.
-    The shard goes on with its own rule, so with its own rates; a new one with those of the first piece.
-    Errors: ValueError where a source for some element of `spans` is missing.
+    Version and steps are the highest of all that come together. A sum that only some parts have is 0 in the others. The
+    shard keeps its own rule and rates; a new one takes those in the first piece. Errors: ValueError where a source for
+    some element of `spans` is missing.
     """
     sources = [
         _Source(own, _tensors(old), old.rates, old.partial_sums, old.version, old.steps),

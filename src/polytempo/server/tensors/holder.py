@@ -38,7 +38,7 @@ def _nothing_bad(gradient: Tensor, lrs: tuple[float, ...]) -> int:
 
 
 def copied(parameters: Sequence[Parameter], spans: Spans, dense: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    """What `spans` name of all parameters, put together from the dense part and the pieces of tables: a copy."""
+    """The elements of `spans` among all parameters, copied together from the dense part and the pieces of tables."""
     values = torch.empty(numel_of(spans), dtype=dense.dtype)
     parts, pieces = cut(values, parameters, spans)
     for target, source in zip(parts, dense.split([len(target) for target in parts]), strict=True):
@@ -60,7 +60,7 @@ def held_elements(
 
 
 class Holder:
-    """For a shard of `parameters` that serves as `service` says. `tables`: what it holds of those."""
+    """Makes weights and checks for a shard of `parameters` with this `service`. `tables`: its pieces of tables."""
 
     def __init__(
         self, parameters: tuple[Parameter, ...], service: Service, empty: Empty, *, native: bool, tables: Tables | None
@@ -92,7 +92,7 @@ class Holder:
         )
 
     def multiplied(self, vector: Tensor, spans: Spans, factor: Factor) -> Tensor:
-        """`vector`, what belongs to the elements of `spans`, times `factor`; itself where that is 1."""
+        """`vector`, which has an entry for each element of `spans`, times `factor`; `vector` where that is 1."""
         if factor == 1:
             return vector
         assert self._service.optimizer is not None, "the shard has seen to it"

@@ -55,7 +55,7 @@ def init(rule: UpdateRule, numel: int, dtype: torch.dtype, empty: Empty) -> Mome
 
 
 def can_be_native(dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for tensors of this dtype here."""
+    """True if there is a kernel for tensors of this dtype here."""
     return available() and dtype in kernels.DTYPES_UPDATED
 
 
@@ -70,7 +70,7 @@ def first_unfinite(values: Tensor, native: bool) -> int:
 
 
 class Optimizer:
-    """`rule` on a shard's own vector of `dtype`, whose parameter groups lie as `segments` say.
+    """`rule` on a shard's own vector of `dtype`, with parameter groups in `segments`.
 
     `native`: by the kernel, which needs float32 or float64 on the CPU, contiguous.
     """
@@ -84,7 +84,7 @@ class Optimizer:
         self._updater = kernels.Updater(_hyper(rule), dtype) if native else None
 
     def lacks(self, lrs: Sequence[float]) -> str:
-        """Why a step with these learning rates (one for each group) cannot be made; "" if it can."""
+        """The reason why these learning rates (one for each group) allow no step; "" if they allow it."""
         if self.rule.lr is None and self._groups and len(lrs) <= self._groups[-1]:
             return f"no learning rate for parameter group {self._groups[-1]}: lrs are {tuple(lrs)}"
         return ""
@@ -128,7 +128,7 @@ class Optimizer:
 
     @property
     def descends(self) -> bool:
-        """Whether there is `descend_`: of SGD without momentum, by the kernel."""
+        """True if there is `descend_`: for SGD without momentum, by the kernel."""
         return self._updater is not None and self.rule.kind == "sgd" and not self.rule.momentum
 
     def descend_(self, weights: Tensor, out: Tensor, gradient: Tensor, scale: float, lrs: tuple[float, ...]) -> int:
@@ -152,7 +152,7 @@ class Optimizer:
             _add_(total[where], term.gradient[where], of_group(term.factor, group), fresh=fresh)
 
     def _pieces(self, *factors: Factor) -> list[tuple[slice, int]]:
-        """The parts of the vector in which none of `factors` changes, each with a parameter group."""
+        """The parts of the vector with constant `factors`, each with a parameter group."""
         groups = self._groups
         if any(isinstance(factor, tuple) and len({factor[group] for group in groups}) > 1 for factor in factors):
             return [(slice(begin, end), group) for begin, end, group in self.segments]
@@ -256,7 +256,7 @@ def _adagrad_(rule: UpdateRule, w: Tensor, out: Tensor, g: Tensor, moments: Mome
     if rule.eps:
         root.add_(rule.eps)
     else:
-        root.masked_fill_(total == 0, math.inf)  # without ε, what never had a gradient stays: 0/0 is 0
+        root.masked_fill_(total == 0, math.inf)  # without ε, a weight that never had a gradient stays: 0/0 is 0
     torch.addcdiv(w, g, root, value=-lr / (1 + (step - 1) * rule.lr_decay), out=out)
 
 

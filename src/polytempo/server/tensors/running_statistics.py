@@ -5,8 +5,8 @@ update  b ← (1 - p) b + p (b₁ + … + b_c) / c        p = min(1, c / λ), λ
 pull    ◀── b ──
 
 A step of all workers thus has the mean of theirs, as synchronous training has; and with an update for each push, λ
-pushes move them about as far as one step of all does. What is mixed are statistics and not differences of them, so a
-variance stays above 0 however stale they are.
+pushes move them about as far as one step of all does. Statistics are mixed, not their differences, so a variance stays
+above 0 at any staleness.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from polytempo.server.message import Push, PushPart
 
 RunningOf = Callable[[Mapping[int, Tensor | None]], Tensor | None]
-"""What each shard has -> the whole model's running statistics."""
+"""Each shard's running statistics -> the whole model's."""
 
 
 def of_first(parts: Mapping[int, Tensor | None]) -> Tensor | None:
-    """Shards differ; what workers pull is the first one's, too."""
+    """The first shard's: shards differ, and workers pull the first one's, too."""
     return parts[min(parts)]
 
 
@@ -35,7 +35,7 @@ class RunningStatistics:
         """The sum of the statistics that came with the gradients in the sum, and how many these are."""
 
     def fault(self, push: Push | PushPart, *, allow_nan: bool = False) -> str:
-        """Why the statistics of a push are refused; "" if they are not."""
+        """The reason to refuse the statistics of a push; "" if there is none."""
         if push.running is None and self.present is None:
             return ""
         given, who = push.running, f"worker {push.worker}, clock {push.clock}"

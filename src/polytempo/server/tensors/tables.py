@@ -1,7 +1,7 @@
 """`Tables`: a shard's pieces of tables. Workers push and pull only rows that gradients touch.
 
     push ──rows 3, 8──▶ sum by rows ── update ──▶ values[3], values[8]; changed[3] = changed[8] = version
-    pull ◀──rows 3, 8── whose `changed` is after the version that the worker has
+    pull ◀──rows 3, 8── with `changed` after the version that the worker has
 
 All rows travel as small copies: no part of a table is lent.
 """
@@ -23,7 +23,7 @@ from polytempo.server.pieces import Pieces, TablePiece, cut, split, without_tabl
 from polytempo.server.step_rates import Factor, Multiples, of_group
 
 _MOST_RECENT = 64
-"""For how many updates their rows are listed, so that a pull need not search the whole table."""
+"""The number of updates with listed rows, so that a pull need not search the whole table."""
 
 
 class TableState(msgspec.Struct, array_like=True, eq=False):
@@ -37,7 +37,7 @@ class TableState(msgspec.Struct, array_like=True, eq=False):
 
 
 RowsTerm = tuple[Tensor, Tensor, float]
-"""Rows (n,), ascending and without repeats; values (n, width); what these are multiplied by in a sum."""
+"""Rows (n,), ascending and without repeats; values (n, width); their factor in a sum."""
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -76,8 +76,8 @@ def serves_rows(service: Service) -> None:
 def summed(terms: Sequence[RowsTerm]) -> tuple[Tensor, Tensor]:
     """Σ factor · values by rows: rows (n,) ascending and without repeats, values (n, width). At least one term.
 
-    A row's sum is in the order of the terms, each of which names a row at most once. One term with factor 1 comes back
-    as it is, without a copy.
+    A row's sum is in the order of the terms; each term names a row at most once. One term with factor 1 comes back as
+    it is, without a copy.
     """
     first_rows, first_values, first_factor = terms[0]
     if len(terms) == 1:
@@ -132,7 +132,7 @@ class Tables:
         self._last_group = max(piece.group for piece in pieces)
 
     def fault(self, push: Push) -> str:
-        """Why the rows of `push` are refused; "" if they are not. Cost: one read of them."""
+        """The reason to refuse the rows of `push`; "" if there is none. Cost: one read of them."""
         who = f"worker {push.worker}"
         if self._rule.lr is None and len(push.lrs) <= self._last_group:
             return f"{who}: no learning rate for parameter group {self._last_group}: lrs are {push.lrs}"
@@ -148,8 +148,8 @@ class Tables:
 
         The sum before them is multiplied as `multiples` says.
 
-        `gradient` is the push's dense part and `weights` what it is of; the answer is that part. Modifiers see both
-        parts as one flat vector, the rows behind, so that clipping has the norm of all.
+        `gradient` is the push's dense part, at `weights`; the answer is that part. Modifiers see both parts as one flat
+        vector, the rows behind, so that clipping has the norm of all.
         """
         for modifier in self._modifiers:
             flats = [gradient, *(one.values.reshape(-1) for one in rows)]
@@ -177,7 +177,7 @@ class Tables:
 
     @property
     def values(self) -> list[Tensor]:
-        """Each piece as it is now, (rows, width), to be read only and at once."""
+        """The present pieces, (rows, width) each: read them only, and before the next entry."""
         return [table.values for table in self._tables]
 
     def changed_after(self, basis: int) -> tuple[Rows, ...]:
@@ -303,5 +303,5 @@ def _scaled_by_history(rule: UpdateRule, gradient: Tensor, squares: Tensor, rows
     if rule.eps:
         root.add_(rule.eps)
     else:
-        root.masked_fill_(total == 0, math.inf)  # without ε, what never had a gradient stays: 0/0 is 0
+        root.masked_fill_(total == 0, math.inf)  # without ε, a weight that never had a gradient stays: 0/0 is 0
     return gradient / root

@@ -70,7 +70,7 @@ class _SpeculativeUpdate(NamedTuple):
 
 
 class Weights:
-    """The present weights, older ones that are lent, the optimizer's moments, and the sum of gradients so far.
+    """The present weights, older lent ones, the optimizer's moments, and the sum of gradients so far.
 
     `keeps_reads`: the weights that each worker read last are kept until it reads newer ones. `remembers`: the second
     moment, which the optimizer must have none of, is a modifier's. `shown`: encodes the
@@ -89,9 +89,9 @@ class Weights:
     ) -> None:
         self.numel, self.dtype = values.numel(), values.dtype
         self.version = 0
-        """How often the weights have changed."""
+        """The number of updates of the weights."""
         self.steps = 0
-        """How many steps the optimizer has made."""
+        """The number of the optimizer's steps."""
         self.buffers = BufferPool(self.numel, self.dtype, empty)
         self.current = self.buffers.take()
         self.buffers.tensors[self.current].copy_(values)
@@ -115,7 +115,7 @@ class Weights:
         self._terms: list[Term] = []
         self._speculates = optimizer.descends
         self._total_factor: Factor = 1.0
-        """The factor by which `total` is to be multiplied, since a larger rate has come."""
+        """The pending factor of `total`, since a larger rate has come."""
         self._scale: float | None = None
         """The factor of the last update, if it was by one gradient alone."""
         self._rate = 1.0
@@ -196,7 +196,7 @@ class Weights:
             self._speculative = None
 
     def weigh(self, action: Add, lrs: tuple[float, ...]) -> Multiples:
-        """The factors with which the next gradient is added; `lrs` came with it. The sum before it is multiplied here.
+        """The factors for adding the next gradient, with its `lrs`. The sum before it is multiplied here.
 
         A part of a batch stays as it is: the gradient that completes the batch has the rates of all of it.
         """
@@ -212,7 +212,7 @@ class Weights:
     def add(self, gradient: Tensor, multiples: Multiples, part_of: int | None = None) -> None:
         """Add to the sum. This happens at the next update or `keep_sum`: until then the gradient must stay.
 
-        `part_of`: add to the sum of that batch's parts instead, at once.
+        `part_of`: add to the sum of that batch's parts instead, immediately.
         """
         term = Term(gradient, multiples.own)
         if part_of is None:
@@ -240,7 +240,7 @@ class Weights:
     def update(self, divisor: float, including: int | None = None) -> tuple[tuple[float, ...], Factor]:
         """A step of the optimizer with the sum, parts of the batch `including` in it, over `divisor`; then it is 0.
 
-        Returns the step's learning rates, and the divisor by which the sum is a gradient (`StepRates.step`).
+        Returns the step's learning rates, and the divisor that makes the sum a gradient (`StepRates.step`).
         """
         parts = None if including is None else self.partial_sums.pop(including, None)
         terms = self._terms if parts is None else [*self._terms, Term(parts, 1.0)]

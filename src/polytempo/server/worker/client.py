@@ -43,14 +43,14 @@ from polytempo.server.worker.touched_rows import TableRows, TouchedRows
 
 
 class VectorFormat(NamedTuple):
-    """`parameters` are needed where some of them are tables, and for codecs. The codecs are those of `Service`."""
+    """`parameters` are needed where some of them are tables, and for codecs. The codecs are the codecs of `Service`."""
 
     dtype: torch.dtype = torch.float32
     parameters: Sequence[Parameter] = ()
     codec: Codec | None = None
-    """Encodes what the worker pushes; None: vectors travel as they are."""
+    """Encodes pushed gradients; None: vectors travel as they are."""
     pull_codec: Codec | None = None
-    """Encodes what the shards answer to a pull."""
+    """Encodes the shards' answers to pulls."""
 
 
 R = TypeVar("R", Push, Pull)
@@ -59,17 +59,17 @@ _MOST_STALENESS = 1000
 
 
 class Refused(PolytempoError):
-    """A shard refused a request of this worker: a NaN, a wrong shape, or a worker that is no member."""
+    """A shard refused a request of this worker: a NaN, a wrong shape, or a worker that is not a member."""
 
 
 class Client:
     """Worker `worker` in its life `incarnation`. Shard s holds the ranges `shards[s]`, on the nodes `chains[s]`.
 
     `versions[s]` is the version of shard s that the worker's parameters come from. Every message to send comes out of
-    `outbox`; every message that arrives goes into `receive`. Tables are no part of the flat vectors: they travel by
-    touched rows, in by `accrue` and out by `pulled_rows`. `memory` lends what is pushed and holds what is pulled where
-    the shards read it in place; None: memory of this process. `peers`: the workers of this one's host, where their
-    gradients are summed before they are pushed; a push while `alone` is set is left out of that.
+    `outbox`; every message that arrives goes into `receive`. Tables are not in the flat vectors: they travel by touched
+    rows, in by `accrue` and out by `pulled_rows`. `memory` lends pushed vectors and holds pulled ones where the shards
+    read it in place; None: memory of this process. `peers`: the workers of this one's host, where their gradients are
+    summed before they are pushed; a push while `alone` is set is left out of that.
 
     The residual of a codec belongs to one life: a worker that comes back begins without one.
     """
@@ -93,10 +93,10 @@ class Client:
         self.epoch = 0
         self.members: tuple[tuple[int, int], ...] = ()
         self.finished = False
-        """Whether the coordinator has ended the run."""
+        """True once the coordinator has ended the run."""
         self.versions = [0] * len(shards)
         self.dropped = 0
-        """How many pushes to single shards were not used."""
+        """The number of pushes to single shards that were not used."""
         self.staleness: deque[int] = deque(maxlen=_MOST_STALENESS)
         """τ of the latest pushes, of each shard, since the caller cleared it."""
         self._memory = memory
@@ -123,10 +123,10 @@ class Client:
             self._host = HostExchange(self, HostPeers(worker, peers), self.timing, memory)
 
     def _begin_exchange(self, form: VectorFormat, shards: Sequence[Spans]) -> None:
-        """What pushes and pulls need: memory, tables, codecs."""
+        """Make the memory, tables and codecs of pushes and pulls."""
         found = [split(form.parameters, spans) for spans in shards]
         self.shards = tuple(each.dense for each in found)
-        """Of each shard the ranges of the flat vector, in which there are no tables."""
+        """Each shard's ranges of the flat vector, without tables."""
         pieces = [each.pieces for each in found]
         self._touched = TouchedRows(pieces) if any(pieces) else None
         self._no_rows: Sequence[tuple[Rows, ...]] = ((),) * len(shards)
@@ -139,7 +139,7 @@ class Client:
         if form.pull_codec is not None:
             self._decoder = Decoder(form.pull_codec, dense, ranges, form.dtype)
 
-    # ------------------------------------------------------------------ what the worker wants
+    # ------------------------------------------------------------------ the worker's calls
 
     def begin(
         self,
@@ -153,7 +153,7 @@ class Client:
         """The next gradient is of these batches and used with these learning rates; the next push carries them.
 
         A push of several gradients carries their sum and the mean of their rates: under a schedule that changes within
-        it each counts alike, and all together count what they should.
+        it each counts alike.
 
         `done`: the batches that are done with it, where `tickets` are numbers of slices and not of batches. `versions`:
         as `versions` was when the gradient's parameters came, where the worker has had newer ones since.
@@ -220,18 +220,18 @@ class Client:
         return pending
 
     def taken_done(self) -> tuple[int, ...]:
-        """The batches whose gradients every shard has acknowledged since the last call."""
+        """The batches with gradients that every shard has acknowledged since the last call."""
         done, self._done = tuple(self._done), []
         return done
 
     @property
     def held(self) -> int:
-        """How many tickets' gradients have not been pushed yet."""
+        """The number of tickets with gradients that have not been pushed yet."""
         return len(self._next_push.tickets)
 
     @property
     def gathers(self) -> bool:
-        """Whether a push has begun that waits, for other workers of the host or for an answer, before it leaves."""
+        """True if a push waits, for other workers of the host or for an answer, before it leaves."""
         return self._host is not None and self._host.gathers
 
     def rest(self) -> None:
@@ -241,7 +241,7 @@ class Client:
 
     @property
     def meets(self) -> bool:
-        """Whether pushes are summed with those of other workers of the host."""
+        """True if pushes are summed with other workers' pushes on the host."""
         return self._host is not None
 
     def flops(self, *, pushes: bool) -> float:
@@ -255,12 +255,12 @@ class Client:
 
     @property
     def idle(self) -> bool:
-        """Whether every request has been answered, and none waits for other workers of the host."""
+        """True if every request has been answered, and none waits for other workers of the host."""
         return self.all_answered and not self.gathers
 
     @property
     def all_answered(self) -> bool:
-        """Whether no request is under way."""
+        """True if no request is under way."""
         return not any(asked.unanswered for asked in self.asked)
 
     # ------------------------------------------------------------------ the machine
@@ -291,7 +291,7 @@ class Client:
         return out + self.outbox(now_s)
 
     def tick(self, now_s: float, *, all_read: bool = True) -> Outbox:
-        """Send again what is late, and ask the coordinator whether the shards have moved. Raises `TimedOut`.
+        """Send late requests again, and ask the coordinator whether the shards have moved. Raises `TimedOut`.
 
         It does not raise while mail is unread (`all_read`): the worker may have computed for hours since it came.
         """
@@ -306,22 +306,22 @@ class Client:
         return out + self.outbox(now_s)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether `tick` may have something to send."""
+        """True if `tick` may have something to send."""
         return self._host is not None or any(asked.is_due(now_s) for asked in self.asked)
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `tick`, unless a message arrives."""
         host_s = [] if self._host is None else [self._host.wait_s(now_s)]
         return min([asked.wait_s(now_s) for asked in self.asked] + host_s)
 
     def add(self, shard: int, build: Callable[[int, int, int], R], pending: PendingExchange) -> R:
-        """Queue a request whose answer is of `pending`."""
+        """Queue a request; its answer belongs to `pending`."""
         request = self.asked[shard].add(build)
         self._pending[shard, request.sequence] = pending
         return request
 
     def _split(self, reply: PushAlone, now_s: float) -> Outbox:
-        """The push of the host has not brought this worker's: it goes by itself."""
+        """Send this worker's own push: the host's push has not brought it."""
         if (reply.worker, reply.incarnation) != (self.worker, self.incarnation):
             return []
         asked = self.asked[reply.shard]

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class PushFacts(NamedTuple):
-    """What a push says of its gradient. `batches`: those that are done once all shards have acknowledged it."""
+    """The facts of a pushed gradient. `batches`: they are done once all shards have acknowledged the push."""
 
     tickets: tuple[int, ...]
     batches: tuple[int, ...]
     samples: int
     lrs: tuple[float, ...]
     versions: tuple[int, ...] | None = None
-    """Of each shard the version of the parameters that the last gradient was computed with; None: the present one."""
+    """Each shard's version of the parameters behind the last gradient; None: the present one."""
 
 
 class NextPush:
@@ -28,7 +28,7 @@ class NextPush:
         self._batches: list[int] = []
         self._samples = 0
         self._lrs: list[tuple[float, ...]] = [()]
-        """The rates of each of the gradients, or those of the last push, if there is none."""
+        """The rates of each of the gradients; without a gradient, the rates of the last push."""
         self._versions: tuple[int, ...] | None = None
 
     def add(
@@ -49,7 +49,7 @@ class NextPush:
         self._versions = versions
 
     def take(self, samples: int) -> PushFacts:
-        """The facts of a push of all gradients so far. `samples`: their number, 0 for that of `add`."""
+        """The facts of a push of all gradients so far. `samples`: their number, 0 for the sum from `add`."""
         lrs = mean_rates(self._lrs)
         facts = PushFacts(tuple(self.tickets), tuple(self._batches), samples or self._samples, lrs, self._versions)
         self.tickets, self._batches, self._samples, self._lrs, self._versions = [], [], 0, [lrs], None
@@ -57,7 +57,7 @@ class NextPush:
 
 
 def mean_rates(several: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of each column; to the bit where all rows are alike."""
+    """The mean of each column; to the bit where all rows are alike."""
     first = several[0]
     if all(one == first for one in several):
         return first
@@ -73,7 +73,7 @@ class PendingExchange:
 
     @property
     def done(self) -> bool:
-        """Whether every shard has answered."""
+        """True if every shard has answered."""
         return not self.waits_for
 
     def __str__(self) -> str:

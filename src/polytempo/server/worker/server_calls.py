@@ -3,7 +3,7 @@
     program ──▶ Push, Pull, Take ──▶ through ──▶ Post, Take ──▶ world
             ──▶ everything else ───────────────────────────────▶ world
 
-The program's own `Take` gets the messages that are not for the client: what the coordinator deals, what peers say.
+The program's own `Take` gets messages for others than the client: the coordinator's deals, peers' messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _FOR_CLIENT = (Reply, View, Offer, Presence)
 _MOST_MAIL = 4096
-"""So many messages are kept for the program; what is older is lost, as on a network, and asked for again."""
+"""The most messages kept for the program; older ones are lost, as on a network, and asked for again."""
 _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
 
@@ -41,7 +41,7 @@ class ServerCalls:
         self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
     def perform(self, op: Op[Any]) -> Awaitable[Any]:
-        """What answers an operation of the program."""
+        """Answer an operation of the program."""
         match op:
             case Push() | Pull():
                 return self._exchanged(op)
@@ -109,7 +109,7 @@ class ServerCalls:
                 now_s = await port.now()  # to post takes time
 
     def _sort(self, now_s: float, source: int, message: Parcel) -> Outbox:
-        """Give a message to the client, whose answer is returned, or put it aside for the program."""
+        """Give a message to the client and return its answer, or put it aside for the program."""
         if isinstance(message, _FOR_CLIENT):
             return self._client.receive(now_s, source, message)
         self._rest.append((source, message))

@@ -3,8 +3,8 @@
     program ──▶ Send, Recv ──▶ through_stages ──▶ Post, Take ──▶ `server_calls` ──▶ world
             ──▶ everything else ─────────────────────────────▶
 
-A process has one mailbox for its client, for the coordinator and for the other stages. What is sent is copied, so a
-send is over at once; a message that is lost is not sent again: who waits for it gives up after its deadline.
+A process has one mailbox for its client, for the coordinator and for the other stages. Sent tensors are copied, so a
+send is over immediately; a lost message is not sent again: its receiver gives up after its deadline.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _Lane = tuple[int, int, int]
 """(the other node, channel, tag)."""
 _SENT: Final = object()
 _MEETING = -1
-"""The tag of meetings of all processes, the first of which is number 0; programs have tags from 0."""
+"""The tag of meetings of all processes, from meeting 0 on; programs have tags from 0."""
 _PATIENCE = 4
-"""A stage may wait for one that waits for a shard, so it waits some times as long as a worker does for a shard."""
+"""A stage may wait for another stage that waits for a shard, so its deadline is this many times a worker's deadline
+for a shard."""
 
 
 class StageTensor(Message, frozen=True, eq=False):
-    """From a process to another one of its replica: message `number` of those with this channel and tag."""
+    """From a process to another one of its replica: message `number` with this channel and tag."""
 
     incarnation: int
     """The replica's life: its processes are started together."""
@@ -179,7 +180,7 @@ class StageMessages:
 
 
 async def through_stages(messages: StageMessages, program: Program[T]) -> T:
-    """Meet the other processes of the replica, then run `program` and return what it returns."""
+    """Meet the other processes of the replica, then run `program` and return its value."""
     try:
         await messages.meet()
     except BaseException:

@@ -1,11 +1,11 @@
-"""Work for a replica whose stages are processes: the first stage calls for it, and hands every answer on.
+"""Work for a replica with stages in processes: the first stage calls for it, and hands every answer on.
 
     coordinator ──Deal──▶ first stage ──deal──▶ all others           each trains on the batch, and pushes its own part
                 ◀──Ask──              ◀──done── all others           a ticket is done when it is done at every stage
 
 Every stage calls at the same points of its program, so the calls of a stage and the answers need no numbers. A call
-that is posted before a batch is computed waits for no stage: it says what they had acknowledged one call before, or as
-many calls more as steps after its own in which a batch's gradient comes back.
+before a batch is computed waits for no stage: it names batches acknowledged one call before, or as many calls before as
+steps pass until a batch's gradient comes back.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _DEAL_LENGTH = 5
 
 
 class WorkSource(Protocol):
-    """Where a worker's tickets come from; `WorkClient` is one."""
+    """The source of a worker's tickets; `WorkClient` is one."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a call waits for its answer."""
+        """True if a call waits for its answer."""
 
     async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
         """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics."""
@@ -58,15 +58,15 @@ class FirstStageWork:
         """Ticket -> at how many stages it is done."""
         self._calls = self._collected = 0
         self._trains = False
-        """Whether the last answer was to train, so that the next call is posted before that is done."""
+        """True if the last answer was to train: the next call is then posted before that is done."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a call waits for its answer."""
+        """True if a call waits for its answer."""
         return self._work.is_open
 
     async def ask(self, port: Port, rows: Sequence[bytes] = ()) -> None:
-        """Call for work. Before a pause in training it waits for what the other stages have acknowledged."""
+        """Call for work. Before a pause in training it waits for the other stages' acknowledged batches."""
         self._calls += 1
         while self._collected < self._calls - self._trains * (1 + self._late):
             self._collected += 1
@@ -87,12 +87,12 @@ class FirstStageWork:
         return deal
 
     def drop(self) -> None:
-        """See `WorkSource`. All that was trained on is pushed: the next call waits for what all stages say."""
+        """See `WorkSource`. All gradients are pushed: the next call waits for all stages' acknowledgements."""
         self._work.drop()
         self._trains = False
 
     async def _collect(self, stage: int) -> None:
-        """What a stage has acknowledged from one of its calls to the next."""
+        """Gather a stage's acknowledged batches from one of its calls to the next."""
         count = int(await self._stages.recv(torch.empty(1, dtype=torch.int64), stage, _COUNT))
         if count:
             numbers = await self._stages.recv(torch.empty(count, dtype=torch.int64), stage, _NUMBERS)
@@ -119,7 +119,7 @@ class LaterStageWork:
         self.is_open = False
 
     async def deal(self, port: Port) -> Deal | None:
-        """What the first stage was dealt."""
+        """The first stage's deal."""
         told = await self._stages.recv(torch.empty(_DEAL_LENGTH, dtype=torch.int64), 0, _DEAL)
         self.is_open = False
         order, number, epoch, batch, again = told.tolist()
@@ -130,7 +130,7 @@ class LaterStageWork:
 
 
 def work_of(client: Client, stages: Port | None, late: int = 0) -> WorkSource:
-    """Where a worker's tickets come from. `stages` None: it holds the whole model, and calls for itself alone.
+    """The source of a worker's tickets. `stages` None: it holds the whole model, and calls for itself alone.
 
     `late`: see `FirstStageWork`.
     """

@@ -1,4 +1,4 @@
-"""`TouchedRows`: the rows of tables that a worker will push, and those that it has pulled."""
+"""`TouchedRows`: the rows of tables for a worker's next push, and the pulled rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from polytempo.server.pieces import Pieces
 from polytempo.server.tensors.tables import RowsTerm, summed
 
 _MOST_APART = 32
-"""How many steps' gradients are kept apart before they are summed."""
+"""The most steps with separate gradients before they are summed."""
 
 
 class TableRows(NamedTuple):
     """Some rows of a whole table: `rows` (n,) int64, `values` (n, width)."""
 
     table: int
-    """Which of the tables, in the parameters' order."""
+    """The number of the table, in the parameters' order."""
     rows: Tensor
     values: Tensor
 

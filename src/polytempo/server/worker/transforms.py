@@ -28,14 +28,13 @@ def push(every: int = 1, *, overlap: bool = False, steps_locally: bool = False) 
         has waited for       -      -    g1+g2    -    g3+g4    -
         ... with overlap     -      -      -      -    g1+g2    -
 
-    A push is only begun here, so that a pull of the same step follows it at once: both together are one round trip.
+    A push is only begun here, so that a pull of the same step follows it immediately: both together are one round trip.
     A worker that pulls every step thus waits for the push, too.
 
-    `steps_locally`: the gradient also goes to the worker's own optimizer, unchanged, and what is pushed is a copy.
-    Otherwise the worker's optimizer takes no step.
+    `steps_locally`: the gradient also goes to the worker's own optimizer, unchanged, and a copy is pushed. Otherwise
+    the worker's optimizer takes no step.
 
-    Memory: with every=1 the gradient is pushed from where it lies; a local step costs a copy of it, and overlap one
-    more.
+    Memory: with every=1 the gradient is pushed in place; a local step costs a copy of it, and overlap one more.
     """
     if every < 1:
         raise ValueError(f"push needs a period of at least 1 step, got every={every}")
@@ -74,7 +73,7 @@ T = TypeVar("T")
 
 
 class ConvertedWork(Work[tuple[Any]], frozen=True, eq=False):
-    """Work under way whose answer becomes `(convert(answer),)`: `Late` takes its value out of a tuple."""
+    """Work under way with the answer `(convert(answer),)`: `Late` takes its value out of a tuple."""
 
     convert: Callable[[Any], Any]
 
@@ -142,7 +141,7 @@ class Exchanging(NamedTuple):
 
 
 def exchange(every: int) -> Transform:
-    """After steps τ, 2τ, 3τ, … (τ = `every`): push the worker's own parameters x, continue from x - d.
+    """Push the worker's own parameters x and continue from x - d, in steps τ, 2τ, 3τ, … (τ = `every`).
 
     d = α (x - x̃) is the server's answer, x̃ its center, which moves by + d at the same moment (the rule `elastic`).
 

@@ -31,7 +31,7 @@ class WorkClient:
     async def ask(self, port: Port, rows: Sequence[bytes] = (), done: Sequence[int] | None = None) -> None:
         """Call for work; no call may be open. It says which tickets are done, and carries rows of metrics.
 
-        `done` None: those that the client's shards have acknowledged.
+        `done` None: the batches that the client's shards have acknowledged.
         """
         assert self._open is None
         self._sequence += 1
@@ -85,7 +85,7 @@ class WorkClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call waits for its answer."""
+        """True if a call waits for its answer."""
         return self._open is not None
 
     def _is_answer(self, deal: Deal) -> bool:

@@ -1,11 +1,12 @@
-"""`HostExchange`: a worker's pushes where those of a host are summed first. It leads its host, or offers to the leader.
+"""`HostExchange`: a worker's pushes on a host that sums its workers' gradients first. It leads its host, or offers to
+the leader.
 
     begin ──▶ leads? ── yes ─▶ waits for offers ──▶ Push of the sum to every shard ──▶ each worker gets its own answer
                  └──── no ──▶ Offer to the leader ──────────────────────────────────▶     │
-                                    └─ PushAlone, no answer in time, the leader is gone ─▶ Push by itself, same number
+                                    └─ PushAlone, no answer in time, the leader is gone ─▶ Push alone, same number
 
-Nothing depends on what becomes of an offer. The requests of all workers are numbered and awaited as always; the
-leader's message only brings them to the shards, first and once. What is sent again is sent by each worker, by itself.
+An offer may be lost without harm. The requests of all workers are numbered and awaited as always; the leader's message
+only brings them to the shards, first and once. Each worker sends its repeated pushes alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class OwnPush(NamedTuple):
 
 
 class ShardLines(Protocol):
-    """What it needs of a worker's client."""
+    """The methods that it needs of a worker's client."""
 
     worker: int
     incarnation: int
@@ -54,19 +55,19 @@ class ShardLines(Protocol):
     asked: list[Requests]
 
     def add(self, shard: int, build: Callable[[int, int, int], Push], pending: PendingExchange) -> Push:
-        """Queue a request whose answer is of `pending`."""
+        """Queue a request; its answer belongs to `pending`."""
 
     @property
     def shards(self) -> Sequence[Spans]:
-        """Of each shard the ranges of the flat vector."""
+        """Each shard's ranges of the flat vector."""
 
     @property
     def all_answered(self) -> bool:
-        """Whether no request is under way."""
+        """True if no request is under way."""
 
 
 class HostExchange:
-    """The pushes of the worker whose client is `lines`, on a host with the other workers `peers`.
+    """The pushes of the worker with the client `lines`, on a host with the other workers `peers`.
 
     It has one push under way at a time. Cost within the host: each gradient is read once by the leader.
     """
@@ -84,7 +85,7 @@ class HostExchange:
 
     @property
     def gathers(self) -> bool:
-        """Whether a push has begun that has not left."""
+        """True if a push has begun that has not left."""
         return self._own is not None
 
     def begin(self, own: OwnPush) -> None:
@@ -114,24 +115,24 @@ class HostExchange:
         return out + self._lead(now_s, self._own)
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing is to be done unless something arrives."""
+        """The time until the next `look`, unless a message arrives."""
         return float("inf") if self._own is None or self._until_s is None else max(0.0, self._until_s - now_s)
 
     def answered(self, now_s: float) -> None:
-        """Every shard has answered the push, or whatever else was under way."""
+        """Every shard has answered the requests under way."""
         if self._begun_s > self._free_s:
             self._answers_s.append(now_s - self._begun_s)
         self._free_s, self._offered_to = now_s, None
 
     def look(self, now_s: float) -> Outbox:
-        """What is to be sent where the leader that was offered to is gone."""
+        """The messages to send because the offer's leader is gone."""
         if self._offered_to is None or not self.peers.is_gone(self._offered_to):
             return []
         self._offered_to = None
         return [(asked.head, request) for asked in self._lines.asked for request in asked.alone(now_s)]
 
     def late(self) -> Outbox:
-        """The push is sent by itself, since no answer came in time: the leader is not to send it any more."""
+        """The push is sent alone, since no answer came in time: the leader must not send it any more."""
         if self._offered_to is None:
             return []
         leader, self._offered_to = self._offered_to, None
@@ -158,7 +159,7 @@ class HostExchange:
         self._unsaid += [(peer, said) for peer in to]
 
     def _patience_s(self, least_s: float) -> float:
-        """How long an answer may take that comes by another worker's message."""
+        """The longest time for an answer that comes by another worker's message."""
         assert self._until_s is not None
         return max(least_s, self._until_s - self._begun_s, _ANSWERS * max(self._answers_s, default=0.0))
 
@@ -185,7 +186,7 @@ class HostExchange:
         return [(leader, offer)]
 
     def _lead(self, now_s: float, own: OwnPush) -> Outbox:
-        """Push this worker's gradient and those that were offered; alone by its own queue, where there are none."""
+        """Push this worker's gradient and the offered ones; alone by its own queue, where there are none."""
         lines, patience_s = self._lines, self._patience_s(self._timing.retry_s)
         self._own = None
         requests = {shard: lines.add(shard, build, own.pending) for shard, build in own.builds.items()}
@@ -204,7 +205,7 @@ class HostExchange:
         return out
 
     def _fits(self, offer: Offer, own: Tensor) -> bool:
-        """Whether `offer` can be summed with `own`; it is left to its worker otherwise."""
+        """True if `offer` can be summed with `own`; otherwise its worker pushes it."""
         alike = offer.gradient.shape == own.shape and offer.gradient.dtype == own.dtype
         num_shards = len(self._lines.asked)
         return alike and offer.layout == self._lines.layout and len(offer.sequences) == len(offer.bases) == num_shards

@@ -1,11 +1,11 @@
-"""`HostPeers`: the other workers of a worker's host, which of them leads, and what they have offered to this one.
+"""`HostPeers`: the other workers of a worker's host, their leader, and their offers.
 
     worker 1 ──Offer──▶ worker 0, which leads: the lowest number of those present
     worker 2 ──Offer──▶    │ waits until all that are present have offered, or its patience ends
                            └── Push(sum of 0, 1, 2) ──▶ every shard
 
-Who leads needs no agreement: a worker that gets an offer pushes it with its own, and one whose offer comes to nothing
-pushes by itself. So it is enough that workers agree mostly; where they do not, it costs time, and no gradient.
+The choice of a leader needs no agreement: a worker with an offer pushes it with its own gradient, and a worker with a
+lost offer pushes alone. So it is enough that workers agree mostly; where they do not, it costs time, and no gradient.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from polytempo.server.message import Message
 
 
 class HostPeers:
-    """What `worker` knows of the other workers of its host, `peers`."""
+    """The other workers `peers` on the host of `worker`."""
 
     def __init__(self, worker: int, peers: Sequence[int]) -> None:
         self.worker, self.peers = worker, tuple(peer for peer in peers if peer != worker)
         self._members: dict[int, int] | None = None
         self._absent = set(self.peers)
-        """Those that have not been heard of yet, or not since they said that they take no part, or were late."""
+        """The peers that were never heard of, or have since said that they take no part, or were late."""
         self._offers: dict[int, Offer] = {}
         self._heard: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Worker -> incarnation and sequences of its last offer: what comes again is no new one."""
+        """Worker -> incarnation and sequences of its last offer: a repeated offer is not new."""
 
     @property
     def leader(self) -> int:
@@ -46,7 +46,7 @@ class HostPeers:
 
     @property
     def has_offers(self) -> bool:
-        """Whether others wait for a push of this worker."""
+        """True if others wait for a push of this worker."""
         return bool(self._offers)
 
     def see(self, members: Sequence[tuple[int, int]]) -> None:
@@ -56,7 +56,7 @@ class HostPeers:
             self._offers = {w: o for w, o in self._offers.items() if self._members.get(w) == o.incarnation}
 
     def take(self, offer: Offer) -> None:
-        """An offer has come; one that came before is no new one."""
+        """Take an offer; a repeated one is not new."""
         key = offer.incarnation, offer.sequences
         if offer.worker not in self.peers or key <= self._heard.get(offer.worker, (0, ())):
             return
@@ -65,7 +65,7 @@ class HostPeers:
         self._absent.discard(offer.worker)
 
     def attend(self, message: Presence) -> None:
-        """Another worker takes part from now on, or no more. What it has offered, it pushes by itself."""
+        """Another worker takes part from now on, or no more. It pushes its offered gradients alone."""
         if message.worker not in self.peers:
             return
         self._offers.pop(message.worker, None)
@@ -79,7 +79,7 @@ class HostPeers:
         self._absent.add(peer)
 
     def is_gone(self, peer: int) -> bool:
-        """Whether `peer` takes no part, as far as is known."""
+        """True if `peer` is known to take no part."""
         return peer not in self._present
 
     def taken_offers(self) -> list[Offer]:
@@ -96,7 +96,7 @@ class HostPeers:
 
 
 class Offer(Message, frozen=True, eq=False):
-    """From a worker to the one that leads its host: a gradient to be pushed within the host's sum.
+    """Worker to its host's leader: a gradient for the host's sum.
 
     It is lent until the push is answered. `sequences`, `bases`: of the request to each shard.
     """
@@ -116,7 +116,7 @@ class Offer(Message, frozen=True, eq=False):
 
 
 class Presence(Message, frozen=True, eq=False):
-    """From a worker to the others of its host: whether it takes part in their pushes. An offer before it is void."""
+    """Worker to the others of its host: true if it takes part in their pushes. An offer before it is void."""
 
     worker: int
     incarnation: int

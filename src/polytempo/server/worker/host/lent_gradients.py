@@ -16,7 +16,7 @@ from polytempo.server.layout import Empty, Span, place_
 class LentGradients:
     """`empty` makes memory that shards can read; `is_readable(tensor)` says whether a tensor is in such memory already.
 
-    Cost: one copy of a gradient that is not; as many buffers as pushes are under way at once.
+    Cost: one copy of a gradient elsewhere; as many buffers as pushes under way.
     """
 
     def __init__(self, empty: Empty, is_readable: Callable[[Tensor], bool]) -> None:
