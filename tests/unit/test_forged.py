@@ -322,5 +322,5 @@ def test_a_forged_history_is_refused(tmp_path: Path, machine: str, end: str | No
 def test_a_dealer_is_not_sent_to_deal_a_billion_batches_again() -> None:
 
     state = msgspec.msgpack.decode(BatchScheduler(4, 8, "freely", 1).dump())
-    with pytest.raises(ValueError, match="batches before the last one that was dealt are not done"):
+    with pytest.raises(ValueError, match="batches before the last dealt one are not done"):
         BatchScheduler(4, 8, "freely", 1).load(msgspec.msgpack.encode(state), [[(10**12, 10**12)]])

@@ -113,8 +113,8 @@ def test_damage_is_named_by_its_line(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "shard-0.jsonl"
     for content, words in [
-        (b"", "is no record"),
-        (b"\x00\x01", "is no record"),
+        (b"", "is not a record"),
+        (b"\x00\x01", "is not a record"),
         (b'{"format":"polytempo-record","version":9,"machine":"shard 0"}\n', "version 9; this program reads version 2"),
     ]:
         path.write_bytes(content)

@@ -220,7 +220,7 @@ def test_tickets_of_a_dropped_push_are_free() -> None:
 
 def test_strangers_are_turned_away() -> None:
     server = shard()
-    assert "no member" in only(asked(server, push(2, 1)), Stranger).reason
+    assert "not a member" in only(asked(server, push(2, 1)), Stranger).reason
     assert "life 1" in only(asked(server, push(0, 1, incarnation=2)), Stranger).reason
     only(server.apply(members(2, (0, 2), (1, 1))), Noted)
     only(asked(server, push(0, 1)), Stranger)
@@ -524,7 +524,7 @@ def test_a_loaded_shard_answers_a_pull_that_comes_again() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x92\x01\xc4\x01\x00", b"nonsense"])
 def test_bytes_of_something_else_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no shard's state"):
+    with pytest.raises(ValueError, match="not a shard's state"):
         shard().load(data, (torch.ones(NUMEL),))
 
 

@@ -30,9 +30,6 @@ class Likeness(msgspec.Struct, frozen=True, array_like=True):
     tickets: tuple[Range, ...]
     dropped_tickets: tuple[Range, ...]
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
 
 def likeness_of(lent: Lent) -> Likeness:
     """The `Likeness` in an answer to `Lend`. Errors: ValueError where the bytes are none."""
@@ -64,7 +61,7 @@ def lend(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Like
         incarnation=request.incarnation,
         sequence=request.sequence,
         spans=request.spans,
-        likeness=likeness.encode(),
+        likeness=msgspec.msgpack.encode(likeness),
         version=weights.version,
         steps=weights.steps,
         rates=weights.rates,
