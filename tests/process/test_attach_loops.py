@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from polytempo.core import NotFinite, Strategy
+from polytempo.core import NotFinite, Promise, Strategy
 from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
@@ -173,7 +173,7 @@ def test_a_second_step_on_the_same_gradients_is_refused_where_they_are_no_mean()
             optimizer = SGD(net.parameters(), lr=0.1)
             pt.attach(net, optimizer, strategy)
             loop(net, optimizer, mine(batches(1), world))
-            if strategy.gradients.linear:
+            if Promise.LINEAR in strategy.gradients.promises:
                 optimizer.step()
             else:
                 with pytest.raises(RuntimeError, match=r"drop gradients by zero_grad\(\) before the next step"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import polytempo as pt
 from polytempo.aggregation import low_rank
 from polytempo.compression import all_gather, bf16, feedback, natural
-from polytempo.core import NotFinite, PeerLost, stateless
+from polytempo.core import NotFinite, PeerLost, Promise, stateless
 from polytempo.interop.backend import create
 from polytempo.interop.ddp_hook import comm_hook
 from polytempo.interop.transport import leave, transport_like
@@ -116,7 +116,7 @@ def test_what_cannot_work_is_refused_when_it_is_built() -> None:
     with pytest.raises(ValueError, match="merge, route and exact_below are for codecs"):
         comm_hook(low_rank(2), route=all_gather)
     with pytest.raises(ValueError, match=r"needs the whole gradient at once, and DDP has buckets; use pt.attach"):
-        comm_hook(stateless(lambda port, bundle: port.barrier(), separable=False))  # type: ignore[arg-type,return-value]
+        comm_hook(stateless(lambda port, bundle: port.barrier(), promises=Promise(0)))  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match=r"got the strategy sync_sgd.*; strategies go with pt.attach"):
         comm_hook(sync_sgd())  # type: ignore[arg-type]
     for given, remedy in ((bf16, r"got <function bf16>; write bf16\(\)"), (7, "got 7"), (low_rank, "got a transform")):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from helpers import bundle
-from polytempo.core import Bundle, Program, Transform, world_port
+from polytempo.core import Bundle, Program, Promise, Transform, world_port
 from polytempo.core.op import Op, Pull, Push, Start, Work
 from polytempo.core.state import restored, saved, settled
 from polytempo.server.worker.transforms import exchange, pull, push
@@ -253,8 +253,7 @@ def test_saved_and_restored_equals_never_having_stopped(transform: Transform, st
 
 @pytest.mark.parametrize("transform", [push(), pull(), exchange(1)])
 def test_they_see_the_whole_model_and_are_never_idle(transform: Transform) -> None:
-    assert not transform.separable
-    assert not transform.idle_alone
+    assert transform.promises == Promise(0)
 
 
 @pytest.mark.parametrize(("make", "name"), [(push, "push"), (pull, "pull"), (exchange, "exchange")])

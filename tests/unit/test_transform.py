@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.cluster import Cluster, Link
-from polytempo.core import Bundle, Port, State, Transform, chain, identity, is_idle, split, stateless
+from polytempo.core import Bundle, Port, Promise, State, Transform, chain, identity, is_idle, split, stateless
 from polytempo.worlds import VirtualWorld
 
 Step = Callable[[Bundle, int], Bundle | None]
 
 
-def counting(step: Step, *, separable: bool = True) -> Transform:
+def counting(step: Step, *, promises: Promise = Promise.SEPARABLE) -> Transform:
     """`step(bundle, calls so far)`; the state is the number of calls."""
 
     async def apply(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         return step(bundle, state), state + 1
 
-    return Transform(lambda parameters: 0, apply, separable=separable)
+    return Transform(lambda parameters: 0, apply, promises)
 
 
 def add(amount: float) -> Transform:
@@ -179,7 +179,7 @@ async def _summed(port: Port, bundle: Bundle) -> Bundle:
 
 
 SUM = stateless(_summed)
-WHOLE = stateless(_summed, separable=False)
+WHOLE = stateless(_summed, promises=Promise(0))
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ WHOLE = stateless(_summed, separable=False)
 def test_flags(transform: Transform, idle_alone: bool, idle_among_two: bool, separable: bool) -> None:
     assert is_idle(transform, 1) is idle_alone
     assert is_idle(transform, 2) is idle_among_two
-    assert transform.separable is separable
+    assert (Promise.SEPARABLE in transform.promises) is separable
 
 
-WEIGHED = SUM._replace(weighs=True)
+WEIGHED = SUM._replace(promises=SUM.promises | Promise.WEIGHS)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ WEIGHED = SUM._replace(weighs=True)
     ],
 )
 def test_only_what_weighs_throughout_weighs(transform: Transform, weighs: bool) -> None:
-    assert transform.weighs is weighs
+    assert (Promise.WEIGHS in transform.promises) is weighs
 
 
 def test_a_stateless_transform_leaves_a_lone_rank_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import CLUSTER, bundle
 from polytempo.aggregation import adasum, from_anchor, mean, median, merged, mix, nesterov, ring_graph
-from polytempo.core import Bundle, Port, Transform, chain, identity, is_idle
+from polytempo.core import Bundle, Port, Promise, Transform, chain, identity, is_idle
 from polytempo.synchronization import after, delayed, every, until
 from polytempo.worlds import VirtualWorld
 
@@ -18,6 +18,7 @@ async def _times_ten(port: Port, given: Bundle, state: int) -> tuple[Bundle, int
 
 
 TEN = Transform(lambda parameters: 0, _times_ten)
+WHOLE_MEAN = mean()._replace(promises=mean().promises & ~Promise.SEPARABLE)
 """Ten times as much; counts its calls."""
 
 
@@ -81,13 +82,13 @@ def test_on_the_other_steps_nothing_is_done_at_all() -> None:
     [
         (every(2, mean()), True, True),
         (after(2, nesterov()), True, False),
-        (until(2, mean()._replace(separable=False)), False, True),
+        (until(2, WHOLE_MEAN), False, True),
         (delayed(1, mean()), True, False),
-        (delayed(1, mean()._replace(separable=False)), False, False),
+        (delayed(1, WHOLE_MEAN), False, False),
     ],
 )
 def test_flags_are_those_of_what_is_inside(transform: Transform, separable: bool, idle_alone: bool) -> None:
-    assert transform.separable is separable
+    assert (Promise.SEPARABLE in transform.promises) is separable
     assert is_idle(transform, 1) is idle_alone
 
 
@@ -104,7 +105,7 @@ def test_flags_are_those_of_what_is_inside(transform: Transform, separable: bool
     ],
 )
 def test_what_weighs_by_share_does_so_inside_others(transform: Transform, weighs: bool) -> None:
-    assert transform.weighs is weighs
+    assert (Promise.WEIGHS in transform.promises) is weighs
 
 
 @pytest.mark.parametrize("make", [every, delayed])

@@ -26,6 +26,7 @@ from polytempo.core import (
     Exchange,
     NotFinite,
     Port,
+    Promise,
     Residual,
     Route,
     Sum,
@@ -124,7 +125,7 @@ def low_rank(
         raise ValueError(f"exact_below must be a number of elements >= 0, got {exact_below}")
 
     made = _LowRank(call_name(low_rank, {"rank": rank}), rank, route, exact_below, warm_start, seed)
-    return Transform(made.init, made.apply, weighs=True, cost=made.cost, beside=averaging(route))
+    return Transform(made.init, made.apply, Promise.SEPARABLE | Promise.WEIGHS, made.cost, averaging(route))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Cost, Port, Route, Transform, averaging, native, stateless
+from polytempo.core import Bundle, Cost, Port, Promise, Route, Transform, averaging, native, stateless
 from polytempo.core.cost import num_bytes, summed
 from polytempo.core.route import check_route
 
@@ -32,7 +32,7 @@ def mean(route: Route = native) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost((summed(parameters, route),))
 
-    return stateless(apply, weighs=True, linear=True, cost=cost, beside=average)
+    return stateless(apply, promises=Promise.SEPARABLE | Promise.WEIGHS | Promise.LINEAR, cost=cost, beside=average)
 
 
 class MovingAverageState(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, mixing_neighbours, pushing_neighbours
-from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
+from polytempo.core import Bundle, Cost, Exchange, Port, Promise, Sent, Transform
 from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.arithmetic.merge import add_
@@ -56,7 +56,7 @@ def mix(graph: Graph) -> Transform:
         """In the graph's first step."""
         return Cost((Exchange("mix", sum_cost(mixing_neighbours(graph, 0, num_ranks), num_bytes(parameters))),))
 
-    return Transform(lambda parameters: MixState(0), apply, idle_alone=True, cost=cost, beside=mixed_by)
+    return Transform(lambda parameters: MixState(0), apply, Promise.SEPARABLE | Promise.IDLE_ALONE, cost, mixed_by)
 
 
 async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], listeners: Sequence[int]) -> Tensor:
@@ -165,7 +165,7 @@ def push_sum(graph: Graph) -> Transform:
             memory_bytes=size + _WEIGHT_BYTES * num_ranks,
         )
 
-    return Transform(init, apply, idle_alone=True, cost=cost, beside=beside)
+    return Transform(init, apply, Promise.SEPARABLE | Promise.IDLE_ALONE, cost, beside)
 
 
 @lru_cache(maxsize=4)

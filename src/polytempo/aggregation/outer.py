@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Port, Transform, inside
+from polytempo.core import Bundle, Cost, Port, Promise, Transform, inside
 from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import num_bytes
 from polytempo.core.transform import cost_of
@@ -38,15 +38,8 @@ def from_anchor(transform: Transform) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return cost_of(transform, parameters, num_ranks).remembering(num_bytes(parameters))
 
-    return Transform(
-        init,
-        apply,
-        separable=transform.separable,
-        idle_alone=transform.idle_alone,
-        weighs=transform.weighs,
-        cost=cost,
-        beside=inside(transform.beside, lambda state: state.inner),
-    )
+    beside = inside(transform.beside, lambda state: state.inner)
+    return Transform(init, apply, transform.promises & ~Promise.LINEAR, cost, beside)
 
 
 class MomentumState(NamedTuple):
@@ -82,4 +75,4 @@ def _outer(lr: float, momentum: float, direction: Callable[[Tensor, Tensor], Ten
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost(memory_bytes=num_bytes(parameters))
 
-    return Transform(init, apply, weighs=True, cost=cost)
+    return Transform(init, apply, Promise.SEPARABLE | Promise.WEIGHS, cost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from polytempo.core import Bundle, Cost, Exchange, Port, Sent, Transform
+from polytempo.core import Bundle, Cost, Exchange, Port, Promise, Sent, Transform
 from polytempo.core.cost import num_bytes
 
 GROUP = "group"
@@ -40,7 +40,7 @@ def peer_models(groups: int) -> Transform:
         sent = Sent(num_ranks, num_ranks * each, busiest_bytes=each, rounds=groups - 1)
         return Cost((Exchange("peer_models", sent),), memory_bytes=each)
 
-    return Transform(init, apply, weighs=True, cost=cost)
+    return Transform(init, apply, Promise.SEPARABLE | Promise.WEIGHS, cost)
 
 
 def peer_models_in(state: Any) -> Iterator[PeerModelsState]:

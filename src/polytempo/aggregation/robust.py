@@ -12,7 +12,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Exchange, Port, State, Transform, call_name, stateless
+from polytempo.core import Bundle, Cost, Exchange, Port, Promise, State, Transform, call_name, stateless
 from polytempo.core.arithmetic.merge import Merge, check_merge
 from polytempo.core.cost import gathered, num_bytes, route_name
 
@@ -34,7 +34,8 @@ def merged(merge: Merge) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost((Exchange(f"merged({route_name(merge)})", gathered(num_bytes(parameters), num_ranks)),))
 
-    return stateless(apply, separable=getattr(merge, "coordinate_wise", True), cost=cost, beside=beside)
+    promises = Promise.SEPARABLE if getattr(merge, "coordinate_wise", True) else Promise(0)
+    return stateless(apply, promises=promises, cost=cost, beside=beside)
 
 
 def median(buffers: Sequence[Tensor]) -> Tensor:

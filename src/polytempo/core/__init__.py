@@ -13,6 +13,7 @@ from polytempo.core.route import Price, Route, native
 from polytempo.core.state import Late, Residual
 from polytempo.core.strategy import Strategy, Turn
 from polytempo.core.transform import (
+    Promise,
     State,
     Transform,
     averaging,
@@ -47,6 +48,7 @@ __all__ = [
     "Port",
     "Price",
     "Program",
+    "Promise",
     "Residual",
     "Route",
     "Sent",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from enum import Flag, auto
 from functools import reduce
-from operator import itemgetter
+from operator import and_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,24 @@ State = Any
 
 Applied = Program[tuple[Bundle | None, State]]
 
-
 Beside = Callable[[Port, Bundle, State], Program[Bundle]]
 """`await beside(port, bundle, state)`: the mean of tensors that are no gradients or parameters, with those ranks that a
 transform in `state` talks to, by the way that its own messages take."""
 
 
-AtOnce = Callable[[Port, Bundle, State, int], Applied]
-"""`await at_once(port, bundle, state, step)`: see `apply_at_once`."""
+class Promise(Flag):
+    """Properties of a transform that callers may rely on. A composition keeps the promises that all its parts make."""
+
+    SEPARABLE = auto()
+    """Applying it to parts of a model one by one equals applying it to the whole, so a part may be exchanged while the
+    rest is still being computed."""
+    IDLE_ALONE = auto()
+    """With one rank it does nothing."""
+    WEIGHS = auto()
+    """An update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`)."""
+    LINEAR = auto()
+    """All ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So gradients of a second backward pass may be added
+    to an answer and exchanged together with it, and a common factor comes out again (a loss scale)."""
 
 
 class Transform(NamedTuple):
@@ -42,35 +53,17 @@ class Transform(NamedTuple):
     with the same result. It overwrites only `Residual` leaves of the state, and its caller does not overwrite an answer
     that the state still holds; a caller that applies twice passes a `duplicate`.
 
-    `separable`: applying it to parts of a model one by one equals applying it to the whole, so a part may be exchanged
-    while the rest is still being computed.
-    `idle_alone`: with one rank it does nothing.
-    `weighs`: an update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`).
-    `linear`: all ranks get Σ wᵢ xᵢ, with Σ wᵢ = 1, of this exchange alone. So gradients of a second backward pass may
-    be added to an answer and exchanged together with it, and a common factor comes out again (a loss scale).
+    `promises`: properties that hold in every step and with any number of ranks.
     `cost`: messages, computations and memory, computed from shapes (`polytempo.explain`). None: unknown.
     `beside`: exchanges running statistics in a step with an exchange; `state` is the state that `apply` received in
     that step. None: the transform talks to no rank itself, or to all, and `averaging(native)` will do.
-    `at_once`: for a transform that lets ranks meet after some steps only, the transform that lets them meet now. None:
-    `apply` does.
     """
 
     init: Callable[[Bundle], State]
     apply: Callable[[Port, Bundle, State], Applied]
-    separable: bool = True
-    idle_alone: bool = False
-    weighs: bool = False
-    linear: bool = False
+    promises: Promise = Promise.SEPARABLE
     cost: CostOf | None = None
     beside: Beside | None = None
-    at_once: AtOnce | None = None
-
-
-def apply_at_once(transform: Transform, port: Port, bundle: Bundle, state: State, step: int) -> Applied:
-    """`apply` of the last of the first `step` steps, in which ranks meet whether it is their turn or not."""
-    if transform.at_once is None:
-        return transform.apply(port, bundle, state)
-    return transform.at_once(port, bundle, state, step)
 
 
 def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:
@@ -113,9 +106,7 @@ def inside(beside: Beside | None, inner: Callable[[State], State]) -> Beside | N
 def stateless(
     apply: Callable[[Port, Bundle], Program[Bundle]],
     *,
-    separable: bool = True,
-    weighs: bool = False,
-    linear: bool = False,
+    promises: Promise = Promise.SEPARABLE,
     cost: CostOf | None = None,
     beside: Beside | None = None,
 ) -> Transform:
@@ -124,16 +115,7 @@ def stateless(
     async def with_state(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | None, State]:
         return (bundle if port.size == 1 else await apply(port, bundle)), state
 
-    return Transform(
-        lambda parameters: None,
-        with_state,
-        separable=separable,
-        idle_alone=True,
-        weighs=weighs,
-        linear=linear,
-        cost=cost,
-        beside=beside,
-    )
+    return Transform(lambda parameters: None, with_state, promises | Promise.IDLE_ALONE, cost, beside)
 
 
 def identity() -> Transform:
@@ -145,19 +127,16 @@ async def _nothing(port: Port, bundle: Bundle, state: State) -> tuple[Bundle | N
     return bundle, state
 
 
-_IDENTITY = Transform(
-    lambda parameters: None,
-    _nothing,
-    idle_alone=True,
-    weighs=True,
-    linear=True,
-    cost=lambda parameters, num_ranks: Cost(),
-)
+_IDENTITY = Transform(lambda parameters: None, _nothing, ~Promise(0), lambda parameters, num_ranks: Cost())
 
 
 def is_idle(transform: Transform, num_ranks: int) -> bool:
     """Whether `transform` can be left out in a world of `num_ranks`."""
-    return transform.apply is _nothing or (num_ranks == 1 and transform.idle_alone)
+    return transform.apply is _nothing or (num_ranks == 1 and Promise.IDLE_ALONE in transform.promises)
+
+
+def _kept(parts: Iterable[Transform]) -> Promise:
+    return reduce(and_, (part.promises for part in parts), ~Promise(0))
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -174,18 +153,10 @@ def chain(*transforms: Transform) -> Transform:
             bundle, states[i] = await transform.apply(port, bundle, states[i])
         return bundle, tuple(states)
 
-    return Transform(
-        init,
-        apply,
-        separable=all(t.separable for t in transforms),
-        idle_alone=all(t.idle_alone for t in transforms),
-        weighs=all(t.weighs for t in transforms),
-        linear=all(t.linear for t in transforms),
-        cost=lambda parameters, num_ranks: reduce(
-            Cost.plus, (cost_of(t, parameters, num_ranks) for t in transforms), Cost()
-        ),
-        beside=beside_of(dict(enumerate(transforms))),
-    )
+    def cost(parameters: Bundle, num_ranks: int) -> Cost:
+        return reduce(Cost.plus, (cost_of(t, parameters, num_ranks) for t in transforms), Cost())
+
+    return Transform(init, apply, _kept(transforms), cost, beside_of(dict(enumerate(transforms))))
 
 
 def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]) -> Transform:
@@ -233,13 +204,4 @@ def split(label: Callable[[str, Tensor], str], branches: Mapping[str, Transform]
             total = total.plus(Cost(tuple(exchanges), of.memory_bytes))
         return total
 
-    return Transform(
-        init,
-        apply,
-        cost=cost,
-        separable=all(t.separable for t in branches.values()),
-        idle_alone=all(t.idle_alone for t in branches.values()),
-        weighs=all(t.weighs for t in branches.values()),
-        linear=all(t.linear for t in branches.values()),
-        beside=beside_of(branches),
-    )
+    return Transform(init, apply, _kept(branches.values()), cost, beside_of(branches))

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from polytempo.compression import through
 from polytempo.compression.exchange.packing import EXACT_BELOW
 from polytempo.compression.exchange.wire_route import WireRoute
-from polytempo.core import Bundle, Codec, Port, Program, Route, Strategy, Transform, native
+from polytempo.core import Bundle, Codec, Port, Program, Promise, Route, Strategy, Transform, native
 from polytempo.core.arithmetic.merge import Merge
 from polytempo.core.codec import check_codec
 from polytempo.interop.codec_state import ParameterCodecState
@@ -314,7 +314,7 @@ def comm_hook(
     if isinstance(codec, Transform):
         if merge is not None or route is not None or exact_below != EXACT_BELOW:
             raise ValueError("a transform says itself how it exchanges; merge, route and exact_below are for codecs")
-        if not codec.separable:
+        if Promise.SEPARABLE not in codec.promises:
             raise ValueError("the transform needs the whole gradient at once, and DDP has buckets; use pt.attach")
         return CommHook(codec, "a transform", model, group)
     if isinstance(codec, Strategy):

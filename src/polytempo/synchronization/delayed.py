@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polytempo.core import Bundle, Late, Port, State, Transform
+from polytempo.core import Bundle, Late, Port, Promise, State, Transform
 from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import Cost, num_bytes
 from polytempo.core.state import duplicate, settled
@@ -64,14 +64,8 @@ def delayed(delay: int, transform: Transform) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return cost_of(transform, parameters, num_ranks).remembering(delay * num_bytes(parameters))
 
-    return Transform(
-        init,
-        apply,
-        separable=transform.separable,
-        weighs=transform.weighs,
-        cost=cost,
-        beside=None if transform.beside is None else beside,
-    )
+    promises = transform.promises & (Promise.SEPARABLE | Promise.WEIGHS)
+    return Transform(init, apply, promises, cost, None if transform.beside is None else beside)
 
 
 async def _answer(value: Late | Any) -> Any:
@@ -112,12 +106,5 @@ def overlapped(transform: Transform) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return cost_of(transform, parameters, num_ranks).remembering(2 * num_bytes(parameters))
 
-    return Transform(
-        init,
-        apply,
-        separable=transform.separable,
-        idle_alone=transform.idle_alone,
-        weighs=transform.weighs,
-        cost=cost,
-        beside=None if transform.beside is None else beside,
-    )
+    promises = transform.promises & ~Promise.LINEAR
+    return Transform(init, apply, promises, cost, None if transform.beside is None else beside)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from polytempo.core import Bundle, Port, State, Transform, identity, inside
-from polytempo.core.cost import Cost, Steps
-from polytempo.core.transform import apply_at_once, cost_of
+from polytempo.core import Bundle, Cost, Port, State, Steps, Transform, identity, inside
+from polytempo.core.transform import Applied, cost_of
 
 
 class PeriodState(NamedTuple):
@@ -21,60 +21,82 @@ def every(period: int, transform: Transform) -> Transform:
     """`transform` on steps H, 2H, 3H, … (H = `period`); nothing on the others."""
     if period < 1:
         raise ValueError(f"period must be at least 1 step, got {period}")
-    timed = _when(lambda step: step % period == 0, transform, lambda steps: steps.every(period), lambda step: step)
-    return timed._replace(at_once=None) if transform.at_once is not None else timed
+    return _timed(Timed(transform, period=period))
 
 
 def until(step: int, transform: Transform) -> Transform:
     """`transform` on the first `step` steps; nothing afterwards."""
     if step < 0:
         raise ValueError(f"until needs a step >= 0, got {step}")
-    if step == 0:
-        return identity()
-    return _when(
-        lambda now: now <= step, transform, lambda steps: steps.until(step), lambda now: now if now <= step else None
-    )
+    return _timed(Timed(transform, until=step)) if step else identity()
 
 
 def after(step: int, transform: Transform) -> Transform:
     """Nothing on the first `step` steps; `transform` from then on, its own steps counted from there."""
     if step < 0:
         raise ValueError(f"after needs a step >= 0, got {step}")
-    return _when(
-        lambda now: now > step,
-        transform,
-        lambda steps: steps.after(step),
-        lambda now: now - step if now > step else None,
-    )
+    return _timed(Timed(transform, after=step))
 
 
-def _when(
-    condition: Callable[[int], bool],
-    transform: Transform,
-    change: Callable[[Steps], Steps],
-    own: Callable[[int], int | None],
-) -> Transform:
-    """`own`: at which of its own steps the inner transform is, where ranks meet at once; None: they do not by it."""
+def meets_at_once(transform: Transform) -> bool:
+    """True if `apply_at_once` lets ranks meet before their period is over. Nested periods do not: a step between two
+    meetings is not a whole number of the inner period's steps."""
+    timed = transform.apply
+    return isinstance(timed, Timed) and (timed.period == 1 or not isinstance(timed.transform.apply, Timed))
+
+
+def apply_at_once(transform: Transform, port: Port, bundle: Bundle, state: State, step: int) -> Applied:
+    """`apply` of the last of the first `step` steps, without the wait for the end of a period (`every`)."""
+    timed = transform.apply
+    if isinstance(timed, Timed) and meets_at_once(transform):
+        return timed.at_once(port, bundle, state, step)
+    return timed(port, bundle, state)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The `apply` of a transform that has its turn every `period` steps, from step `after` + 1 to step `until`."""
+
+    transform: Transform
+    period: int = 1
+    after: int = 0
+    until: int | None = None
+
+    def turns(self, steps: Steps) -> Steps:
+        """The inner transform's `steps`, counted in steps of this one."""
+        steps = steps.every(self.period).after(self.after)
+        return steps if self.until is None else steps.until(self.until)
+
+    @cached_property
+    def _own_turns(self) -> Steps:
+        return self.turns(Steps())
+
+    async def __call__(self, port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
+        step, inner = state.step + 1, state.inner
+        out: Bundle | None = bundle
+        if self._own_turns.has(step):
+            out, inner = await self.transform.apply(port, bundle, inner)
+        return out, PeriodState(step, inner)
+
+    async def at_once(
+        self, port: Port, bundle: Bundle, state: PeriodState, step: int
+    ) -> tuple[Bundle | None, PeriodState]:
+        """See `apply_at_once`."""
+        inner = state.inner
+        out: Bundle | None = bundle
+        if self.after < step and (self.until is None or step <= self.until):
+            out, inner = await apply_at_once(self.transform, port, bundle, inner, step - self.after)
+        return out, PeriodState(step, inner)
+
+
+def _timed(timed: Timed) -> Transform:
+    transform = timed.transform
 
     def init(parameters: Bundle) -> PeriodState:
         return PeriodState(0, transform.init(parameters))
 
-    async def apply(port: Port, bundle: Bundle, state: PeriodState) -> tuple[Bundle | None, PeriodState]:
-        step, inner = state.step + 1, state.inner
-        out: Bundle | None = bundle
-        if condition(step):
-            out, inner = await transform.apply(port, bundle, inner)
-        return out, PeriodState(step, inner)
-
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
-        return cost_of(transform, parameters, num_ranks).at(change)
-
-    async def at_once(port: Port, bundle: Bundle, state: PeriodState, step: int) -> tuple[Bundle | None, PeriodState]:
-        inner, its = state.inner, own(step)
-        out: Bundle | None = bundle
-        if its is not None:
-            out, inner = await apply_at_once(transform, port, bundle, inner, its)
-        return out, PeriodState(step, inner)
+        return cost_of(transform, parameters, num_ranks).at(timed.turns)
 
     beside = inside(transform.beside, lambda state: state.inner)
-    return transform._replace(init=init, apply=apply, cost=cost, beside=beside, at_once=at_once)
+    return Transform(init, timed, transform.promises, cost, beside)

@@ -7,7 +7,21 @@ from polytempo.compression.exchange.all_reduce import all_reduce
 from polytempo.compression.exchange.packing import EXACT_BELOW, Packing
 from polytempo.compression.exchange.reduce_scatter import reduce_scatter
 from polytempo.compression.exchange.wire_route import Exchanged, ExchangePlan, WireRoute, flushed
-from polytempo.core import Bundle, Codec, Cost, Exchange, Port, Route, Sent, State, Sum, Transform, averaging, native
+from polytempo.core import (
+    Bundle,
+    Codec,
+    Cost,
+    Exchange,
+    Port,
+    Promise,
+    Route,
+    Sent,
+    State,
+    Sum,
+    Transform,
+    averaging,
+    native,
+)
 from polytempo.core.arithmetic.merge import Merge, check_merge
 from polytempo.core.calls.typed_arguments import check_whole
 from polytempo.core.codec import check_codec
@@ -67,7 +81,12 @@ def through(
         return found.because("asked") if asked else found
 
     beside = None if route is None or route in (all_gather, reduce_scatter) else averaging(route)  # type: ignore[arg-type]
-    return Transform(init, apply, idle_alone=not remembers, weighs=merge is None, cost=cost, beside=beside)
+    promises = Promise.SEPARABLE
+    if not remembers:
+        promises |= Promise.IDLE_ALONE
+    if merge is None:
+        promises |= Promise.WEIGHS
+    return Transform(init, apply, promises, cost, beside)
 
 
 def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> WireRoute:

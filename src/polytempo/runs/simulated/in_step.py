@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from polytempo.cluster import Cluster, constant
-from polytempo.core import Bundle, Port
+from polytempo.core import Bundle, Port, Promise
 from polytempo.core.strategy import any_optimizer
 from polytempo.core.transform import is_idle
 from polytempo.data.plan import alike
@@ -33,8 +33,10 @@ def groups_in_step(spec: RunSpec, cluster: Cluster, data: Data, dtypes: set[torc
     `dtypes`: of the model's parameters.
     """
     strategy, options = spec.strategy, spec.options
-    linear = strategy.gradients.linear and is_idle(strategy.parameters, spec.workers) and strategy.synchronized
-    if spec.workers == 1 or not linear or strategy.fit is not any_optimizer or not dtypes.issubset(_WIDE):
+    linear = strategy.synchronized and Promise.LINEAR in strategy.gradients.promises
+    if spec.workers == 1 or not linear or not is_idle(strategy.parameters, spec.workers):
+        return []
+    if strategy.fit is not any_optimizer or not dtypes.issubset(_WIDE):
         return []
     if cluster.stragglers is not constant() or cluster.faults or options.checkpoint_every is not None:
         return []

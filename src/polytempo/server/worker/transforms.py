@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from polytempo.core import Bundle, Cost, Exchange, Late, Op, Port, Price, State, Steps, Transform, Work
+from polytempo.core import Bundle, Cost, Exchange, Late, Op, Port, Price, Promise, State, Steps, Transform, Work
 from polytempo.core.arithmetic.merge import add_
 from polytempo.core.state import settled
 
@@ -58,7 +58,7 @@ def push(every: int = 1, *, overlap: bool = False, steps_locally: bool = False) 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost((Exchange("push", steps=Steps().every(every), server="push"),))
 
-    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)
+    return Transform(init, apply, Promise(0), cost)
 
 
 def _plus(accrued: Bundle | None, bundle: Bundle, copies: bool) -> Bundle:
@@ -131,7 +131,7 @@ def pull(every: int = 1, *, overlap: bool = False) -> Transform:
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
         return Cost((Exchange("pull", steps=Steps().every(every), server="pull"),))
 
-    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)
+    return Transform(init, apply, Promise(0), cost)
 
 
 class Exchanging(NamedTuple):
@@ -167,7 +167,7 @@ def exchange(every: int) -> Transform:
         there = Exchange("push", steps=Steps().every(every), server="push")
         return Cost((there, there._replace(by="its answer", server="pull")))
 
-    return Transform(init, apply, separable=False, idle_alone=False, cost=cost)
+    return Transform(init, apply, Promise(0), cost)
 
 
 def server_price(num_workers: int, num_bytes: float, latency_s: float, bytes_per_s: float, *, shards: int = 1) -> Price:

@@ -14,7 +14,7 @@ from polytempo.aggregation.mix import PushSumState
 from polytempo.core import Bundle, Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.synchronization.delayed import DelayedState, OverlappedState
-from polytempo.synchronization.every import PeriodState
+from polytempo.synchronization.every import PeriodState, meets_at_once
 
 _SOME_RANKS = 2
 
@@ -27,7 +27,7 @@ def check_elastic(strategy: Strategy) -> None:
     found = {
         "under way": _has((DelayedState, OverlappedState), states),
         "push-sum": _has(PushSumState, states),
-        "partial period": strategy.parameters.at_once is None and _has(PeriodState, states[1]),
+        "partial period": not meets_at_once(strategy.parameters) and _has(PeriodState, states[1]),
     }
     refuse({"elastic", *(name for name, has in found.items() if has)}, strategy=strategy)
 

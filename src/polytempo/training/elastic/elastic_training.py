@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.core import PolytempoError, Port
+from polytempo.core import PolytempoError, Port, is_idle
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved
 from polytempo.data.sample_account import SampleAccount
@@ -349,7 +349,7 @@ class ElasticTraining:
         """Whether ranks agree on this step before the optimizer makes it, or a rank that is alone does with itself."""
         if replica.parameters is None or any(bucket.answered for bucket in replica.buckets):
             return True
-        return port.size == 1 and replica.strategy.parameters.idle_alone
+        return port.size == 1 and is_idle(replica.strategy.parameters, 1)
 
     async def _commit_step(self, port: Port) -> Committed:
         """The commit point between the exchange of gradients and the optimizer's step."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from polytempo.core import Promise
 from polytempo.training.hooks.join import JoinMembership
 from polytempo.training.model.ports import Ports
 from polytempo.training.step.bucket import Bucket
@@ -171,7 +172,7 @@ class Backward:
             self._agree_on_overflow(self._scale)
         self.exchanged, self.answered = True, any(answers)
         self.num_exchanges += 1
-        self._unsure = not self._replica.strategy.gradients.linear
+        self._unsure = Promise.LINEAR not in self._replica.strategy.gradients.promises
         if self._replica.drift is not None:
             self._replica.drift.after_exchange()
         self.mark_s = self._world.now_s()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
+from polytempo.core import Promise
 from polytempo.core.port import barrier
 from polytempo.core.state import Saved
 from polytempo.core.system.notice import Notice, preempting_signals
@@ -56,7 +57,7 @@ class Handle:
         feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1 or bool(replica.own)
         scale = LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
         self._has_scaler = scale is not None
-        if replica.exchanges_gradients and not replica.strategy.gradients.linear:
+        if replica.exchanges_gradients and Promise.LINEAR not in replica.strategy.gradients.promises:
             replica.loss_scale = scale
         agreed_scale = scale if feels_scales else None
         self._backward = Backward(world, ports, replica, self._members, scale=agreed_scale)
@@ -299,6 +300,7 @@ def _meets(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> b
 def _feels_scales(replica: Replica, copy: OneCopy | None, turns: TurnHooks | None) -> bool:
     """True if scaled losses, or a step that one rank skips, would change more than `.grad`."""
     strategy = replica.strategy
-    means = replica.exchanges_gradients and strategy.gradients.linear and not replica.exchanges_parameters
+    linear = Promise.LINEAR in strategy.gradients.promises
+    means = replica.exchanges_gradients and linear and not replica.exchanges_parameters
     free = turns is not None and strategy.one_copy != "in_turn"
     return _meets(replica, copy, turns) and not means and not free

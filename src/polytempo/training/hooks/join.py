@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from polytempo.collectives import tree
-from polytempo.core import Port
+from polytempo.core import Port, Promise
 from polytempo.training.step.buffers import MemberWeight
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld
@@ -34,7 +34,7 @@ class JoinMembership:
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
         """Ranks may leave inside; one that has left takes `shadow_step` until all have, with weight zero."""
         strategy = self._replica.strategy
-        if not (strategy.gradients.weighs and strategy.parameters.weighs):
+        if Promise.WEIGHS not in strategy.gradients.promises & strategy.parameters.promises:
             raise ValueError(
                 f"{strategy} counts every rank alike, also those that have left, so join() cannot be used; give "
                 "all ranks equally many batches, as pt.shard does, or take a strategy that weighs them, e.g. sync_sgd"

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.collectives import tree
-from polytempo.core import Bundle, Port, Program, State, Strategy
+from polytempo.core import Bundle, Port, Program, Promise, State, Strategy
 from polytempo.core.arithmetic.anchor import anchors
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
 from polytempo.core.state import Saved, duplicate, equal, renewed, restored, saved, settled
-from polytempo.core.transform import apply_at_once
+from polytempo.synchronization.every import apply_at_once
 from polytempo.training.checkpoint.optimizer_state import moments
 from polytempo.training.model.tensor_groups import by_kind
 from polytempo.training.step.buffers import AppliedTransform
@@ -49,7 +49,7 @@ class ParameterExchange:
         self._in_float32 = in_float32
         with in_float32():
             layouts = self._layouts()
-        if len(layouts) > 1 and not strategy.parameters.separable:
+        if len(layouts) > 1 and Promise.SEPARABLE not in strategy.parameters.promises:
             raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(layouts)} dtypes")
         self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
         self._frozen: frozenset[str] = frozenset()

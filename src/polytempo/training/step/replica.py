@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
-from polytempo.core import Bundle, NotFinite, Port, State, Strategy, averaging, identity, is_idle, native
+from polytempo.core import Bundle, NotFinite, Port, Promise, State, Strategy, averaging, identity, is_idle, native
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.hybrid.hybrid_model import divided_layers
@@ -115,12 +115,12 @@ class Replica:
 
     def _made_buckets(self, bucket_bytes: int, empty: Empty | None) -> list[Bucket]:
         transform = self.strategy.gradients
-        wide = self.masters is not None and not transform.linear
+        wide = self.masters is not None and Promise.LINEAR not in transform.promises
         make = partial(WideBucket, scale=self._scale_now) if wide else partial(Bucket, empty=empty)
         shared = {name: p for name, p in self.trainable.items() if name not in self.own}
         sparse = sparse_tables(self.model)
         tables = {name for name in sparse & shared.keys() if self._travels_by_rows(shared[name])}
-        size = bucket_bytes if transform.separable else None
+        size = bucket_bytes if Promise.SEPARABLE in transform.promises else None
         with self.in_float32() if wide else nullcontext():
             made = buckets(shared, size, make, tables)
         for bucket in made:
@@ -144,7 +144,7 @@ class Replica:
     def _travels_by_rows(self, table: nn.Parameter) -> bool:
         """Whether the answer for some rows depends on nothing but these rows of this step."""
         transform = self.strategy.gradients
-        alone = transform.linear and transform.separable and self.strategy.slices is None
+        alone = (Promise.LINEAR | Promise.SEPARABLE) in transform.promises and self.strategy.slices is None
         return alone and table.device.type != "meta" and transform.init(Bundle({"table": table})) is None
 
     # ------------------------------------------------------------------ exchanges
@@ -218,7 +218,7 @@ class Replica:
             return
         overflowed = any(bucket.overflowed for bucket in self.buckets if isinstance(bucket, WideBucket))
         overflowed = overflowed or not self.masters.finite()
-        if port.size > 1 and not (self.exchanges_gradients and self.strategy.gradients.linear):
+        if port.size > 1 and not (self.exchanges_gradients and Promise.LINEAR in self.strategy.gradients.promises):
             overflowed = bool((await tree(port, torch.tensor([float(overflowed)]))).any())
         self.masters.overflowed = overflowed
         self.masters.scaling.check(self.step)
