@@ -12,7 +12,7 @@ import polytempo.horovod.torch as hvd
 from horovod_checks import equal, values
 from polytempo.engines.launch import launch
 from polytempo.engines.processes.worker import RankInfo, Result
-from polytempo.horovod.torch.basics import session
+from polytempo.horovod.torch.process_state import PROCESS
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +26,7 @@ def test_operations_over_hosts_have_the_values_of_one_host(hosts: str) -> None:
         os.environ["POLYTEMPO_HOST"] = hosts[rank_info.rank]
         hvd.init()
         rank = hvd.rank()
-        group: Any = session().performer._transports[0]._group
+        group: Any = PROCESS.opened().performer._transports[0]._group
         assert type(group).__name__ == "HostsGroup"
         equal(hvd.allreduce(values(rank), op=hvd.Sum), sum(values(r) for r in range(size)))
         equal(hvd.broadcast(values(rank), size - 1), values(size - 1))

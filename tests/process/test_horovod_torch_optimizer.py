@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import polytempo.horovod.torch as hvd
 from horovod_checks import Checks, equal, refused
 from polytempo.horovod.torch import gradient_reduction
-from polytempo.horovod.torch.basics import session
+from polytempo.horovod.torch.process_state import PROCESS
 
 pytestmark = pytest.mark.process
 
@@ -83,13 +83,13 @@ def distributed_optimizers(rank: int, size: int) -> None:
 @CHECKS.check
 def gradients_that_travel_while_the_backward_pass_goes_on(rank: int, size: int) -> None:
     """As where a core is to spare, or where there are other hosts."""
-    before, session().overlaps = session().overlaps, True
+    before, PROCESS.opened().overlaps = PROCESS.opened().overlaps, True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_reduction, "_FIRST_BYTES", 1)
         patch.setattr(gradient_reduction, "_NEXT_BYTES", 100)
         torch.testing.assert_close(together(rank), alone(size))
         torch.testing.assert_close(together(rank, groups=2, passes=2), alone(size, passes=2))
-    session().overlaps = before
+    PROCESS.opened().overlaps = before
 
 
 @CHECKS.check

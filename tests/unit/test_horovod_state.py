@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +11,9 @@ from torch import nn
 
 import polytempo.horovod.torch as hvd
 from polytempo.horovod.elastic_place import ElasticPlace
-from polytempo.horovod.torch import strategy_optimizer
 from polytempo.horovod.torch.elastic import HostsUpdatedInterrupt
 from polytempo.horovod.torch.elastic import state as states
-
-runs = importlib.import_module("polytempo.horovod.torch.elastic.run")  # its name in the package is the function's
+from polytempo.horovod.torch.process_state import PROCESS
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +126,7 @@ def test_a_commit_saves_once_all_hold_it_and_then_tells_of_updates(
 ) -> None:
     steps: list[str] = []
     place: ElasticPlace = Wishing(steps, stops)  # type: ignore[assignment]
-    monkeypatch.setattr(states, "elastic_place", lambda: place)
+    monkeypatch.setattr(PROCESS, "_place", place)
 
     class Noting(hvd.elastic.ObjectState):
         def save(self) -> None:
@@ -150,7 +147,7 @@ def test_a_commit_saves_once_all_hold_it_and_then_tells_of_updates(
 def test_what_one_rank_has_recorded_is_shared_in_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     place: ElasticPlace = Wishing(steps, stops=False)  # type: ignore[assignment]
-    monkeypatch.setattr(states, "elastic_place", lambda: place)
+    monkeypatch.setattr(PROCESS, "_place", place)
     sampler = hvd.elastic.ElasticSampler(range(6))
     state = hvd.elastic.TorchState(sampler=sampler)
     sampler.record_indices([4, 1])
@@ -184,9 +181,9 @@ def test_a_rank_that_is_lost_while_states_are_synchronized_leaves_no_mixture(mon
 
 def test_a_rank_that_is_lost_in_a_callback_of_a_reset_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    monkeypatch.setattr(runs, "elastic_place", lambda: Wishing(steps, stops=False))
-    monkeypatch.setattr(runs, "shutdown", lambda: steps.append("left"))
-    monkeypatch.setattr(runs, "init", lambda: steps.append("joined"))
+    monkeypatch.setattr(PROCESS, "_place", Wishing(steps, stops=False))
+    monkeypatch.setattr(states, "shutdown", lambda: steps.append("left"))
+    monkeypatch.setattr(states, "init", lambda: steps.append("joined"))
     errors: list[Exception] = [HostsUpdatedInterrupt()]
     lost: list[Exception] = [hvd.HorovodInternalError("lost in a callback")]
 
@@ -209,7 +206,7 @@ def test_a_rank_that_is_lost_in_a_callback_of_a_reset_ends_nothing(monkeypatch: 
 
 
 def test_a_strategy_is_refused_in_an_elastic_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy_optimizer, "elastic_place", lambda: Wishing([], stops=False))
+    monkeypatch.setattr(PROCESS, "_place", Wishing([], stops=False))
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="belongs to one group of ranks"):

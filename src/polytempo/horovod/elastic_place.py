@@ -6,7 +6,6 @@ close, join ── Report (which commits it has) ──▶ launcher ──▶ th
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -101,13 +100,3 @@ class ElasticPlace:
         assert self._view is not None
         if not self._member.stateful:
             self._member.taken_over(self._view.step)
-
-
-_place: list[ElasticPlace] = []
-
-
-def elastic_place() -> ElasticPlace | None:
-    """That of this process; None where no elastic launcher has started it."""
-    if not _place and MEETING in os.environ:
-        _place.append(ElasticPlace(os.environ[MEETING], int(os.environ[LIFE])))
-    return _place[0] if _place else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections import Counter
@@ -30,13 +29,13 @@ from polytempo.worlds import ProcessWorld
 
 _MARGIN_S = 30.0
 """How much longer than the negotiation's own deadline a rank waits for rank 0."""
-_numbers = itertools.count()  # all ranks begin their sessions in the same order
 
 
 class Session:
     """This process negotiates with all ranks of `world`: that of a new process group, or its launcher's (`init`).
 
-    `process_sets`: their ranks by number, from 1. All ranks begin it together and give the same; `look` is called while
+    `process_sets`: their ranks by number, from 1. `number`: one for each session over the same store. All ranks begin
+    it together and give the same; `look` is called while
     they wait for each other, and may raise.
     """
 
@@ -44,12 +43,13 @@ class Session:
         self,
         process_sets: Mapping[int, Sequence[int]],
         settings: HorovodSettings,
+        number: int,
         world: ProcessWorld | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
         self.world = init(quiet=True, timeout_s=settings.end_s) if world is None else world
         rank, size = self.world.rank, self.world.size
-        store = _store(next(_numbers) if world is None else 0)
+        store = _store(number)
         self.unnamed: Counter[tuple[int, str]] = Counter()
         """How many operations without a name have been submitted, by process set and kind."""
         self.hosts = self.world.port.hosts

@@ -73,7 +73,8 @@ from polytempo.horovod.torch.operations import (
     reducescatter,
 )
 from polytempo.horovod.torch.optimizer import DistributedOptimizer
-from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import global_process_set
 from polytempo.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

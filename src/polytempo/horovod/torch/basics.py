@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from polytempo.horovod.elastic_place import elastic_place
-from polytempo.horovod.negotiation.message import WHOLE, TensorRequest
+from polytempo.horovod.negotiation.message import WHOLE, Kind, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.runtime.session import Session
 from polytempo.horovod.runtime.settings import HorovodSettings
-from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
-
-_open: list[Session] = []
-_sets: list[ProcessSet] = []
-_changes = itertools.count()
+from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import PROCESS
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -29,7 +24,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     `process_sets` are registered at once; "dynamic", as Horovod has it, is accepted and changes nothing: sets can
     always be added. `comm` may name all ranks. Calling it again does nothing. Errors: ValueError.
     """
-    if _open:
+    if is_initialized():
         return
     given: Sequence[ProcessSet] = []
     if isinstance(process_sets, str):
@@ -38,11 +33,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     else:
         given = list(process_sets or [])
     numbered = {number: list(each.ranks or []) for number, each in enumerate(given, WHOLE + 1)}
-    settings, place = HorovodSettings.from_environment(os.environ), elastic_place()
+    settings, place = HorovodSettings.from_environment(os.environ), PROCESS.place
     if place is None:
-        session = Session(numbered, settings)
+        session = Session(numbered, settings, next(PROCESS.session_numbers))
     else:
-        session = place.join(settings.end_s, lambda world, look: Session(numbered, settings, world, look))
+        session = place.join(settings.end_s, lambda world, look: Session(numbered, settings, 0, world, look))
     rank, size = session.world.rank, session.world.size
     taken = [list(range(size))]
     for ranks in numbered.values():
@@ -59,22 +54,23 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             f"comm={comm} is not the list of all {size} ranks; start as many processes as are to take part, and use "
             "process sets for parts of them"
         )
-    global_process_set.bind(WHOLE, range(size), rank)
+    PROCESS.everyone.bind(WHOLE, range(size), rank)
     for number, each in enumerate(given, WHOLE + 1):
         each.bind(number, numbered[number], rank)
-    _sets[:] = given
-    _open.append(session)
+    PROCESS.sets = list(given)
+    PROCESS.session = session
 
 
 def shutdown() -> None:
     """Leave. Operations of other ranks that wait for this one raise `HorovodInternalError`. Also done at exit."""
-    while _open:
-        _open.pop().close()
-    if (place := elastic_place()) is not None:
+    session, PROCESS.session = PROCESS.session, None
+    if session is not None:
+        session.close()
+    if (place := PROCESS.place) is not None:
         place.close()
-    for each in (global_process_set, *_sets):
+    for each in (PROCESS.everyone, *PROCESS.sets):
         each.unbind()
-    _sets.clear()
+    PROCESS.sets = []
 
 
 atexit.register(shutdown)
@@ -82,14 +78,7 @@ atexit.register(shutdown)
 
 def is_initialized() -> bool:
     """Whether `init` has been called, and `shutdown` not since."""
-    return bool(_open)
-
-
-def session() -> Session:
-    """The session that is open. ValueError where there is none."""
-    if not _open:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return _open[0]
+    return PROCESS.session is not None
 
 
 # ---------------------------------------------------------------------- where this process is
@@ -97,12 +86,12 @@ def session() -> Session:
 
 def size() -> int:
     """How many ranks there are."""
-    return session().world.size
+    return PROCESS.opened().world.size
 
 
 def rank() -> int:
     """This process's rank."""
-    return session().world.rank
+    return PROCESS.opened().world.rank
 
 
 def local_size() -> int:
@@ -122,22 +111,22 @@ def cross_size() -> int:
 
 def cross_rank() -> int:
     """This host's place among them."""
-    return _cross().index(session().hosts[rank()])
+    return _cross().index(PROCESS.opened().hosts[rank()])
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts have equally many ranks."""
-    hosts = session().hosts
+    hosts = PROCESS.opened().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def _local() -> list[int]:
-    hosts = session().hosts
+    hosts = PROCESS.opened().hosts
     return [other for other, host in enumerate(hosts) if host == hosts[rank()]]
 
 
 def _cross() -> list[int]:
-    hosts, place = session().hosts, local_rank()
+    hosts, place = PROCESS.opened().hosts, local_rank()
     return [host for host in dict.fromkeys(hosts) if hosts.count(host) > place]
 
 
@@ -151,7 +140,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 def gloo_enabled() -> bool:
     """True, as `gloo_built`."""
-    return session() is not None
+    return PROCESS.opened() is not None
 
 
 def mpi_built(verbose: bool = False) -> bool:
@@ -207,12 +196,12 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     The other ranks may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`, OSError
     where the file cannot be made.
     """
-    session().start_timeline(os.fspath(file_path), mark_cycles)
+    PROCESS.opened().start_timeline(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
     """End the timeline; its file is whole. Does nothing where there is none. ValueError before `init`."""
-    session().stop_timeline()
+    PROCESS.opened().stop_timeline()
 
 
 # ---------------------------------------------------------------------- process sets
@@ -227,12 +216,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.process_set_id is not None:
         raise ValueError(f"{added} is registered already")
     ranks = tuple(added.ranks or ())
-    exists = ranks in session().member.sets.values()
-    operation = _begun(TensorRequest(f"add_process_set.{next(_changes)}", "add_set", numbers=ranks, lasting=False))
+    exists = ranks in PROCESS.opened().member.sets.values()
+    operation = _begun("add", ranks)
     if exists:  # the other ranks hear of it, whatever they add
         raise ValueError(f"there is a process set of ranks {list(ranks)} already; use that, or remove it first")
     added.bind(int(_performed(operation)), ranks, rank())
-    _sets.append(added)
+    PROCESS.sets.append(added)
     return added
 
 
@@ -242,20 +231,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == WHOLE:
         return False
-    request = TensorRequest(f"remove_process_set.{next(_changes)}", "remove_set", numbers=(number,), lasting=False)
-    _performed(_begun(request))
+    _performed(_begun("remove", (number,)))
     process_set.unbind()
-    if process_set in _sets:
-        _sets.remove(process_set)
+    if process_set in PROCESS.sets:
+        PROCESS.sets.remove(process_set)
     return True
 
 
-def _begun(request: TensorRequest) -> Operation:
-    operation = Operation(request, [], [])
-    session().runtime.submit(operation)
+def _begun(change: Literal["add", "remove"], numbers: tuple[int, ...]) -> Operation:
+    name = f"{change}_process_set.{next(PROCESS.change_numbers)}"
+    kind: Kind = "add_set" if change == "add" else "remove_set"
+    operation = Operation(TensorRequest(name, kind, numbers=numbers, lasting=False), [], [])
+    PROCESS.opened().runtime.submit(operation)
     return operation
 
 
 def _performed(operation: Operation) -> Any:
-    session().runtime.wait(operation)
+    PROCESS.opened().runtime.wait(operation)
     return operation.answer

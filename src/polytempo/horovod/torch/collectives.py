@@ -14,9 +14,9 @@ from torch import Tensor
 from polytempo.horovod.negotiation.message import TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
-from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.handles import begin, every, only, refuse, synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import PROCESS, global_process_set
 
 
 class ReductionOp(IntEnum):
@@ -76,6 +76,7 @@ def _reduction(
 ) -> int:
     check_reducible(tensors, op)
     return begin(
+        PROCESS,
         "allreduce",
         tensors,
         name,
@@ -195,7 +196,7 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to concatenate all ranks' tensors along the first dimension, in which alone they may differ."""
-    return begin("allgather", [tensor], name, process_set, only)
+    return begin(PROCESS, "allgather", [tensor], name, process_set, only)
 
 
 def grouped_allgather_async(
@@ -203,21 +204,23 @@ def grouped_allgather_async(
 ) -> int:
     """Several of them as one."""
     _check_group(tensors)
-    return begin("allgather", tensors, name, process_set, every)
+    return begin(PROCESS, "allgather", tensors, name, process_set, every)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to give rank `root_rank`'s tensor to all ranks, in a new tensor. The rank is one of the world's."""
-    return begin("broadcast", [tensor], name, process_set, only, root=int(root_rank))
+    return begin(PROCESS, "broadcast", [tensor], name, process_set, only, root=int(root_rank))
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `broadcast_async`, in place."""
-    return begin("broadcast", [tensor], name, process_set, lambda _: tensor, outputs=[tensor], root=int(root_rank))
+    return begin(
+        PROCESS, "broadcast", [tensor], name, process_set, lambda _: tensor, outputs=[tensor], root=int(root_rank)
+    )
 
 
 def alltoall_async(
@@ -234,8 +237,8 @@ def alltoall_async(
     """
     parts, problem = _parts(tensor, splits, process_set.size())
     answer = only if splits is None else _with_splits
-    handle = begin("alltoall", [tensor], name, process_set, answer, numbers=parts)
-    return refuse(handle, problem) if problem else handle
+    handle = begin(PROCESS, "alltoall", [tensor], name, process_set, answer, numbers=parts)
+    return refuse(PROCESS, handle, problem) if problem else handle
 
 
 def _parts(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[tuple[int, ...], str]:
@@ -296,7 +299,15 @@ def _scatter(
         check_reducible(tensors, chosen)
     before, after = float(prescale_factor), float(postscale_factor)
     return begin(
-        "reducescatter", tensors, name, process_set, answer, op=_NAMES[chosen], prescale=before, postscale=after
+        PROCESS,
+        "reducescatter",
+        tensors,
+        name,
+        process_set,
+        answer,
+        op=_NAMES[chosen],
+        prescale=before,
+        postscale=after,
     )
 
 
@@ -308,16 +319,17 @@ def join(device: int = -1) -> int:
     """
     if device < 0 and torch.cuda.is_initialized():
         device = torch.cuda.current_device()  # another thread may make the zeros
-    session().performer.joins_on = device
+    session = PROCESS.opened()
+    session.performer.joins_on = device
     operation = Operation(TensorRequest("join", "join", lasting=False), [], [])
-    session().runtime.submit(operation)
-    session().runtime.wait(operation)
+    session.runtime.submit(operation)
+    session.runtime.wait(operation)
     return int(operation.answer)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have come here."""
-    synchronize(begin("barrier", [], None, process_set, lambda _: None))
+    synchronize(begin(PROCESS, "barrier", [], None, process_set, lambda _: None))
 
 
 def _check_group(tensors: Sequence[Tensor]) -> None:

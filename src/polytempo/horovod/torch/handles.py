@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,24 +13,16 @@ from torch import Tensor
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange
 from polytempo.horovod.runtime.operation import DeviceOrder, Operation
-from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import PROCESS, Outstanding, ProcessState
 
 Answer = Callable[[Operation], Any]
 Later = Callable[[], Any]
 """What a sparse operation answers instead of a number: called, it waits."""
 
 
-class _Outstanding(NamedTuple):
-    operation: Operation
-    answer: Answer
-
-
-_handles: dict[int, _Outstanding] = {}
-_numbers = itertools.count()
-
-
 def begin(
+    process: ProcessState,
     kind: Kind,
     tensors: Sequence[Tensor],
     name: str | None,
@@ -48,11 +39,10 @@ def begin(
 ) -> int:
     """Submit an operation, and answer its handle. In place, `outputs` is `tensors` itself. Those without a name are
     matched by their order within their process set and kind. The others are those of `TensorRequest`."""
-    number = process_set.process_set_id
+    session, number = process.opened(), process_set.process_set_id
     if number is None:
-        session()  # raises where it has not begun
         raise ValueError(f"{process_set} is not registered; call add_process_set first, on all ranks")
-    full = f"{kind}.noname.{session().unnamed[number, kind]}" if name is None else f"{kind}.{name}"
+    full = f"{kind}.noname.{session.unnamed[number, kind]}" if name is None else f"{kind}.{name}"
     device = _device_of(full, tensors)
     request = TensorRequest(
         full,
@@ -73,12 +63,11 @@ def begin(
     operation = Operation(request, given, given if outputs is tensors else _detached(outputs), exchange)
     if device is not None:
         operation.order = DeviceOrder(device)
-    current = session()
-    current.runtime.submit(operation)
+    session.runtime.submit(operation)
     if name is None:
-        current.unnamed[number, kind] += 1
-    handle = next(_numbers)
-    _handles[handle] = _Outstanding(operation, answer)
+        session.unnamed[number, kind] += 1
+    handle = next(process.handle_numbers)
+    process.outstanding[handle] = Outstanding(operation, answer)
     return handle
 
 
@@ -105,11 +94,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def poll(handle: int) -> bool:
     """Whether the operation was done before this call, which moves it on; `synchronize` does not wait then."""
-    if handle not in _handles:
+    if handle not in PROCESS.outstanding:
         raise ValueError(f"handle {handle} is not known; it may have been synchronized already")
-    operation = _handles[handle].operation
+    operation = PROCESS.outstanding[handle].operation
     was_done = operation.is_complete
-    session().runtime.done(operation)
+    PROCESS.opened().runtime.done(operation)
     return was_done
 
 
@@ -120,20 +109,20 @@ def synchronize(handle: int | Later) -> Any:
     """
     if not isinstance(handle, int):
         return handle()
-    outstanding = _handles.pop(handle, None)
+    outstanding = PROCESS.outstanding.pop(handle, None)
     if outstanding is None:
         return None
     operation = outstanding.operation
     if operation.done:
         operation.result()
     else:
-        session().runtime.wait(operation)
+        PROCESS.opened().runtime.wait(operation)
     return outstanding.answer(operation)
 
 
-def refuse(handle: int, reason: str) -> NoReturn:
+def refuse(process: ProcessState, handle: int, reason: str) -> NoReturn:
     """Raise ValueError for an operation that was begun only so that the other ranks hear that it cannot be."""
-    del _handles[handle]
+    del process.outstanding[handle]
     raise ValueError(reason)
 
 

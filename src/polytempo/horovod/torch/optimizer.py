@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Codec, Strategy
-from polytempo.horovod.torch.basics import session
 from polytempo.horovod.torch.collectives import Adasum, Average, ReductionOp, Sum, grouped_allreduce_async_
 from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
 from polytempo.horovod.torch.gradient_reduction import GradientArrivals, GradientReduction
 from polytempo.horovod.torch.handles import synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
+from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import PROCESS, global_process_set
 from polytempo.horovod.torch.strategy_optimizer import with_strategy
 from polytempo.training.model.requirements import check_momentum
 
@@ -207,7 +207,7 @@ class _ReducedGradients(_Distributed):
         """`parameter`, the one at `place` in the order of the groups, has got a gradient."""
         if self._counts_now is None:
             self._counts_now = self._takes_part
-            self._arrivals.begin(self._passes, overlaps=self._counts_now and session().overlaps)
+            self._arrivals.begin(self._passes, overlaps=self._counts_now and PROCESS.opened().overlaps)
         if not self._counts_now:
             return
         self._synchronized = False

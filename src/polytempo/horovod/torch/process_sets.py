@@ -53,14 +53,3 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
-
-
-def whole() -> ProcessSet:
-    """The set of all ranks, before `init` tells how many there are."""
-    made = ProcessSet([])
-    made.ranks = None
-    return made
-
-
-global_process_set = whole()
-"""The set of all ranks."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Strategy
-from polytempo.horovod.elastic_place import elastic_place
-from polytempo.horovod.torch.basics import session
+from polytempo.horovod.torch.process_state import PROCESS
 from polytempo.runs.own_loop.attach import attach
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.training.hooks.handle import Handle
@@ -28,13 +27,13 @@ def with_strategy(
     The strategy is a value, or text: "local_sgd(period=8)". Buffers of the model stay each rank's own, as in Horovod.
     `given`: the other arguments that were given, with which a strategy does not go.
     """
-    world = session().world
+    world = PROCESS.opened().world
     if given:
         raise ValueError(
             f"strategy={strategy} decides how ranks exchange, so {', '.join(given)} cannot be given beside it; codecs, "
             "periods and routes are arguments of strategies, as local_sgd(period=8, codec=int8)"
         )
-    if elastic_place() is not None:
+    if PROCESS.place is not None:
         raise ValueError(
             f"strategy={strategy} belongs to one group of ranks, and in an elastic run groups change; leave it out, or "
             "use polytempo.elastic, which attaches it anew in each group"

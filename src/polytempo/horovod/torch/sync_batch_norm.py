@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from polytempo.horovod.torch.collectives import Sum
 from polytempo.horovod.torch.operations import allreduce
-from polytempo.horovod.torch.process_sets import ProcessSet, global_process_set
-
-_numbers = itertools.count()
+from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import PROCESS, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -33,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self.process_set, self._name = process_set, f"sync_batch_norm.{next(_numbers)}"
+        self.process_set, self._name = process_set, f"sync_batch_norm.{next(PROCESS.layer_numbers)}"
 
     def _check_input_dim(self, given: Tensor) -> None:
         if given.dim() < 2:

@@ -1,4 +1,4 @@
-"""`State` and `ObjectState`: what all processes of an elastic training have alike, and go back to.
+"""`State`, `ObjectState`: values that all processes of an elastic training share and go back to; `run` trains on them.
 
 commit ── the processes make sure that all are here ── save ── others want to join: HostsUpdatedInterrupt
    ╰── steps ─╳ a process is lost: HorovodInternalError ── restore ── the next group ── sync, from its rank 0 ── on
@@ -7,17 +7,20 @@ commit ── the processes make sure that all are here ── save ── other
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from polytempo.horovod.elastic_place import elastic_place
-from polytempo.horovod.torch.basics import rank
+from polytempo.horovod.runtime.operation import HorovodInternalError
+from polytempo.horovod.torch.basics import init, rank, shutdown
 from polytempo.horovod.torch.collectives import Sum, allreduce_async_
 from polytempo.horovod.torch.functions import broadcast_object
 from polytempo.horovod.torch.handles import synchronize
+from polytempo.horovod.torch.process_state import PROCESS
 
 Broadcast = Callable[..., Any]
 
@@ -56,7 +59,7 @@ class State(ABC):
         All call it at the same place of the loop. Either all save this state or none, so that all go back to the same.
         Cost: an all-reduce of 12 bytes, and `save`. Errors: HostsUpdatedInterrupt on all processes alike.
         """
-        place = elastic_place()
+        place = PROCESS.place
         if place is None:
             self.save()
             return
@@ -76,13 +79,13 @@ class State(ABC):
 
         Errors: HostsUpdatedInterrupt on all processes alike.
         """
-        if elastic_place() is not None:
+        if PROCESS.place is not None:
             stops, leaves, _ = self._agreed(news=False)
             self._interrupt(stops, leaves)
 
     def _agreed(self, *, news: bool) -> tuple[int, int, int]:
         """How many processes have heard that others want to join, how many are to leave, and how many have news."""
-        place = elastic_place()
+        place = PROCESS.place
         assert place is not None
         numbers = torch.tensor([*place.wishes(), news], dtype=torch.int32)
         synchronize(allreduce_async_(numbers, name="elastic.commit", op=Sum))
@@ -155,3 +158,54 @@ class ObjectState(State):
             for name, value in self._broadcast(mine, root_rank=0, name="elastic.values").items():
                 setattr(self, name, value)
         self.save()
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `func(state, …)`, which trains from where `state` is.
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 10):
+                ...
+                state.commit()
+
+    Before each call the state is that of rank 0 (`state.sync()`). After a `HorovodInternalError`, a process being lost,
+    it goes back to its last commit (`state.restore()`); after a `HostsUpdatedInterrupt` it stays as it is. Then the
+    processes that are left form a new group with those that have come, callbacks of the state are called, and `func`
+    again. A process that is no longer needed ends (SystemExit(0)).
+
+    Without an elastic launcher (`polytempo horovodrun --min-np …`) `func` is called once, and errors are raised.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        place = PROCESS.place
+        if place is None:
+            state.sync()
+            return func(state, *args, **kwargs)
+        place.keep = state.save
+        resets = goes_back = False
+        while True:
+            try:
+                if resets:
+                    _reset(state, goes_back)
+                state.sync()
+                place.has_synchronized()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                print(f"polytempo: back to the last commit: {error}", file=sys.stderr)
+                goes_back = True
+            except HostsUpdatedInterrupt:
+                goes_back = False
+            resets = True
+
+    return wrapper
+
+
+def _reset(state: State, goes_back: bool) -> None:
+    """Join the next group. A process may be lost in callbacks of the state, too: they may use collectives."""
+    shutdown()
+    init()
+    if goes_back:
+        state.restore()
+    state.on_reset()
