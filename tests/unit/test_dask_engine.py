@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from polytempo import engines
-from polytempo.engines.engine import Launch
+from polytempo.engines.engine import Launch, parse_engine
 from polytempo.engines.on_dask import dask_engine as dask_engine
 from polytempo.engines.on_dask.dask_engine import Dask, DaskStarter, spread
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.wire.keys import make_keys
 
 TICKET = AgentTicket("tcp://127.0.0.1:1", make_keys())

@@ -11,13 +11,13 @@ import pytest
 
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
+from polytempo.engines.engine import parse_engine
 from polytempo.engines.on_kubernetes import starter as kubernetes_starter
 from polytempo.engines.on_kubernetes.api import KubernetesApi, KubernetesRefusal
 from polytempo.engines.on_kubernetes.kubernetes_engine import reachable
 from polytempo.engines.on_kubernetes.kubernetes_options import KubernetesOptions
 from polytempo.engines.on_kubernetes.starter import KubernetesStarter
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.wire.keys import make_keys
 
 TICKET = AgentTicket("tcp://10.0.0.1:4242", make_keys())

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import polytempo as pt
-from polytempo.engines.engine import Launch
+from polytempo.engines.engine import Launch, parse_engine
 from polytempo.engines.mpi_engine import Mpi, family
-from polytempo.runs.frame.arguments import parse_engine
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from polytempo import engines
-from polytempo.engines.engine import Launch
+from polytempo.engines.engine import Launch, parse_engine
 from polytempo.engines.on_ray.ray_engine import Ray, RayStarter, reach
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.spec.topology import Topology
 from polytempo.wire.keys import make_keys
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from polytempo import engines
+from polytempo.engines.engine_name import EngineName
 from polytempo.spec.run_spec import RunSpec
 
 Result = Mapping[str, Any] | Sequence[Any] | float | None
@@ -150,3 +152,27 @@ class EngineSetup(Protocol):
 
     def open(self, launch: Launch) -> AbstractContextManager[Engine]:
         """The engine. ValueError where it cannot do what `launch` asks for."""
+
+
+def parse_engine(text: str | EngineName) -> EngineSetup:
+    """The engine of `NAME[:address]`, as on the command line: "local", "ssh:n1,n2".
+
+    Each engine's class says by `from_address` what the address means; a class without it takes none. Errors: ValueError
+    for an unknown name, an address that the engine does not take, and the engine's own refusals.
+    """
+    name, address = EngineName.of(text) if isinstance(text, str) else text
+    setup = getattr(engines, name)
+    if hasattr(setup, "from_address"):
+        return checked_engine(setup.from_address(address or ""))
+    if address is not None:
+        raise ValueError(f"engine {name} has no address, and '{name}:{address}' gives one; write --engine {name}")
+    return checked_engine(setup())
+
+
+def checked_engine(engine: object) -> EngineSetup:
+    """The engine that is given or named; `Local` for None. Errors: ValueError for a class, and for other objects."""
+    if engine is None or isinstance(engine, str):
+        return parse_engine(engine or "local")
+    if isinstance(engine, type) or not isinstance(engine, EngineSetup):
+        raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
+    return engine

@@ -11,12 +11,12 @@ from polytempo.core import NotFinite, Strategy
 from polytempo.core.errors import PolytempoError
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.engines.engine import EngineSetup
+from polytempo.engines.engine import EngineSetup, checked_engine
 from polytempo.report.pages.page import write_report
 from polytempo.report.pictures.picture import write_picture
 from polytempo.report.runs import load_result, load_run
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.arguments import check_workers, checked_engine, checked_job
+from polytempo.runs.frame.arguments import check_workers, checked_job
 from polytempo.runs.frame.divergence import diverged_result
 from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.folder_names import slug

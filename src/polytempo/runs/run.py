@@ -10,17 +10,17 @@ from typing import Unpack
 from polytempo.core import Strategy
 from polytempo.core.system.notice import Preempted
 from polytempo.data.plan import check_enough
-from polytempo.engines.engine import EngineSetup
+from polytempo.engines.engine import EngineSetup, checked_engine
 from polytempo.engines.join.init import init
+from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.capacity import batch_notes, check_memory, check_processes, cores_notes
+from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.frame.arguments import (
     check_batches,
     check_workers,
-    checked_engine,
     checked_job,
-    is_here,
 )
 from polytempo.runs.frame.divergence import left_result, saved_step
 from polytempo.runs.frame.folder import began
@@ -93,7 +93,7 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
         check_batches(spec)
         if spec.options.elastic:
             check_elastic_spec(spec)
-    here = is_here(engine)
+    here = isinstance(engine, Local | Subprocess)
     if here:
         check_processes(max(spec.topology().num_nodes for spec in specs), workers)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker

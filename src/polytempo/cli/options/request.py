@@ -9,10 +9,11 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from polytempo import engines, jobs
+from polytempo import jobs
 from polytempo.cli.options.command_options import CommandOptions, GivenOptions, given_options, url_of
 from polytempo.cli.options.completion import CUT_GOALS
 from polytempo.cli.options.folder import checked_folder, default_folder
+from polytempo.engines.engine_name import EngineName
 from polytempo.engines.join.environment import RankPlace, recognise
 from polytempo.runs.frame.folder_names import slug
 from polytempo.spec.options import RunOptions
@@ -99,6 +100,7 @@ class RunRequest(NamedTuple):
     options: RunOptions
     world: RankPlace
     """The launcher's world, which this process may be a rank of."""
+    engine: EngineName
 
     @property
     def job(self) -> str:
@@ -113,7 +115,6 @@ def train_request(given: Mapping[str, object], config: Path | None) -> RunReques
     check_strategies(asked.command.strategy)
     check_job(asked.command.job)
     world = recognise(os.environ)
-    _check_engine(asked.command.engine, world)
     name = _run_name(asked, asked.command.strategy)
     if world.size > 1 and asked.run.get("out") is None:  # workers that start apart choose the same folder
         asked.run["out"] = Path("runs") / name
@@ -134,7 +135,6 @@ def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequ
     check_strategies(asked.command.strategies or COMPARED)
     check_job(asked.command.job)
     world = recognise(os.environ)
-    _check_engine(asked.command.engine, world)
     return _request(asked, _run_name(asked, "compare"), world)
 
 
@@ -319,16 +319,15 @@ def check_job(text: str | None) -> None:
     jobs.check(text)
 
 
-def _check_engine(engine: str, world: RankPlace) -> None:
-    """ValueError for an engine that does not exist, and for one inside a world that another launcher has started."""
-    name = engine.partition(":")[0]
-    if name not in engines.__all__:
-        raise ValueError(f"--engine {engine}: {name!r} is not known; there are: {', '.join(engines.__all__)}")
-    if world.size > 1 and name != "local":
+def _engine_in(world: RankPlace, text: str) -> EngineName:
+    """Refuse an engine that does not exist, and one inside a world that another launcher has started (ValueError)."""
+    engine = EngineName.of(text)
+    if world.size > 1 and engine.name != "local":
         raise ValueError(
             f"--engine {engine}: this process is one of {world.size} workers of {world.launcher}; "
             "leave --engine out to be one of them, or start polytempo outside of it"
         )
+    return engine
 
 
 def _run_name(asked: GivenOptions, *further: str) -> str:
@@ -341,9 +340,10 @@ def _request(asked: GivenOptions, name: str, world: RankPlace) -> RunRequest:
 
     A URL has not been looked at: that takes torch.
     """
+    engine = _engine_in(world, asked.command.engine)
     out, resume = asked.run.get("out"), asked.run.get("resume", False)
     if out is None:
         out = default_folder(name, resume=resume)
     elif isinstance(out, Path):
         out = checked_folder(out, resume=resume, force=asked.command.force)
-    return RunRequest(asked.command, RunOptions(**asked.run | {"out": out}), world)
+    return RunRequest(asked.command, RunOptions(**asked.run | {"out": out}), world, engine)

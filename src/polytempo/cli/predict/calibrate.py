@@ -12,13 +12,13 @@ from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
 from polytempo.cluster.measured import to_toml
 from polytempo.cluster.prices import JOB
 from polytempo.core.system import files
+from polytempo.engines.engine import parse_engine
 from polytempo.report.pages.summary import human_seconds
 from polytempo.runs.calibration.calibrate import Calibration
 from polytempo.runs.calibration.calibrate import calibrate as calibrated
 from polytempo.runs.calibration.earlier import compared
 from polytempo.runs.calibration.job_pace import with_pace
 from polytempo.runs.calibration.measurement import NO_EXCHANGE
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.runs.frame.rehearsal import rehearse
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec

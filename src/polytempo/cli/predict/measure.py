@@ -10,10 +10,10 @@ from polytempo.cluster import Cluster, Link
 from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, read_cluster, to_toml
 from polytempo.cluster.prices import read_price, read_spread
 from polytempo.core.system import files
+from polytempo.engines.engine import parse_engine
 from polytempo.jobs import find
 from polytempo.report.pages.summary import human_seconds
 from polytempo.runs.calibration.probe import measure as measured_by
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd

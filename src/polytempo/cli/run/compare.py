@@ -12,17 +12,17 @@ from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_diverged, say_unreached, show_json, show_results
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
+from polytempo.engines.engine import parse_engine
 from polytempo.report.status.progress import Progress
 from polytempo.runs.compare import ComparisonIncomplete
 from polytempo.runs.compare import compare as compared
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.spec.text.catalogue import parse_strategies
 from polytempo.spec.text.plain_text import plain_text
 
 
 def compare(request: RunRequest) -> None:
     """Train one job with one strategy after the other."""
-    command, taken, _ = request
+    command, taken, _, engine_name = request
     strategies = parse_strategies(command.strategies)
     with notes_on_stderr():
         job = found_job(request.job)
@@ -30,7 +30,7 @@ def compare(request: RunRequest) -> None:
     if command.dry_run:
         show_plan(job, strategies, "process", command.workers, taken, as_json=command.json)
         return
-    engine, progress, failures = parse_engine(command.engine), Progress(num_runs=len(strategies)), ""
+    engine, progress, failures = parse_engine(engine_name), Progress(num_runs=len(strategies)), ""
     with notes_on_stderr():
         try:
             results = compared(job, strategies, command.workers, taken, engine=engine, progress=progress)

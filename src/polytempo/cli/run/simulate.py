@@ -17,7 +17,7 @@ from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 
 def simulate(request: RunRequest) -> None:
     """Train with virtual workers on the cluster that is described."""
-    command, taken, _ = request
+    command, taken, _, _ = request
     strategy = parse_strategy(command.strategy)
     cluster = parse_cluster(command.cluster or default_cluster(strategy, command.workers), command.stragglers)
     with notes_on_stderr():

@@ -20,13 +20,13 @@ def submit(
     command: Sequence[str], request: RunRequest, *, sbatch: str | None, grace_s: int | None, dry_run: bool
 ) -> None:
     """Submit `command`, which means `request`, or only print its script. ValueError for what cannot be a job."""
-    engine, _, address = request.command.engine.partition(":")
-    if engine != "slurm":
+    name, address = request.engine
+    if name != "slurm":
         raise ValueError(
-            f"--engine {request.command.engine}: a job for Slurm says so, and what it needs: "
+            f"--engine {request.engine}: a job for Slurm says so, and what it needs: "
             "polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER"
         )
-    setup, out = replace(Slurm.from_address(address), options=shlex.split(sbatch or "")), str(request.options.out)
+    setup, out = replace(Slurm.from_address(address or ""), options=shlex.split(sbatch or "")), str(request.options.out)
     name = slug(Path(request.job).name)
     script = slurm_script(
         setup,

@@ -7,16 +7,16 @@ import typer
 from polytempo.cli.options.plan import check_url, found_job, show_plan
 from polytempo.cli.options.request import RunRequest
 from polytempo.cli.options.show import notes_on_stderr, say_unreached, show_json, show_result
+from polytempo.engines.engine import parse_engine
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.available_program import AvailableProgram
-from polytempo.runs.frame.arguments import parse_engine
 from polytempo.runs.run import join, run
 from polytempo.spec.text.catalogue import parse_strategy
 
 
 def train(request: RunRequest) -> None:
     """Train with worker processes of this host, or as one worker of the world that this process was started in."""
-    command, taken, world = request
+    command, taken, world, engine_name = request
     strategy = parse_strategy(command.strategy)
     with notes_on_stderr():
         job = found_job(request.job)
@@ -37,7 +37,7 @@ def train(request: RunRequest) -> None:
                 )
             result = join(job, strategy, taken, progress=progress)
         else:
-            engine = parse_engine(command.engine)
+            engine = parse_engine(engine_name)
             available = None if command.available is None else AvailableProgram(command.available, command.workers)
             try:
                 result = run(

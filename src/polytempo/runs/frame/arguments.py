@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from polytempo import engines, jobs
+from polytempo import jobs
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import Strategy
 from polytempo.core.calls.typed_arguments import check_type
 from polytempo.data.plan import check_global_batch
-from polytempo.engines.engine import EngineSetup
-from polytempo.engines.local_engine import Local
-from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.part_noise import FEWEST
@@ -18,39 +15,6 @@ from polytempo.training.served.part_noise import FEWEST
 def checked_job(job: Job | str) -> Job:
     """The job that is given as it is or by its name. ValueError for anything else, such as a model."""
     return check_job(jobs.find(job) if isinstance(job, str) else job)
-
-
-def checked_engine(engine: object) -> EngineSetup:
-    """The engine that is given, or named; `Local` where none is. ValueError for one that is not called."""
-    if engine is None:
-        return Local()
-    if isinstance(engine, str):
-        return parse_engine(engine)
-    if isinstance(engine, type) or not isinstance(engine, EngineSetup):
-        raise ValueError(f"an engine is an object such as pt.engines.subprocess(), got {engine!r}")
-    return engine
-
-
-def parse_engine(text: str) -> EngineSetup:
-    """The engine of `NAME[:address]`, as on the command line: "local", "ssh:n1,n2".
-
-    Each engine's class says by `from_address` what the address means; one without it has none. Errors: ValueError for
-    an unknown name, an address where there is none to give, and what the engine itself refuses.
-    """
-    name, colon, address = text.partition(":")
-    if name not in engines.__all__:
-        raise ValueError(f"engine {name!r} is not known; there are: {', '.join(engines.__all__)}")
-    setup = getattr(engines, name)
-    if hasattr(setup, "from_address"):
-        return checked_engine(setup.from_address(address))
-    if colon:
-        raise ValueError(f"engine {name} has no address, and {text!r} gives one; write --engine {name}")
-    return checked_engine(setup())
-
-
-def is_here(engine: EngineSetup) -> bool:
-    """Whether its processes are on this host, whose limits are then the run's."""
-    return isinstance(engine, Local | Subprocess)
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:
