@@ -21,11 +21,11 @@ from polytempo.engines.engine_name import EngineName
 from polytempo.spec.run_spec import RunSpec
 
 Result = Mapping[str, Any] | Sequence[Any] | float | None
-"""What a process hands back: anything that JSON can say."""
+"""A value that a process hands back: plain data, as JSON."""
 
 
 class Role(NamedTuple):
-    """What a process is to be."""
+    """The part of a process in a run."""
 
     kind: str
     """ "rank" of a collective run, "member" of an elastic one; "worker", "copy" of a shard or "evaluator" where there

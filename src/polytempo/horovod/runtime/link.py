@@ -17,7 +17,6 @@ import select
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from torch._C._distributed_c10d import Store
 
 from polytempo.core import TimedOut
+from polytempo.core.system.scratch_folder import ScratchFolder
 from polytempo.worlds.process.threads import ended
 
 Look = Callable[[], None]
@@ -237,8 +237,8 @@ def _listening(address: str, size: int, listening: ExitStack) -> tuple[socket.so
         listener = listening.enter_context(socket.create_server((host, 0), family=family, backlog=size))
         where = f"{host}|{listener.getsockname()[1]}"
     else:
-        home = listening.enter_context(tempfile.TemporaryDirectory(prefix="polytempo-link-"))  # with mode 0700
-        folder = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        home = listening.enter_context(ScratchFolder())
+        folder = os.open(home.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         listening.callback(os.close, folder)
         where = f"/proc/{os.getpid()}/fd/{folder}/link"  # short, whatever TMPDIR is, and the same in any container
         listener = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from polytempo.core.system import files
 from polytempo.core.system.descriptors import open_descriptor
+from polytempo.core.system.scratch_folder import ScratchFolder
 from polytempo.core.system.url_path import Place, UrlPath, local_path
 
 Content = bytes | bytearray | memoryview
@@ -128,14 +128,14 @@ class ObjectDisk:
     """See `Disk`. The temporary folder of this machine must have room for the files being written."""
 
     def __init__(self) -> None:
-        self._written: dict[str, tempfile.TemporaryDirectory[str]] = {}
+        self._written: dict[str, ScratchFolder] = {}
         """The written files before their renaming."""
 
     def create(self, path: Place) -> Writer:
         """See `Disk`."""
         self._drop(path)
-        scratch = self._written[str(path)] = tempfile.TemporaryDirectory(prefix="polytempo-part-")
-        return _Spool(Path(scratch.name) / "content")
+        scratch = self._written[str(path)] = ScratchFolder()
+        return _Spool(scratch.path / "content")
 
     def read(self, path: Place, most_bytes: int) -> bytes:
         """See `Disk`."""
@@ -147,7 +147,7 @@ class ObjectDisk:
 
     def rename(self, old: Place, new: Place) -> None:
         """Give the written file `old` the name `new`. OSError where fewer bytes arrived."""
-        file = Path(self._written[str(old)].name) / "content"
+        file = self._written[str(old)].path / "content"
         target = _at(new)
         target.upload(file)
         arrived, sent = target.size(), file.stat().st_size
@@ -170,7 +170,7 @@ class ObjectDisk:
     def _drop(self, path: Place) -> bool:
         scratch = self._written.pop(str(path), None)
         if scratch is not None:
-            scratch.cleanup()
+            scratch.close()
         return scratch is not None
 
 

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from polytempo.core import Mesh
 from polytempo.core.state import Scalar
 from polytempo.core.system import files
 from polytempo.core.system.descriptors import open_descriptor
+from polytempo.core.system.scratch_folder import ScratchFolder
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.training.checkpoint.checkpoint_folders import (
     CheckpointError,
@@ -256,8 +256,8 @@ def _local(path: Place, part: PartFile) -> Iterator[Path]:
 def _put(folder: UrlPath, rank: int, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     """The same bytes as in a local file, as an object."""
     try:
-        with tempfile.TemporaryDirectory(prefix="polytempo-part-") as scratch:
-            file = Path(scratch) / part_name(rank)
+        with ScratchFolder() as scratch:
+            file = scratch.path / part_name(rank)
             files.create(file).close()
             save_file(tensors, file, metadata=metadata)
             sha256 = _sha256(file)

@@ -11,11 +11,11 @@ local folder. A manifest that was cut short, where a filesystem is no object sto
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from polytempo.core.system.scratch_folder import ScratchFolder
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.training.checkpoint.manifest import (
     COMPLETE,
@@ -68,8 +68,8 @@ def stored(folder: UrlPath, part: PartFile) -> UrlPath:
 def fetched(folder: UrlPath, part: PartFile) -> Iterator[Path]:
     """A local copy of a part. OSError where it has another size, before it is copied."""
     source = stored(folder, part)
-    with tempfile.TemporaryDirectory(prefix="polytempo-part-") as scratch:
-        copy = Path(scratch) / part.name
+    with ScratchFolder() as scratch:
+        copy = scratch.path / part.name
         if source.size() == part.num_bytes:  # else the caller says what is wrong, without a copy
             source.download(copy)
         else:
