@@ -18,7 +18,7 @@ from polytempo.bench import collectives, limit, memory, mpi, mpi_rank, tables, t
 from polytempo.bench.machine import SCHEMA
 from polytempo.bench.operations import OPERATIONS
 from polytempo.bench.pictures import write_picture
-from polytempo.cli.bench.bench_values import parse_size
+from polytempo.cli.options.values import sizes
 
 pytestmark = pytest.mark.process
 
@@ -167,13 +167,13 @@ def test_memory_of_one_moment_is_added() -> None:
     [("4096", 4096), ("4KiB", 4096), ("1.5 MiB", 3 << 19), ("16mib", 16 << 20), ("2MB", 2_000_000), ("1GiB", 1 << 30)],
 )
 def test_sizes_are_read(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+    assert sizes(text) == (num_bytes,)
 
 
 @pytest.mark.parametrize("text", ["", "KiB", "4 KiBit", "-4", "4XB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be sizes separated by commas, such as 4096, 4KiB"):
-        parse_size(text)
+        sizes(text)
 
 
 @pytest.mark.parametrize(

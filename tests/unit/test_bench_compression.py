@@ -16,7 +16,9 @@ from polytempo.bench.compression import compression as measure
 from polytempo.bench.tables import markdown, table
 from polytempo.cli.bench.bench_compression import candidate, plan_of
 from polytempo.cli.bench.bench_compression import compression as command
-from polytempo.cli.bench.bench_values import compression_values, parse_link, parse_model
+from polytempo.cli.bench.bench_options import CompressionOptions
+from polytempo.cli.options.command_options import read_options
+from polytempo.cli.options.values import layer_sizes, rate
 from polytempo.cluster import Link
 from polytempo.core import Bundle, Port, Transform
 from polytempo.report.pages.summary import TIMES
@@ -26,7 +28,6 @@ SIZES = (64, 32, 12)
 WEIGHTS, SMALL = 64 * 32, 32 + 32 * 12 + 12
 """Elements that are encoded, and that are so few that they travel as they are."""
 GIBIT = Link(50e-6, 125e6)
-OPTIONS: dict[str, Any] = dict.fromkeys(("model", "link", "latency_us", "workers", "codecs", "rounds", "out"))
 
 
 def gradients(num_ranks: int) -> list[dict[str, torch.Tensor]]:
@@ -143,9 +144,8 @@ def test_an_error_in_a_codec_comes_out() -> None:
 def test_a_codec_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One JSON object with a row for each codec, three files, and as many threads as before."""
     threads = torch.get_num_threads()
-    given = {**OPTIONS, "model": "64-32-12", "codecs": "bf16, feedback(top_k(ratio=0.1)), low_rank(rank=1)"}
-    given |= {"quick": True, "json": True, "out": tmp_path / "out"}
-    command(compression_values(given), given)
+    given = {"model": "64-32-12", "codecs": "bf16, feedback(top_k(ratio=0.1)), low_rank(rank=1)", "quick": True}
+    command(read_options(CompressionOptions, {**given, "json": True, "out": tmp_path / "out"}))
     result = json.loads(capsys.readouterr().out)
     assert torch.get_num_threads() == threads
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"result.json", "table.md", "picture.png"}
@@ -172,39 +172,39 @@ def test_encoding_and_decoding_are_timed_over_all_large_tensors() -> None:
     [("100mbit", 12.5e6), ("1gbit", 125e6), ("2.5 Gbit/s", 312.5e6), ("512 KBIT", 64e3)],
 )
 def test_links_are_read(text: str, bytes_per_s: float) -> None:
-    assert parse_link(text) == bytes_per_s
+    assert rate(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["", "1", "gbit", "-1gbit", "0gbit", "1GB", "fast"])
 def test_what_is_no_link_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a speed like 100mbit"):
-        parse_link(text)
+        rate(text)
 
 
 def test_a_model_is_its_layers() -> None:
-    assert parse_model("784-2048-10") == [784, 2048, 10]
+    assert layer_sizes("784-2048-10") == (784, 2048, 10)
     for text in ("", "784", "784-0-10", "784x10", "784--10"):
         with pytest.raises(ValueError, match="must be the layer sizes of a perceptron, such as 784-2048-2048-10"):
-            parse_model(text)
+            layer_sizes(text)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"codecs": " "}, "--codecs ' ': the value is empty; write codecs, such as 'int8, top_k'"),
+        ({"codecs": " "}, "--codecs ' ': the value is empty"),
         ({"codecs": "int9"}, "there is no codec 'int9'"),
         ({"codecs": "top_k(ratio=2.0)"}, "ratio"),
         ({"codecs": "feedback(feedback)"}, "codec"),
         ({"workers": 1}, "--workers 1: from 2 to 64"),
         ({"workers": 65}, "--workers 65: from 2 to 64"),
         ({"model": "100000-100000-100000"}, "ask for fewer workers or a smaller model"),
-        ({"rounds": 0}, "--rounds 0: must be at least 1"),
+        ({"rounds": 0}, "--rounds 0: must be a whole number >= 1"),
         ({"latency_us": -1.0}, "--latency-us -1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measure(plan_of(compression_values({**OPTIONS, "quick": True, "codecs": "bf16", **given})))
+        measure(plan_of(read_options(CompressionOptions, {"quick": True, "codecs": "bf16", **given})))
 
 
 def test_nothing_to_measure_is_refused() -> None:

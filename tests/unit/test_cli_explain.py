@@ -9,8 +9,9 @@ import torch
 
 from polytempo import strategies
 from polytempo.aggregation import mean
-from polytempo.cli.look.explain import count, perceptron, sections
+from polytempo.cli.look.explain import perceptron, sections
 from polytempo.cli.main import app
+from polytempo.cli.options.values import count
 from polytempo.compression import int8, through
 from polytempo.core import Strategy, split
 from polytempo.spec.explanation import explain
@@ -125,7 +126,7 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         (["fp16()"], "fp16 is a codec, not a strategy; write local_sgd(codec=fp16)"),
         (["feedback(top_k)"], "feedback is a codec, not a strategy; write local_sgd(codec=feedback(top_k))"),
         (["low_rank(2)"], "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"),
-        ([""], "STRATEGY '': the value is empty; write a strategy, such as 'top_k_sgd(0.01)'"),
+        ([""], "STRATEGY '': the value is empty"),
         (["topk_sgd"], "no strategy 'topk_sgd' (did you mean top_k_sgd?)"),
         (
             ["local_sgd(codec=bf17)"],
@@ -142,9 +143,9 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         (["sync_sgd(route=all_gather)"], "there is no route 'all_gather'; there are: "),
         (["top_k_sgd(route=ring)"], "wires cannot be summed, so route=ring is impossible; use route=all_gather"),
         (["downpour(codec=random_k)"], "wires leave out which entries they hold"),
-        (["sync_sgd", "--workers", "0"], "--workers 0: must be from 1 to 4096"),
-        (["sync_sgd", "--workers", "5000"], "--workers 5000: must be from 1 to 4096"),
-        (["sync_sgd", "--parameters", "many"], "--parameters many: a number of parameters such as 6e6"),
+        (["sync_sgd", "--workers", "0"], "--workers 0: must be a "),
+        (["sync_sgd", "--workers", "5000"], "--workers 5000: must be a "),
+        (["sync_sgd", "--parameters", "many"], "--parameters many: must be a number of parameters such as 6e6"),
         (["sync_sgd", "--parameters", "10"], "--parameters 10: a perceptron of 784 inputs has at least 807"),
         (["sync_sgd", "--parameters", "1M", "--job", "digits"], "--job digits has parameters of its own"),
         (["sync_sgd", "--job", "nist"], "there is no job 'nist'"),

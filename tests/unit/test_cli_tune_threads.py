@@ -13,10 +13,10 @@ from polytempo.cli.main import app
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["digits", "--cores", "0"], "--cores 0: must be at least 1"),
+        (["digits", "--cores", "0"], "--cores 0: must be a "),
         (["digits", "--cores", "100000"], "--cores 100000: this process may use "),
-        (["digits", "--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["digits", "--turn-s", "-1"], "--turn-s -1: must be above 0"),
+        (["digits", "--rounds", "0"], "--rounds 0: must be a "),
+        (["digits", "--turn-s", "-1"], "--turn-s -1: must be a "),
         (["digits", "--batch-size", "4", "--global-batch-size", "8"], "leave one out"),
         (["digits", "--cores", "2", "--global-batch-size", "1"], "2 workers would not have a sample each"),
         (["digitz"], "digits"),

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from polytempo.cli.run.replay import counted, parse_stop
+from polytempo.cli.look.look_options import stop_of
+from polytempo.cli.run.replay import counted
 from polytempo.replay.entries import as_recorded, difference_of
 from polytempo.replay.message_order import CUE, Life, MessageOrder, ReplayProgress, Stop
 from polytempo.server.message import (
@@ -209,8 +210,8 @@ def test_how_pushes_are_counted(shown: int, pushes: int, words: str) -> None:
 
 
 def test_how_a_stop_is_written() -> None:
-    assert parse_stop("step=12") == Stop("step", 12)
-    assert parse_stop(" version = 3") == Stop("version", 3)
+    assert Stop(*stop_of("step=12")) == Stop("step", 12)
+    assert Stop(*stop_of(" version = 3")) == Stop("version", 3)
     for text in ("step", "step=", "step=-1", "step=-4", "step=0", "version=0", "step=1.5", "epoch=3", "=3", "step=³"):
         with pytest.raises(ValueError, match="must be written step=K or version=K with K >= 1"):
-            parse_stop(text)
+            stop_of(text)

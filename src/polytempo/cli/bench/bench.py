@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from polytempo.bench.collectives import CollectivesPlan
@@ -17,33 +18,54 @@ from polytempo.bench.pictures import write_picture
 from polytempo.bench.tables import markdown, missing, table
 from polytempo.bench.training import TrainingPlan
 from polytempo.bench.training import training as measure_training
-from polytempo.cli.bench.bench_values import RESULT, bench_folder
+from polytempo.cli.bench.bench_options import (
+    RESULT,
+    CollectivesOptions,
+    MemoryOptions,
+    TrainingOptions,
+    bench_folder,
+)
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
+from polytempo.cli.options.values import sizes
 
 _TABLE, _PICTURE = "table.md", "picture.png"
 
 
-def collectives(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def collectives(asked: CollectivesOptions) -> None:
     """`polytempo bench collectives`."""
-    plan = CollectivesPlan(**{**values, "operations": values["operations"] or list(OPERATIONS)})
-    perform("collectives", lambda: measure_collectives(plan), given)
+    quick = asked.quick
+    plan = CollectivesPlan(
+        ranks=asked.ranks or ((2,) if quick else (2, 4)),
+        sizes=asked.sizes or sizes("4KiB,1MiB" if quick else "4KiB,64KiB,1MiB,16MiB,256MiB"),
+        operations=asked.operations or list(OPERATIONS),
+        rounds=asked.rounds or (2 if quick else 7),
+        turn_s=asked.turn_s or (0.01 if quick else 0.1),
+    )
+    perform("collectives", lambda: measure_collectives(plan), asked.out, as_json=asked.json)
 
 
-def training(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def training(asked: TrainingOptions) -> None:
     """`polytempo bench training`."""
-    plan = TrainingPlan(**{**values, "models": values["models"] or list(MODELS)})
-    perform("training", lambda: measure_training(plan), given)
+    plan = TrainingPlan(
+        models=asked.models or (["mlp"] if asked.quick else list(MODELS)),
+        workers=asked.workers,
+        rounds=asked.rounds or (2 if asked.quick else 9),
+        turn_s=asked.turn_s or (0.1 if asked.quick else 1.0),
+    )
+    perform("training", lambda: measure_training(plan), asked.out, as_json=asked.json)
 
 
-def memory(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def memory(asked: MemoryOptions) -> None:
     """`polytempo bench memory`."""
-    plan = MemoryPlan(**values)
-    perform("memory", lambda: measure_memory(plan), given)
+    usual = MemoryPlan(2, 1_000_000, 2) if asked.quick else MemoryPlan(4, 100_000_000, 3)
+    given = {"workers": asked.workers, "parameters": asked.parameters, "steps": asked.steps}
+    plan = usual._replace(**{name: value for name, value in given.items() if value is not None})
+    perform("memory", lambda: measure_memory(plan), asked.out, as_json=asked.json)
 
 
-def perform(name: str, measure: Callable[[], dict[str, Any]], given: Mapping[str, Any]) -> None:
+def perform(name: str, measure: Callable[[], dict[str, Any]], out: Path | None, *, as_json: bool) -> None:
     """Measure, show, and write three files into the run's folder."""
-    folder = bench_folder(name, given["out"])
+    folder = bench_folder(name, out)
     with notes_on_stderr():
         result = measure()
     found = table(result)
@@ -51,9 +73,9 @@ def perform(name: str, measure: Callable[[], dict[str, Any]], given: Mapping[str
     (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     (folder / _TABLE).write_text(markdown(found), encoding="utf-8")
     write_picture(folder / _PICTURE, result)
-    if given["json"]:
+    if as_json:
         show_json(result)
     else:
         show_table(*found)
     for line in (*missing(result), f"written to {folder}: {RESULT}, {_TABLE}, {_PICTURE}"):
-        print(line, file=sys.stderr if given["json"] else sys.stdout)
+        print(line, file=sys.stderr if as_json else sys.stdout)

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from polytempo.bench.compression import Candidate, CompressionPlan
 from polytempo.bench.compression import compression as measure_compression
 from polytempo.cli.bench.bench import perform
-from polytempo.cluster import Link
+from polytempo.cli.bench.bench_options import MEASURED, CompressionOptions
+from polytempo.cli.options.network_options import network_of
+from polytempo.cluster.measured import read_cluster
 from polytempo.compression import through
 from polytempo.core import Transform
+from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.catalogue import NAMES
 
 
-def compression(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def compression(asked: CompressionOptions) -> None:
     """`polytempo bench compression`."""
-    plan = plan_of(values)
-    perform("compression", lambda: measure_compression(plan), given)
+    plan = plan_of(asked)
+    perform("compression", lambda: measure_compression(plan), asked.out, as_json=asked.json)
 
 
-def plan_of(values: Mapping[str, Any]) -> CompressionPlan:
-    """The plan with these values, as `bench_values` reads them."""
+def plan_of(asked: CompressionOptions) -> CompressionPlan:
+    """The plan with these options."""
     return CompressionPlan(
-        sizes=values["sizes"],
-        link=Link(values["latency_s"], values["bytes_per_s"]),
-        workers=values["workers"],
-        candidates=[candidate(call) for call in values["codecs"]],
-        steps=values["steps"],
-        cluster=values["cluster"],
+        sizes=asked.model,
+        link=network_of(asked.link, asked.latency_us, asked.cluster, "1gbit"),
+        workers=asked.workers,
+        candidates=[candidate(call) for call in asked.codecs or split_calls(MEASURED)],
+        steps=asked.rounds or (3 if asked.quick else 9),
+        cluster=None if asked.cluster is None else read_cluster(asked.cluster),
     )
 
 

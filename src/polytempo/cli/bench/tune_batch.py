@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
+from polytempo.cli.bench.tune_options import TuneBatchOptions
 from polytempo.cli.options.plan import found_job
-from polytempo.cli.options.request import TuneRequest
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.data.shard import DataShard
 from polytempo.large_batch import speed_up
@@ -15,15 +14,15 @@ from polytempo.training.job.program import check_length
 from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 
 
-def tune_batch(asked: TuneRequest, data: Path | None, *, as_json: bool) -> None:
+def tune_batch(asked: TuneBatchOptions) -> None:
     """Try the job, and show what is recommended, the evidence, and what is not known."""
     job = found_job(asked.job)
     with notes_on_stderr():
-        held = data_of(job, data)
+        held = data_of(job, asked.data)
         found = advise_batch(job, held, workers=asked.workers, extra=asked.extra, budget=asked.budget, seed=asked.seed)
         epochs = found.samples / check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
-    command = _command(asked, data, found)
-    if as_json:
+    command = _command(asked, found)
+    if asked.json:
         show_json(_plain(found) | {"job": job.name, "epochs": epochs, "command": command})
         return
     print(f"{command}\n")
@@ -37,8 +36,8 @@ def tune_batch(asked: TuneRequest, data: Path | None, *, as_json: bool) -> None:
         print(f"- {sentence}")
 
 
-def _command(asked: TuneRequest, data: Path | None, found: BatchAdvice) -> str:
-    given = "" if data is None else f" --data {data}"
+def _command(asked: TuneBatchOptions, found: BatchAdvice) -> str:
+    given = "" if asked.data is None else f" --data {asked.data}"
     batch = f"--workers {found.workers} --global-batch-size {found.global_batch_size}"
     return f"polytempo train {asked.job}{given} {batch} --lr {found.lr:.3g}"
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from polytempo.bench.thread_grid import GridPlan, GridSetting, thread_grid
-from polytempo.cli.bench.thread_values import GridValues
+from polytempo.cli.bench.tune_options import TuneThreadsOptions
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import figure, notes_on_stderr, show_json, show_table
 from polytempo.runs.frame.rehearsal import rehearse
@@ -16,16 +15,17 @@ from polytempo.runs.frame.rehearsal import rehearse
 _COLUMNS = ("workers", "threads", "inter", "samples/s", "quartiles", "to one thread")
 
 
-def tune_threads(asked: GridValues, data: Path | None, *, as_json: bool) -> None:
+def tune_threads(asked: TuneThreadsOptions) -> None:
     """Measure the grid, and show it, the best division first."""
     with notes_on_stderr():
+        assert asked.cores is not None
         plan = GridPlan(
-            *(found_job(asked.job), data, asked.cores, asked.batch_size, asked.global_batch_size),
+            *(found_job(asked.job), asked.data, asked.cores, asked.batch_size, asked.global_batch_size),
             *(asked.rounds, asked.turn_s),
         )
         rehearse([plan.spec(GridSetting(1, 1, 1))])
         result = thread_grid(plan, lambda line: print(line, file=sys.stderr))
-    if as_json:
+    if asked.json:
         show_json(result)
         return
     show_table(_COLUMNS, [_row(row) for row in result["rows"]])

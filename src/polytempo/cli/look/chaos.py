@@ -15,7 +15,7 @@ import typer
 
 from polytempo.chaos.planted.bugs import planted
 from polytempo.chaos.scenario import ChaosOutcome, run
-from polytempo.cli.options.request import ChaosRequest
+from polytempo.cli.look.look_options import ChaosOptions
 from polytempo.engines.processes.fork import default_signals, die_with, fork
 
 _MOST_SHOWN = 3
@@ -23,12 +23,13 @@ _PROGRESS_S = 5.0
 _READ_BYTES = 1 << 16
 
 
-def chaos(asked: ChaosRequest, bug: str | None) -> None:
+def chaos(asked: ChaosOptions) -> None:
     """Simulate each seed; ends with exit code 1 if one fails.
 
     Each process takes its share of the seeds and writes a line of JSON for each to its pipe.
     """
-    seeds, first, processes = asked
+    seeds, first, processes, bug = asked.seeds, asked.first, asked.processes, asked.bug
+    assert processes is not None
     if bug is not None:
         planted(bug)
     begin_s = shown_s = time.monotonic()

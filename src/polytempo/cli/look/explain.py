@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from polytempo.cli.look.look_options import ExplainOptions
 from polytempo.cli.options.measured_hosts import say_beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, size
+from polytempo.cli.options.values import count
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
 from polytempo.flexrr.reassignment import Reassignment
@@ -27,8 +28,6 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 from polytempo.training.pipeline.pipeline_stage import schedule_of
 
-MOST_WORKERS = 4096
-_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9}
 _INPUTS, _OUTPUTS = 784, 10
 _STEPS = 16
 _SLOTS = {
@@ -53,37 +52,21 @@ class Section(NamedTuple):
     lines: list[str]
 
 
-def explain(
-    strategy: str,
-    workers: int | None,
-    job: str | None,
-    parameters: str | None,
-    cluster: str | None = None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print what each step of `strategy` sends, for a job's model or a perceptron of so many parameters."""
-    workers = 8 if workers is None else workers
-    if not 1 <= workers <= MOST_WORKERS:
-        raise ValueError(f"--workers {workers}: must be from 1 to {MOST_WORKERS}")
-    if job is not None and parameters is not None:
-        raise ValueError(f"--job {job} has parameters of its own; leave out --parameters {parameters}")
-    if cluster is not None and parameters is not None:
-        raise ValueError("--cluster needs a job, whose steps it simulates; give --job instead of --parameters")
-    if not strategy.strip():
-        raise ValueError(f"STRATEGY {strategy!r}: names nothing; write a strategy, such as 'top_k_sgd(0.01)'")
-    made = parse_strategy(strategy)
+def explain(asked: ExplainOptions) -> None:
+    """Print what each step of the strategy sends, for a job's model or a perceptron of so many parameters."""
+    name = asked.job or "digits"
+    made = parse_strategy(asked.strategy)
     with torch.device("meta"):
-        model = perceptron(count(parameters)) if parameters is not None else model_of(found_job(job or "digits"))
+        model = model_of(found_job(name)) if asked.parameters is None else perceptron(count(asked.parameters))
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"--job {job}: its model has no parameters that are trained, so nothing is sent")
-    found = explained(made, workers, model)
-    times = None if cluster is None else _step_times(made, workers, job or "digits", cluster)
-    if as_json:
-        show_json(as_data(made, found) | {"model": parameters or job or "digits"} | (times or {}))
+        raise ValueError(f"--job {name}: its model has no parameters that are trained, so nothing is sent")
+    found = explained(made, asked.workers, model)
+    times = None if asked.cluster is None else _step_times(made, asked.workers, name, asked.cluster)
+    if asked.json:
+        show_json(as_data(made, found) | {"model": asked.parameters or name} | (times or {}))
         return
-    model_name = f"a perceptron of {found.numel:,}" if parameters else f"{job or 'digits'}: {found.numel:,}"
-    who = "1 worker" if workers == 1 else f"{workers} workers"
+    model_name = f"a perceptron of {found.numel:,}" if asked.parameters else f"{name}: {found.numel:,}"
+    who = "1 worker" if asked.workers == 1 else f"{asked.workers} workers"
     print(f"{made.name}, {who}")
     print(f"{model_name} parameters in {found.tensors} tensors, {size(found.parameter_bytes)}")
     for section in sections(made, found):
@@ -251,12 +234,3 @@ def perceptron(numel: int) -> nn.Sequential:
 
 def _size(hidden: int) -> int:
     return hidden * (_INPUTS + hidden + _OUTPUTS + 2) + _OUTPUTS
-
-
-def count(text: str) -> int:
-    """`6e6`, `250k`, `25M` or `1_000_000` as a number of parameters."""
-    match = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?(?:e\d{1,2})?)([kmg]?)", text.strip().lower(), re.ASCII)
-    number = float(match[1]) * _SCALES.get(match[2], 1) if match else 0.0
-    if not 1 <= number <= 1e12:
-        raise ValueError(f"--parameters {text}: a number of parameters such as 6e6, 250k or 25M, up to 1e12")
-    return round(number)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polytempo import jobs, large_batch
+from polytempo.cli.look.look_options import SharpnessOptions
 from polytempo.cli.options.plan import found_job
-from polytempo.cli.options.request import SharpnessRequest
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.core.system.url_path import Place, place
 from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
@@ -37,24 +36,24 @@ class _Subject(NamedTuple):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
-def sharpness(asked: SharpnessRequest, data: Path | None, threads: int | None, *, as_json: bool) -> None:
+def sharpness(asked: SharpnessOptions) -> None:
     """Measure, draw what is asked for, and show all of it."""
-    with notes_on_stderr(), _threads(threads):
-        subject = _subject(asked, data)
+    with notes_on_stderr(), _threads(asked.threads):
+        subject = _subject(asked)
         found = _measured(subject, asked) | _drawn(subject, asked)
-    if as_json:
+    if asked.json:
         show_json(found)
     else:
         show_table(("", ""), _rows(found), header=False)
 
 
-def _subject(asked: SharpnessRequest, data: Path | None) -> _Subject:
+def _subject(asked: SharpnessOptions) -> _Subject:
     folder = checkpoint_in(place(asked.run))
     job = _job(asked.job, folder)
     model = model_of(job).eval()
     step = load_saved(model, folder)
     return _Subject(
-        folder, job, step, model, TrainingLoss(job, model, data_of(job, data), asked.samples, asked.seed or 0)
+        folder, job, step, model, TrainingLoss(job, model, data_of(job, asked.data), asked.samples, asked.seed)
     )
 
 
@@ -71,10 +70,9 @@ def _job(named: str | None, folder: Place) -> Job:
     return job
 
 
-def _measured(subject: _Subject, asked: SharpnessRequest) -> dict[str, Any]:
+def _measured(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
     """All numbers, by name."""
-    loss, trained, seed = subject.loss, subject.trained, asked.seed or 0
-    epsilon, rho = asked.epsilon or 1e-3, asked.rho or 0.05
+    loss, trained, seed, epsilon, rho = subject.loss, subject.trained, asked.seed, asked.epsilon, asked.rho
     with torch.no_grad():
         here = sum(float(part) for part in loss())
     top = large_batch.top_eigenvalue(loss, trained, seed=seed)
@@ -97,7 +95,7 @@ def _measured(subject: _Subject, asked: SharpnessRequest) -> dict[str, Any]:
     return found
 
 
-def _drawn(subject: _Subject, asked: SharpnessRequest) -> dict[str, Any]:
+def _drawn(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
     """The pictures that are asked for, and where they lie."""
     folder = place(asked.out) if asked.out is not None else run_of(place(asked.run))
     points = asked.points or 25
@@ -109,7 +107,7 @@ def _drawn(subject: _Subject, asked: SharpnessRequest) -> dict[str, Any]:
         draw_line(folder / "line.png", at, losses, (asked.run, asked.line))
         found["line"] = {"to": str(other), "at": at, "losses": losses, "picture": str(folder / "line.png")}
     if asked.surface:
-        seed, width = asked.seed or 0, asked.width or 1.0
+        seed, width = asked.seed, asked.width or 1.0
         at = [width * (2 * k / (points - 1) - 1) for k in range(points)]
         directions = [large_batch.filter_direction(subject.trained, 2 * seed + k) for k in range(2)]
         values = large_batch.losses_around(subject.loss, subject.trained, directions[0], directions[1], at)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import NamedTuple
 
+from polytempo.cli.look.look_options import StrategiesOptions
 from polytempo.cli.options.show import show_json, show_table
 from polytempo.spec.text.catalogue import CODECS, NAMES, STRATEGIES, WIRE_ROUTES
 from polytempo.spec.text.resolution import Function, signature_of
@@ -25,14 +26,14 @@ class Entry(NamedTuple):
     kind: str = "strategy"
 
 
-def strategies(*, as_json: bool) -> None:
+def strategies(asked: StrategiesOptions) -> None:
     """Print every strategy, then every codec that `codec=` takes: how it is written, what it does, and its paper."""
     found = [
         *_entries("strategy", STRATEGIES, signature_of),
         *_entries("codec", CODECS, signature_of),
         *_entries("wire route", WIRE_ROUTES, lambda function: str(function.__name__)),
     ]
-    if as_json:
+    if asked.json:
         show_json([entry._asdict() for entry in found])
         return
     for kind in ("strategy", "codec", "wire route"):

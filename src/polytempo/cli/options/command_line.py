@@ -1,8 +1,10 @@
-"""The command line of the table of options, and its help in sections."""
+"""Commands from tables of options, and their help in sections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING
+from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -10,38 +12,71 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from polytempo.cli.options.command_options import OUTPUT, RUN, table
+from polytempo.cli.options.command_options import OUTPUT, RUN, read_options, table
+from polytempo.cli.options.failure import exit_code
 from polytempo.spec.options import FOLDER, LENGTH, PROCESS, TRAINING
+from polytempo.spec.table.option import OptionRow, entries
 
-F = TypeVar("F", bound=Callable[..., None])
+T = TypeVar("T")
 _SECTIONS = ("", RUN, LENGTH, TRAINING, PROCESS, FOLDER, OUTPUT)
 _CONFIG = "A TOML file with these options; the command line overrides it."
 
 
-def takes_options(program: str) -> Callable[[F], F]:
-    """Give a function `(context, config, **given)` a parameter for each option that `program` has in the table."""
-    rows = [row for row in table().values() if program in row.option.programs]
-    rows.sort(key=lambda row: _SECTIONS.index(row.option.section))
-    hints: dict[str, Any] = {row.name: Annotated[row.plain_kind | None, shared(row.name)] for row in rows}
-    hints["config"] = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG, rich_help_panel=OUTPUT)]
+def takes(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function of one value of `kind`, a table of options: its rows are the parameters."""
 
-    def declared(function: F) -> F:
-        given = [Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint, default=None) for name, hint in hints.items()]
-        context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        function.__signature__ = Signature([context, *given])  # type: ignore[attr-defined]
-        function.__annotations__ = {"context": typer.Context, **hints}
-        return function
+    def declared(function: Callable[[T], None]) -> Callable[..., None]:
+        return _command(function, entries(kind).values(), lambda given: function(read_options(kind, given)))
 
     return declared
 
 
-def shared(name: str) -> Any:
-    """An option of the table as typer declares it. None means not given."""
-    option, about = table()[name].option, table()[name].help
-    settings: dict[str, Any] = {"help": about, "autocompletion": option.complete, "metavar": option.value or None}
-    if not option.section:
-        return typer.Argument(**settings)
-    return typer.Option(option.flag or f"--{name.replace('_', '-')}", rich_help_panel=option.section, **settings)
+def takes_run_options(
+    program: str, request: Callable[[Mapping[str, object], Path | None], T]
+) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function of a request, with the options that `program` has in the table of runs."""
+    rows = [row for row in table().values() if program in row.option.programs]
+    rows.sort(key=lambda row: _SECTIONS.index(row.option.section))
+    hint = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG, rich_help_panel=OUTPUT)]
+    config = Parameter("config", Parameter.KEYWORD_ONLY, annotation=hint, default=None)
+
+    def declared(function: Callable[[T], None]) -> Callable[..., None]:
+        return _command(function, rows, lambda given: function(request(given, given.pop("config"))), config)
+
+    return declared
+
+
+def _command(
+    function: Callable[[T], None],
+    rows: Iterable[OptionRow],
+    call: Callable[[dict[str, Any]], None],
+    *more: Parameter,
+) -> Callable[..., None]:
+    """A function with these parameters, as typer reads them; what goes wrong in it becomes an exit code."""
+
+    @wraps(function)
+    def command(**given: object) -> None:
+        with exit_code():
+            call(given)
+
+    parameters = [*map(_parameter, rows), *more]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _parameter(row: OptionRow) -> Parameter:
+    """An option as typer declares it. None means not given."""
+    option, kind, needed = row.option, row.plain_kind, row.default is MISSING
+    settings: dict[str, Any] = {"help": row.help, "autocompletion": option.complete, "metavar": option.value or None}
+    if option.section:
+        flag = option.flag or f"--{row.name.replace('_', '-')}"
+        declared = typer.Option(flag, rich_help_panel=option.section, **settings)
+    else:
+        declared = typer.Argument(**settings)
+    hint: Any = kind if needed else kind | None
+    default = Parameter.empty if needed else None
+    return Parameter(row.name, Parameter.KEYWORD_ONLY, annotation=Annotated[hint, declared], default=default)
 
 
 class SectionedCommand(TyperCommand):

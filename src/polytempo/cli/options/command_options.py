@@ -10,38 +10,33 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from polytempo.cli.options import values
 from polytempo.cli.options.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
 from polytempo.spec.options import FOLDER, RunOptions
 from polytempo.spec.table.option import ONE_STRATEGY, PROCESSES, TRAIN, Option, OptionRow, entries, unknown_option
 
+T = TypeVar("T")
 MAX_FILE_BYTES = 100_000
 SIMULATE, COMPARE = ("simulate",), ("compare",)
 RUN, OUTPUT = "Run", "Output"
-
-
-def _listed(given: object) -> object:
-    """Strategies as text, which may be a list."""
-    if isinstance(given, list) and all(isinstance(each, str) for each in given):
-        given = ", ".join(given)
-    if given is not None and not (isinstance(given, str) and given.strip()):
-        raise ValueError("the value is empty; write a name, or leave the option out")
-    return given
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """Options of a command that runs a job, besides those of the run."""
 
-    job: Annotated[str | None, Option("", "JOB", complete=job_names)] = None
+    job: Annotated[str | None, Option("", "JOB", read=values.job, complete=job_names)] = None
     """A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job."""
-    strategy: Annotated[str, Option(RUN, "S", ONE_STRATEGY, complete=strategy_names)] = "sync_sgd"
+    strategy: Annotated[str, Option(RUN, "S", ONE_STRATEGY, read=values.strategy, complete=strategy_names)] = "sync_sgd"
     """A strategy such as 'local_sgd(period=8)'; `polytempo strategies` lists them. Default: sync_sgd."""
-    strategies: Annotated[str | None, Option(RUN, "A,B", COMPARE, read=_listed, complete=strategy_names)] = None
+    strategies: Annotated[str | None, Option(RUN, "A,B", COMPARE, read=values.strategies, complete=strategy_names)] = (
+        None
+    )
     """Strategies, separated by commas. Default: seven common ones."""
     workers: Annotated[int, Meta(ge=1, le=1_000_000), Option(RUN, "N")] = 2
     """Number of workers. Default: 2."""
@@ -49,9 +44,11 @@ class CommandOptions:
     """Who starts the workers, and where: local, subprocess, ssh:host1,host2, …. Default: local."""
     available: Annotated[Path | None, Option(RUN, "PROGRAM", TRAIN)] = None
     """A program that prints how many workers there may be now; it is run every 2 s."""
-    cluster: Annotated[str | None, Option(RUN, "C", SIMULATE, complete=cluster_names)] = None
+    cluster: Annotated[str | None, Option(RUN, "C", SIMULATE, read=values.cluster, complete=cluster_names)] = None
     """The machines to simulate, such as 'ethernet(gbit_per_s=10)'."""
-    stragglers: Annotated[str | None, Option(RUN, "D", SIMULATE, complete=distribution_names)] = None
+    stragglers: Annotated[
+        str | None, Option(RUN, "D", SIMULATE, read=values.distribution, complete=distribution_names)
+    ] = None
     """The distribution of computing times, such as 'lognormal(sigma=0.3)'; 'busy': what calibrate measured while other
     programs computed. Default: that of the cluster's file, or all equal."""
     meta: Annotated[bool, Option(RUN, programs=SIMULATE)] = False
@@ -84,16 +81,40 @@ def given_options(command_line: Mapping[str, object], config: Path | None = None
 
     ValueError names the option, where it was written, its value, and what it must be.
     """
-    found = load_file(config) if config else {}
-    where = {key: f"{config}: {key} = {_shown(value)}" for key, value in found.items()}
-    for key, value in command_line.items():
-        if value is not None:
-            where[key] = f"--{key.replace('_', '-')} {str(value).strip() or repr(value)}"
-            found[key] = _checked(key, url_of(value) or value if isinstance(value, Path) else value, where[key])
-    if found.get("data") is not None and not found["data"].exists():
-        raise ValueError(f"{where['data']}: there is no such file or folder")
+    in_file, typed = load_file(config) if config else {}, checked_values(table(), command_line)
+    if "data" not in typed:
+        _check_data(in_file.get("data"), f"{config}: data = {str(in_file.get('data'))!r}")
+    found = in_file | typed
     ours = {key: value for key, value in found.items() if key in entries(CommandOptions)}
     return GivenOptions(CommandOptions(**ours), {key: value for key, value in found.items() if key not in ours})
+
+
+def read_options(kind: type[T], command_line: Mapping[str, object]) -> T:
+    """A value of `kind`, a table of options, of those that are not None. ValueError as in `given_options`."""
+    return kind(**checked_values(entries(kind), command_line))
+
+
+def checked_values(rows: Mapping[str, OptionRow], command_line: Mapping[str, object]) -> dict[str, Any]:
+    """The options of the command line that are not None, each in its final form."""
+    found = {}
+    for key, value in command_line.items():
+        if value is not None:
+            given = url_of(value) or value if isinstance(value, Path) else value
+            found[key] = _checked(rows, key, given, _typed(rows[key], value))
+            if key == "data":
+                _check_data(found[key], _typed(rows[key], value))
+    return found
+
+
+def _typed(row: OptionRow, value: object) -> str:
+    """An option as it was typed."""
+    text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value).strip() or repr(value)
+    return f"--{row.name.replace('_', '-')} {text}" if row.option.section else f"{row.option.value} {text}"
+
+
+def _check_data(data: object, where: str) -> None:
+    if isinstance(data, Path) and not data.exists():
+        raise ValueError(f"{where}: there is no such file or folder")
 
 
 def load_file(path: Path) -> dict[str, Any]:
@@ -110,7 +131,7 @@ def load_file(path: Path) -> dict[str, Any]:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path}: this is not TOML: {reason}") from None
     named = {str(key).replace("-", "_"): value for key, value in given.items()}
-    return {key: _checked(key, value, f"{path}: {key} = {_shown(value)}") for key, value in named.items()}
+    return {key: _checked(table(), key, value, f"{path}: {key} = {_shown(value)}") for key, value in named.items()}
 
 
 def _as_toml(path: Path) -> str:
@@ -123,11 +144,11 @@ def _as_toml(path: Path) -> str:
     )
 
 
-def _checked(key: str, value: object, where: str) -> object:
-    if key not in table():
-        raise ValueError(f"{where}: {unknown_option(key, sorted(table()))}")
+def _checked(rows: Mapping[str, OptionRow], key: str, value: object, where: str) -> object:
+    if key not in rows:
+        raise ValueError(f"{where}: {unknown_option(key, sorted(rows))}")
     try:
-        return table()[key].checked(value)
+        return rows[key].checked(value)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.predict.measure import check_cluster_file, link_text, price_in, speed_text
+from polytempo.cli.predict.prediction_options import CalibrateOptions
 from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
 from polytempo.cluster.measured import to_toml
 from polytempo.cluster.prices import JOB
@@ -23,38 +23,29 @@ from polytempo.runs.frame.rehearsal import rehearse
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
-_FILE = Path("cluster.toml")
 _PERCENT = 100
 _SHOWN = ("product", "elementwise", "update SGD momentum", "encode feedback(one_bit())", "low_rank answer", "step")
 
 
-class PacedJob(NamedTuple):
-    """A job whose own steps are measured, too."""
-
-    job: str
-    batch_size: int | None
-    data: Path | None
-
-
-def calibrate(engine: str, workers: int | None, out: Path | None, paced: PacedJob | None, *, as_json: bool) -> None:
-    """Measure with so many processes, write the file, and show the main figures."""
-    setup, path = parse_engine(engine), out or _FILE
+def calibrate(asked: CalibrateOptions) -> None:
+    """Measure, write the file, and show the main figures."""
+    setup, path, workers = parse_engine(asked.engine), asked.out, asked.workers
     check_cluster_file(path)
     if workers is None:
         workers = max(2, len(getattr(setup, "hosts", ())))
     with notes_on_stderr():
         spec = None
-        if paced is not None:
-            options = RunOptions(batch_size=paced.batch_size, data=paced.data)
-            spec = RunSpec.of(found_job(paced.job), NO_EXCHANGE, workers, options)
+        if asked.job is not None:
+            options = RunOptions(batch_size=asked.batch_size, data=asked.data)
+            spec = RunSpec.of(found_job(asked.job), NO_EXCHANGE, workers, options)
             rehearse([spec])  # its errors come before a minute of measuring
-        found = calibrated(setup, engine, workers)
+        found = calibrated(setup, asked.engine, workers)
         if spec is not None:
             known = with_pace(found.cluster, setup, spec.job, workers, spec.options)
             found = found._replace(cluster=known.cluster, spread=found.spread | {JOB: known.error})
     found, change = compared(found, path)
     files.replace(path, to_toml(found.cluster, found.measured, found.spread, price_in(path)))
-    if as_json:
+    if asked.json:
         show_json(_plain(path, found) | {"since": None if change is None else change._asdict()})
         return
     changes = {} if change is None else change._asdict()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
 from polytempo.cli.options.plan import found_job
-from polytempo.cli.options.request import CutRequest
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.cli.predict.cut_schedules import COLUMNS, predictions
+from polytempo.cli.predict.prediction_options import CutOptions
 from polytempo.core import Codec
 from polytempo.partition.cut import Cut, StageCost, unbalanced
 from polytempo.partition.cutting import cut as cut_model
@@ -31,18 +30,18 @@ MICRO_BATCHES = 8
 _COLUMNS = ("stage", "layers", "parameters", "time", "share", "memory", "in", "out", "back")
 
 
-def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
+def cut(asked: CutOptions) -> None:
     """Cut the job's model, measure its stages, and show them."""
     job, wires = found_job(asked.job), wires_of(asked)
     with notes_on_stderr():
         model = model_of(job)
-        sample = sample_of(job, data_of(job, data), asked.batch_size or job.batch_size)
+        sample = sample_of(job, data_of(job, asked.data), asked.batch_size or job.batch_size)
         state = state_per_parameter(job)
         found = cut_model(
             model,
-            asked.stages,
+            asked.stages or (2 if isinstance(asked.by, str) else None),
             sample=sample,
-            by=asked.by or "operations",
+            by=asked.by,
             state_per_parameter=state,
             measure=True,
         )
@@ -51,7 +50,7 @@ def cut(asked: CutRequest, data: Path | None, *, as_json: bool) -> None:
     foreseen = predictions(seconds, MICRO_BATCHES, _link_s(sent, asked.gbit_per_s)) if len(seconds) > 1 else []
     crossing = [Crossing.of(sent, stage) for stage in range(len(seconds))]
     memory = [cost.memory_bytes(state) for cost in found.costs]
-    if as_json:
+    if asked.json:
         stages = [
             asdict(cost) | {"memory_bytes": each} | own._asdict()
             for cost, each, own in zip(found.costs, memory, crossing, strict=True)
@@ -118,7 +117,7 @@ class Crossing(NamedTuple):
         )
 
 
-def wires_of(asked: CutRequest) -> Wires:
+def wires_of(asked: CutOptions) -> Wires:
     """The codecs that were asked for. ValueError for one that cannot serve between stages."""
     activations, gradients = (None if t is None else NAMES.codec(t) for t in (asked.activations, asked.gradients))
     return Wires(cast("Codec | None", activations), cast("Codec | None", gradients))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from polytempo.cli.look.look_options import DoctorOptions
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cluster import Cluster, Link
 from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, read_cluster, to_toml
@@ -23,9 +24,9 @@ _SHOWN = 20
 _SPREAD = 1.5
 
 
-def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool) -> None:
-    """Measure the engine's hosts with so many processes, write the file, and show what was found."""
-    setup, path = parse_engine(engine), out or _FILE
+def measure(engine: str, asked: DoctorOptions) -> None:
+    """Measure the engine's hosts, write the file, and show what was found."""
+    setup, path, workers = parse_engine(engine), asked.out or _FILE, asked.workers
     check_cluster_file(path)
     if workers is None:
         workers = max(2, len(getattr(setup, "hosts", ())))
@@ -33,7 +34,7 @@ def measure(engine: str, workers: int | None, out: Path | None, *, as_json: bool
         found = measured_by(setup, RunSpec.of(find("digits"), sync_sgd(), workers, RunOptions()), engine)
     cluster = cluster_of(found)
     files.replace(path, to_toml(cluster, found, host_hour=price_in(path)))
-    if as_json:
+    if asked.json:
         show_json(
             {
                 "cluster": str(path),

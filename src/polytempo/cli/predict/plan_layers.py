@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
-from polytempo.cli.predict.plan_requests import PlanRequest
-from polytempo.cluster import Link
+from polytempo.cli.predict.plan_options import LayersOptions, codec_arguments
 from polytempo.partition.plan import LayerPlan, PlannedLayer
 from polytempo.partition.plan.choice import SCHEMES, prices_of
 from polytempo.partition.wires import AS_THEY_ARE
@@ -22,32 +20,32 @@ _COLUMNS = ("layer", "kind", "|W|", "|D|", "|D|/|W|", "Gflop", "flop/byte", "way
 _SHOWN = {"tree": "tree", "server": "server", "ring": "ring", "halving_doubling": "halving/doubling"}
 
 
-def plan_layers(asked: PlanRequest, data: Path | None, *, as_json: bool) -> None:
+def plan_layers(asked: LayersOptions) -> None:
     """Plan the job's model, and show the table of its layers and that of schemes."""
-    job = found_job(asked.job)
+    job, codecs = found_job(asked.job), {"activations": asked.activations, "gradients": asked.gradients}
     with notes_on_stderr():
         model = model_of(job)
         own = (asked.batch_size or job.batch_size) * asked.workers
         batch_size = asked.global_batch_size or own
         found = planned(
             model,
-            sample_of(job, data_of(job, data), 2),
+            sample_of(job, data_of(job, asked.data), 2),
             workers=asked.workers,
-            link=Link(asked.latency_us * 1e-6, asked.bytes_per_s),
+            link=asked.network,
             batch_size=batch_size,
             reduction=asked.reduction,
             shards=asked.shards,
-            by="seconds" if asked.by == "seconds" else "bytes",
-            **asked.codecs._asdict(),
+            by=asked.by,
+            **codecs,
         )
     prices = prices_of(found, list(reductions(asked.shards).values()))
-    if as_json:
-        show_json(_plain(job.name, found) | asked.codecs._asdict() | {"seconds": prices})
+    if asked.json:
+        show_json(_plain(job.name, found) | codecs | {"seconds": prices})
         return
     show_table(_COLUMNS, [*(_row(found, each) for each in found.layers), _total(found)])
     print(
-        f"\n{found.workers} workers, {batch_size:,} samples a step, {asked.bytes_per_s * 8e-9:g} Gbit/s, "
-        f"{asked.latency_us:g} us; what a step sends, and its time by how gradients are summed:"
+        f"\n{found.workers} workers, {batch_size:,} samples a step, {found.bytes_per_s * 8e-9:g} Gbit/s, "
+        f"{1e6 * found.latency_s:g} us; what a step sends, and its time by how gradients are summed:"
     )
     if found.wires != AS_THEY_ARE:
         print(f"model: {found.wires}")
@@ -56,7 +54,7 @@ def plan_layers(asked: PlanRequest, data: Path | None, *, as_json: bool) -> None
     if asked.shards > 1:
         print(f"server: {asked.shards} shards")
     if found.model_parallel:
-        print(f"--strategy \"hybrid('{', '.join(found.model_parallel)}'{asked.codecs.text})\"")
+        print(f"--strategy \"hybrid('{', '.join(found.model_parallel)}'{codec_arguments(asked)})\"")
 
 
 def _row(found: LayerPlan, each: PlannedLayer) -> tuple[str, ...]:

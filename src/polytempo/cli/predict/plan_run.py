@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -14,7 +13,7 @@ from polytempo.cli.options.failure import INTERRUPTED
 from polytempo.cli.options.measured_hosts import beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
-from polytempo.cli.predict.plan_run_request import RunPlanRequest
+from polytempo.cli.predict.plan_options import PlanOptions
 from polytempo.core.system import files
 from polytempo.planner.forecast import RunForecast
 from polytempo.planner.front import PlanLimits, Reversal
@@ -32,35 +31,37 @@ _COLUMNS = ("strategy", "workers", "batch", "time", "from", "to", "hosts")
 _LINE = 78
 
 
-def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: bool) -> None:
+def plan_run(asked: PlanOptions) -> None:
     """Plan, and show the choice; exit code 130 where Ctrl-C ended the search and something was found."""
-    command, options = asked.command, asked.options
-    cluster = parse_cluster(command.cluster or "ethernet", command.stragglers)
-    limits = PlanLimits(asked.memory_bytes, asked.deadline_s, asked.budget, asked.price)
+    page, workers = asked.page, asked.workers
+    assert workers is not None
+    cluster = parse_cluster(asked.cluster or "ethernet", asked.stragglers)
+    memory_bytes = None if asked.memory_gb is None else 1e9 * asked.memory_gb
+    limits = PlanLimits(memory_bytes, asked.deadline_s, asked.budget, asked.price)
     with notes_on_stderr():
         job = found_job(asked.job)
-        space = _space(asked, job)
+        space = _space(asked, job, workers)
         show, clear = _progress()
         try:
             found = planned(
-                *(job, space, options.until, cluster, limits),
-                data=options.data,
+                *(job, space, asked.until, cluster, limits),
+                data=asked.data,
                 spread=asked.spread,
-                seed=options.seed,
+                seed=asked.seed,
                 say=show,
             )
         finally:
             clear()
     plain = found.as_json()
-    beyond = beyond_measured(command.cluster, max(asked.workers))
+    beyond = beyond_measured(asked.cluster, max(workers))
     commands, sentences = _commands(asked, found), [*_sentences(found, plain), *([] if beyond is None else [beyond])]
     if page is not None:
         files.replace(page, plan_page(plain, sentences, commands))
-    if as_json:
+    if asked.json:
         show_json({**plain, "sentences": sentences, "commands": commands, "page": None if page is None else str(page)})
-    elif quote and found.winner is None:
+    elif asked.quote and found.winner is None:
         print("\n".join(sentences), file=sys.stderr)
-    elif quote:
+    elif asked.quote:
         print("\n".join(commands))
     else:
         _show(plain, sentences)
@@ -73,12 +74,12 @@ def plan_run(asked: RunPlanRequest, *, page: Path | None, quote: bool, as_json: 
         raise typer.Exit(1)
 
 
-def _space(asked: RunPlanRequest, job: Job) -> SearchSpace:
+def _space(asked: PlanOptions, job: Job, workers: tuple[int, ...]) -> SearchSpace:
     given: dict[str, Any] = asked.axes
     strategies = usual_strategies(**given) if asked.strategies is None else tuple(split_calls(asked.strategies))
     own = job.batch_size
     batch_sizes = asked.batch_sizes or tuple(sorted({max(1, own // 4), max(1, own // 2), own, 2 * own}))
-    return SearchSpace(strategies, asked.workers, batch_sizes)
+    return SearchSpace(strategies, workers, batch_sizes)
 
 
 def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
@@ -92,13 +93,13 @@ def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
     return show, lambda: print(f"\r{'':<{_LINE}}\r", end="", file=sys.stderr, flush=True)
 
 
-def _commands(asked: RunPlanRequest, found: RunPlan) -> list[str]:
+def _commands(asked: PlanOptions, found: RunPlan) -> list[str]:
     """That train the winner, the runner-up and the rest of the front, each once; none without a winner."""
     if found.winner is None:
         return []
     best = [found.winner] if found.runner_up is None else [found.winner, found.runner_up]
     until = ",".join(f"{measure}={value:g}" for measure, value in found.until.items())
-    data = [] if asked.options.data is None else ["--data", str(asked.options.data)]
+    data = [] if asked.data is None else ["--data", str(asked.data)]
     lines = [
         shlex.join(
             [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
+from polytempo.cli.predict.prediction_options import ProfileOptions
 from polytempo.cluster import Cluster
 from polytempo.runs.frame.job_memory import WorkerMemory, estimated, estimated_stage, measured_bytes
 from polytempo.spec.job_calls import data_of, replica_of
@@ -21,31 +20,22 @@ _REPEATS = 7
 _SHOWN = 12
 
 
-def profile(
-    job: str,
-    strategy: str | None,
-    workers: int | None,
-    batch_size: int | None,
-    cluster: str | None,
-    data: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Profile a batch on one thread, reckon the memory of a worker, and measure a process's."""
-    described = None if cluster is None else parse_cluster(cluster)
+def profile(asked: ProfileOptions) -> None:
+    """Profile a batch on one thread, estimate the memory of a worker, and measure a process's."""
+    described = None if asked.cluster is None else parse_cluster(asked.cluster)
     if described is not None and described.speeds is None:
-        raise ValueError(f"--cluster {cluster}: it has one speed for everything; give a file of `polytempo calibrate`")
-    if workers is not None and workers < 1:
-        raise ValueError(f"--workers {workers}: must be at least 1")
-    made = parse_strategy(strategy or "sync_sgd")
+        raise ValueError(
+            f"--cluster {asked.cluster}: it has one speed for everything; give a file of `polytempo calibrate`"
+        )
+    made = parse_strategy(asked.strategy)
     with notes_on_stderr():
-        options = RunOptions(batch_size=batch_size, data=data, threads=1)
-        spec = RunSpec.of(found_job(job), made, 2 if workers is None else workers, options)
+        options = RunOptions(batch_size=asked.batch_size, data=asked.data, threads=1)
+        spec = RunSpec.of(found_job(asked.job), made, asked.workers, options)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             model, _ = replica_of(spec)
-            held = data_of(spec.job, data)
+            held = data_of(spec.job, asked.data)
             found = profiled(spec.job, model, held, spec.seed, spec.batch_size, _REPEATS)
         finally:
             torch.set_num_threads(threads)
@@ -56,7 +46,7 @@ def profile(
         )
         taken = measured_bytes(spec)
     rows = [(which, each) for which in ("forward", "backward") for each in getattr(found, which)]
-    if as_json:
+    if asked.json:
         show_json(_plain(found, rows, described, memory, taken))
         return
     columns = ("pass", "operator", "calls", "bytes", "Mflop", "measured ms", *(["predicted ms"] if described else []))

@@ -9,6 +9,7 @@ from polytempo import jobs
 from polytempo.cli.options.measured_hosts import say_beyond_measured
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
+from polytempo.cli.predict.prediction_options import ValidateOptions
 from polytempo.core import Strategy
 from polytempo.engines.processes import janitor
 from polytempo.report.pages.validation import PredictedTime, Validation, validation
@@ -22,8 +23,9 @@ _SHOWN = 10
 _NEEDED = ("job", "workers", "steps", "samples", "batch_size", "seed")
 
 
-def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_json: bool) -> None:
-    """Simulate the run in the folder `run` on `cluster`, and compare."""
+def validate(asked: ValidateOptions) -> None:
+    """Simulate the run on the cluster, and compare."""
+    run, cluster = asked.run, asked.cluster
     measured = load_run(run)
     result = measured.result
     if measured.simulated:
@@ -38,18 +40,18 @@ def validate(run: Path, cluster: str, job: str | None, data: Path | None, *, as_
     say_beyond_measured(cluster, result["workers"])
     with notes_on_stderr(), janitor.private_folder() as folder:
         out = folder / "simulated"
-        options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": data}
+        options: dict[str, Any] = {"batch_size": result["batch_size"], "seed": result["seed"], "data": asked.data}
         if precision is not None:
             options["precision"] = precision
         simulate(
-            _job_of(run, result["job"], job),
+            _job_of(run, result["job"], asked.job),
             strategy,
             result["workers"],
             described,
             **(options | {"steps": result["steps"], "epochs": 1_000_000, "threads": 1, "out": out}),
         )
         found = validation(load_run(out).events, measured.events)
-    if as_json:
+    if asked.json:
         show_json(_plain(run, described.name, found))
         return
     show_table(("step", "predicted ms", "measured ms", "error"), [_row(each) for each in _some(found.steps)])

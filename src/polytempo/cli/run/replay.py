@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import typer
 
+from polytempo.cli.look.look_options import ReplayOptions
 from polytempo.cli.options.plan import found_job
-from polytempo.cli.options.request import stop_of
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.replay.message_order import Stop
 from polytempo.replay.records import read_facts
@@ -24,28 +23,23 @@ _COLUMNS = ("entry", "worker", "step", "tickets", "basis", "version", "stale", "
 _MOST_TICKETS = 4
 
 
-def replay(
-    run: Path, until: str | None, job: str | None, data: Path | None, shard: int, *, inspect: bool, as_json: bool
-) -> None:
-    """Re-run the run in `run`; ends with exit code 1 where it differs from the record."""
-    stop = None if until is None else parse_stop(until)
-    _, facts = read_facts(run)
+def replay(asked: ReplayOptions) -> None:
+    """Re-run a run; ends with exit code 1 where it differs from the record."""
+    stop, shard = None if asked.until is None else Stop(*asked.until), asked.shard
+    _, facts = read_facts(asked.run)
     if not 0 <= shard < facts.shards:
         raise ValueError(f"--shard {shard}: the run had {facts.shards} shards, numbered from 0")
     with notes_on_stderr():
-        done = replayed_of(run, _job(job or facts.origin), parse_strategy(facts.strategy), stop=stop, data=data)
+        done = replayed_of(
+            *(asked.run, _job(asked.job or facts.origin), parse_strategy(facts.strategy)), stop=stop, data=asked.data
+        )
     pushes = [push for push in done.pushes if push.shard == shard]
-    if as_json:
-        show_json(replace(done, pushes=pushes if inspect else pushes[-_SHOWN:]).as_json())
+    if asked.json:
+        show_json(replace(done, pushes=pushes if asked.inspect else pushes[-_SHOWN:]).as_json())
     else:
-        _show(done, stop, pushes, facts.shards, inspect=inspect)
+        _show(done, stop, pushes, facts.shards, inspect=asked.inspect)
     if not done.same:
         raise typer.Exit(1)
-
-
-def parse_stop(text: str) -> Stop:
-    """Where to stop: `step=K`, `ticket=T` or `version=V`. `ValueError` where it is none of these."""
-    return Stop(*stop_of(text))
 
 
 def _job(origin: str | None) -> Job:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from polytempo.cli.options.request import ScheduleRequest
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
+from polytempo.cli.run.schedule_options import ScheduleOptions
 from polytempo.partition.scheduled import ScheduledJob, SweepReport
 from polytempo.report.pages.summary import human_seconds
 from polytempo.runs.programs.run_schedule import schedule as scheduled
@@ -15,7 +15,7 @@ from polytempo.spec.text.catalogue import NAMES, parse_cluster
 _SHOWN = 20
 
 
-def schedule(asked: ScheduleRequest, *, as_json: bool) -> None:
+def schedule(asked: ScheduleOptions) -> None:
     """Perform the program, and show its measures."""
     program = cast(ScheduledJob, NAMES.program(asked.program))
     cluster = None if asked.cluster is None else parse_cluster(asked.cluster, asked.stragglers)
@@ -27,10 +27,10 @@ def schedule(asked: ScheduleRequest, *, as_json: bool) -> None:
             sweeps=asked.sweeps,
             tolerance=asked.tolerance,
             cluster=cluster,
-            seed=asked.seed,
+            seed=asked.seed or 0,
             timeout_s=asked.timeout_s,
         )
-    if as_json:
+    if asked.json:
         shown = {"program": fit.program, "world": fit.world, "workers": fit.workers}
         rows = [report._asdict() for report in fit.sweeps]
         show_json({**shown, "bytes_sent_per_rank": fit.bytes_sent_per_rank, "trace": fit.trace_hash, "sweeps": rows})

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from polytempo.cli.look.look_options import TopOptions
 from polytempo.core.system.url_path import Place, place
 from polytempo.report.runs import as_written, load_result
 from polytempo.report.status.live_status import LiveStatus, read_status, status_of_result
@@ -19,15 +20,15 @@ from polytempo.report.status.live_view import view
 from polytempo.report.status.metrics import read_metrics
 
 
-def top(folder: str, *, once: bool, as_json: bool, every_s: float) -> None:
-    """Show the run in `folder`, a path or a URL, until it ends, or once."""
-    run = place(folder)
+def top(asked: TopOptions) -> None:
+    """Show a run until it ends, or once."""
+    run = place(asked.run)
     status = status_in(run)
-    if as_json:
+    if asked.json:
         print(json.dumps(msgspec.to_builtins(status) | {"launcher_lives": launcher_lives(status)}))
         return
     console = Console()
-    if once or not sys.stdout.isatty():
+    if asked.once or not sys.stdout.isatty():
         console.print(_view(status, sys.maxsize))
         return
     try:
@@ -36,7 +37,7 @@ def top(folder: str, *, once: bool, as_json: bool, every_s: float) -> None:
                 live.update(_view(status, console.size.height), refresh=True)
                 if status.state != "running" or launcher_lives(status) is False:
                     break
-                time.sleep(every_s)
+                time.sleep(asked.every_s)
                 status = status_in(run)
     except KeyboardInterrupt:  # the usual way to leave
         pass

@@ -1,10 +1,10 @@
 """`Option`: an entry in the table of options, and the check of a value by its entry. Torch is not loaded.
 
-RunOptions, CommandOptions     the table: one annotated field an option
+RunOptions, CommandOptions     the table: one annotated field an option; other commands have tables of their own
   │
   ├─▶ keywords of pt.run, …    `RunOptions.__post_init__` checks them
-  ├─▶ the command line         `cli.options.command_line` declares them
-  ├─▶ files of options         `cli.options.run_options` reads them
+  ├─▶ the command line         `cli.options.command_line` declares and reads them
+  ├─▶ files of options         `cli.options.command_options` reads them
   └─▶ the documentation        `docs/extensions/options_page.py` lists them
 """
 
@@ -66,6 +66,7 @@ class OptionRow(NamedTuple):
     """The type, with bounds."""
     option: Option
     default: object
+    """`MISSING` for an argument that must be given."""
     help: str
     """The first paragraph of its docstring."""
     more: str
@@ -75,7 +76,7 @@ class OptionRow(NamedTuple):
     def plain_kind(self) -> type:
         """The type without None and bounds; `str` where it is read from text."""
         found = next(each for each in map(_bare, _members(self.kind)) if each is not NoneType)
-        return found if found in (bool, int, float, Path) else str
+        return found if found is Path or (self.option.read is None and found in (bool, int, float)) else str
 
     def checked(self, value: object) -> object:
         """The value in its final form. ValueError with the remedy where the option cannot have it."""
@@ -90,17 +91,29 @@ class OptionRow(NamedTuple):
         return found if isinstance(found, dict) else value
 
 
-@cache
 def entries(table: type) -> dict[str, OptionRow]:
-    """The rows of a table: a dataclass with an `Option` in the annotation of each field, and docstrings."""
+    """The rows of a table: a dataclass with an `Option` in the annotation of each field, and docstrings.
+
+    A row of another table in place of the `Option` says the docstring and the bounds, too.
+    """
+    return _entries(table)
+
+
+@cache
+def _entries(table: type) -> dict[str, OptionRow]:
     found = {}
     hints, documented = get_type_hints(table, include_extras=True), _docstrings(table)
     for each in fields(table):
+        if not each.init:
+            continue
         kind, *noted = get_args(hints[each.name])
-        option = next(note for note in noted if isinstance(note, Option))
+        option = next(note for note in noted if isinstance(note, Option | OptionRow))
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if isinstance(option, OptionRow):
+            found[each.name] = option._replace(name=each.name, default=default)
+            continue
         bounds = tuple(note for note in noted if note is not option)
         about, _, more = " ".join(documented[each.name].splitlines()).partition("  ")
-        default = each.default if each.default_factory is MISSING else each.default_factory()
         found[each.name] = OptionRow(
             each.name, Annotated[(kind, *bounds)] if bounds else kind, option, default, about, more
         )

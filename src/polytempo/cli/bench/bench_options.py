@@ -1,0 +1,135 @@
+"""The tables of `polytempo bench`, checked before torch is imported. None: it depends on --quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from polytempo.cli.options import values
+from polytempo.cli.options.network_options import network_of
+from polytempo.cli.options.shared_options import OPTIONS, Json
+from polytempo.spec.table.option import Count, Option, Positive
+
+MEASURED = (
+    "fp16, bf16, feedback(int8), feedback(dynamic8), feedback(one_bit), feedback(sign), "
+    "feedback(threshold(density=0.01)), feedback(top_k(ratio=0.01)), feedback(random_k(ratio=0.01)), dgc(ratio=0.001), "
+    "qsgd, terngrad, natural, low_rank(rank=1), low_rank(rank=4)"
+)
+"""The codecs to measure if none is named: with feedback where a codec takes it (`int8_sgd` itself has none)."""
+RESULT = "result.json"
+_MAX_FOLDERS = 10_000
+
+
+def _folder(given: Path) -> Path:
+    """A folder without a result."""
+    if given.exists() and not given.is_dir():
+        raise ValueError("this is a file; name a folder")
+    if (given / RESULT).exists():
+        raise ValueError("a result is in it; name another folder")
+    return given
+
+
+def bench_folder(name: str, out: Path | None) -> Path:
+    """The folder that was asked for, or a new one under `runs/`."""
+    if out is not None:
+        return out
+    for number in range(1, _MAX_FOLDERS + 1):
+        folder = Path("runs") / (f"bench-{name}" if number == 1 else f"bench-{name}-{number}")
+        if not folder.exists():
+            return folder
+    raise ValueError(f"runs holds {_MAX_FOLDERS:,} folders named bench-{name}; name another one with --out")
+
+
+Rounds = Annotated[Count | None, Option(OPTIONS, "R")]
+Turn = Annotated[Positive | None, Option(OPTIONS, "S")]
+Quick = Annotated[bool, Option(OPTIONS)]
+Out = Annotated[Path | None, Option(OPTIONS, "DIR", read=_folder)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesOptions:
+    """Options of `polytempo bench collectives`."""
+
+    ranks: Annotated[tuple[int, ...] | None, Option(OPTIONS, "N,M", read=values.whole_numbers)] = None
+    """Numbers of ranks to measure. Default: 2,4."""
+    sizes: Annotated[tuple[int, ...] | None, Option(OPTIONS, "A,B", read=values.sizes)] = None
+    """Tensor sizes. Default: 4KiB,64KiB,1MiB,16MiB,256MiB."""
+    operations: Annotated[tuple[str, ...] | None, Option(OPTIONS, "A,B", read=values.names)] = None
+    """all_reduce, broadcast, …, send_recv, barrier. Default: all."""
+    rounds: Rounds = None
+    """Number of rounds; in each, every contender runs once. Default: 7."""
+    turn_s: Turn = None
+    """Seconds that a contender runs in a round. Default: 0.1."""
+    quick: Quick = False
+    """Measure roughly, in about 20 seconds."""
+    out: Out = None
+    """The folder for the results. Default: a new one, runs/bench-…."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options of `polytempo bench training`."""
+
+    models: Annotated[tuple[str, ...] | None, Option(OPTIONS, "A,B", read=values.names)] = None
+    """mlp, cnn, embedding, transformer. Default: all."""
+    workers: Annotated[int, Option(OPTIONS, "N")] = 2
+    """Number of workers. Default: 2."""
+    rounds: Rounds = None
+    """Number of rounds; in each, every contender runs once. Default: 9."""
+    turn_s: Turn = None
+    """Seconds that a contender runs in a round. Default: 1."""
+    quick: Quick = False
+    """Measure roughly, in about 20 seconds."""
+    out: Out = None
+    """The folder for the results. Default: a new one, runs/bench-…."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Options of `polytempo bench memory`."""
+
+    workers: Annotated[int | None, Option(OPTIONS, "N")] = None
+    """Number of workers. Default: 4."""
+    parameters: Annotated[int | None, Option(OPTIONS, "P", read=values.count)] = None
+    """Number of parameters of the model. Default: 100M."""
+    steps: Annotated[Count | None, Option(OPTIONS, "K")] = None
+    """Steps to train. Default: 3."""
+    quick: Quick = False
+    """Measure roughly, in about 20 seconds."""
+    out: Out = None
+    """The folder for the results. Default: a new one, runs/bench-…."""
+    json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionOptions:
+    """Options of `polytempo bench compression`."""
+
+    model: Annotated[tuple[int, ...], Option(OPTIONS, "A-B-C", read=values.layer_sizes)] = (784, 2048, 2048, 10)
+    """Layer sizes of a perceptron. Default: 784-2048-2048-10."""
+    link: Annotated[float | None, Option(OPTIONS, "V", read=values.rate)] = None
+    """Network speed of each host: 100mbit, 1gbit, … Default: 1gbit."""
+    latency_us: Annotated[Annotated[float, Meta(ge=0, le=1e12)] | None, Option(OPTIONS, "µS")] = None
+    """Latency of the network in microseconds. Default: 50."""
+    cluster: Annotated[Path | None, Option(OPTIONS, "FILE")] = None
+    """A file of `polytempo calibrate`: its network and kernels, and nothing is measured on this machine."""
+    workers: Annotated[int, Option(OPTIONS, "N")] = 4
+    """Number of workers. Default: 4."""
+    codecs: Annotated[tuple[str, ...] | None, Option(OPTIONS, "A,B", read=values.codecs)] = None
+    """Codecs to measure, such as 'bf16, feedback(top_k(ratio=0.01)), low_rank(rank=2)'. Default: all."""
+    rounds: Rounds = None
+    """Number of rounds; in each, every contender runs once. Default: 9."""
+    quick: Quick = False
+    """Measure roughly, in about 20 seconds."""
+    out: Out = None
+    """The folder for the results. Default: a new one, runs/bench-…."""
+    json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
+        network_of(self.link, self.latency_us, self.cluster, "1gbit")

@@ -1,0 +1,27 @@
+"""Options of several commands: a row of the table of runs, where it has one, or one that is declared here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from polytempo.cli.options.command_options import table
+from polytempo.spec.table.option import Count, NumThreads, Positive
+
+OPTIONS = "Options"
+"""The heading of options that have no other."""
+ARGUMENT = ""
+
+Job = Annotated[str, table()["job"]]
+Strategy = Annotated[str, table()["strategy"]]
+Workers = Annotated[Count, table()["workers"]]
+Cluster = Annotated[str | None, table()["cluster"]]
+Stragglers = Annotated[str | None, table()["stragglers"]]
+Until = Annotated[dict[str, float], table()["until"]]
+Data = Annotated[Path | None, table()["data"]]
+BatchSize = Annotated[Count | None, table()["batch_size"]]
+GlobalBatchSize = Annotated[Count | None, table()["global_batch_size"]]
+Seed = Annotated[int, table()["seed"]]
+Threads = Annotated[NumThreads | None, table()["threads"]]
+Timeout = Annotated[Positive, table()["timeout_s"]]
+Json = Annotated[bool, table()["json"]]
