@@ -42,12 +42,12 @@ from polytempo.spec.text.catalogue import parse_strategy as parse_strategy
 from polytempo.training.elastic.loop_state import ElasticState as ElasticState
 from polytempo.training.hooks.attached_models import no_sync as no_sync
 from polytempo.training.hooks.handle import Handle as Handle
-from polytempo.training.observe.checkpoint_model import checkpoint_model as checkpoint_model
+from polytempo.training.observe.whole_checkpoint import checkpoint_model as checkpoint_model
 from polytempo.training.own_loop.served_handle import ServedHandle as ServedHandle
 from polytempo.training.own_loop.shard import shard as shard
 from polytempo.training.parts.hybrid import hybrid as hybrid
 from polytempo.training.parts.layer_plan import plan_layers as plan_layers
-from polytempo.training.parts.place import place as place
+from polytempo.training.parts.split import place as place
 from polytempo.training.parts.split import split as split
 from polytempo.training.pipeline.pipeline import Pipeline as Pipeline
 from polytempo.training.trainer import Trainer as Trainer

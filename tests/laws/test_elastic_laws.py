@@ -15,9 +15,9 @@ from laws.harness import HOST, OPTIMIZERS, Rank, Setting, flat, model, run
 from polytempo import aggregation
 from polytempo.core import Port, Strategy, Transform, chain, is_idle
 from polytempo.synchronization import every
+from polytempo.training.elastic.elastic_state import handed_over, residuals_by_path
 from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.elastic.local_round import give_mean, keep_mean
-from polytempo.training.elastic.residual_handover import handed_over, residuals_by_path
 from polytempo.training.model.requirements import fitted
 from polytempo.worlds import VirtualWorld
 

@@ -168,7 +168,7 @@ def test_a_hybrid_trains_as_one_process(num_ranks: int, optimizer: str) -> None:
         for number, each in enumerate(inputs):
             await port.mark(number)
             mine = each.chunk(num_ranks)[port.rank]
-            await step(port, (mine, mine), len(mine))
+            await step(port, (mine, mine), len(mine), None)
         await replica.settle()
         return await suspendable(net.full_parameters)
 

@@ -14,7 +14,7 @@ import polytempo as pt
 from polytempo.jobs.digits import job
 from polytempo.large_batch import LAMB, LARS, cosine, schedule, warm_up
 from polytempo.training.checkpoint.checkpoint_files import read_part
-from polytempo.training.job.scored_average import AVERAGE
+from polytempo.training.job.evaluate import AVERAGE
 from polytempo.training.observe.saved_model import checkpoint_in
 
 pytestmark = pytest.mark.process

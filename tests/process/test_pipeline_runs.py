@@ -117,7 +117,7 @@ def test_a_checkpoint_is_the_whole_model_and_goes_on_in_other_stages(tmp_path: P
 
 def test_a_checkpoint_of_whole_models_is_refused(tmp_path: Path) -> None:
     pt.simulate(job(), pt.strategies.sync_sgd(), 2, steps=4, out=tmp_path, checkpoint_every=4)
-    with pytest.raises(pt.errors.WorkerDied, match="whose workers hold the whole model, and ddg"):
+    with pytest.raises(pt.errors.WorkerDied, match="with the whole model on each worker, and ddg"):
         pt.run(job(), pt.strategies.ddg(2), 2, steps=8, out=tmp_path, resume=True)
 
 

@@ -160,7 +160,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step -1 is negative"):
         write_part(tmp_path, -1, 0, part(1))
     sha256 = write_part(tmp_path, 1, 0, part(1))
-    with pytest.raises(ValueError, match="'abc' is no sha256"):
+    with pytest.raises(ValueError, match="'abc' is not a sha256"):
         commit(tmp_path, 1, ["abc"], {})
     with pytest.raises(ValueError, match="shorten `about`"):
         commit(tmp_path, 1, [sha256], {"note": "x" * 5_000_000})

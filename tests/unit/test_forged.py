@@ -119,7 +119,7 @@ def test_a_forged_part_is_refused(tmp_path: Path, what: str) -> None:
     folder = saved(tmp_path)
     PARTS[what](folder / "rank-0.safetensors")
     forge(folder)
-    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is not what a rank has written .*; there is no"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is not a rank's file .*; there is no"):
         read_part(folder, 0)
 
 

@@ -16,7 +16,7 @@ from polytempo.data.shard import DataShard
 from polytempo.jobs import find
 from polytempo.large_batch.noise_scale import NoiseScale, Squares
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.norm_growth import HeldRow, NormGrowth
+from polytempo.training.job.growth import HeldRow, NormGrowth
 from polytempo.training.step.noise_watch import NoiseWatch
 
 s = pt.strategies

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
-from polytempo.training.checkpoint.schedule_state import schedule_restore, schedule_saved
+from polytempo.training.checkpoint.optimizer_state import schedule_restore, schedule_saved
 from polytempo.training.served.rate_schedule import RateSchedule
 
 lb = pt.large_batch

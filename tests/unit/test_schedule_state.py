@@ -11,8 +11,12 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
-from polytempo.training.checkpoint.schedule_state import schedule_restore, schedule_saved
+from polytempo.training.checkpoint.optimizer_state import (
+    optimizer_restore,
+    optimizer_saved,
+    schedule_restore,
+    schedule_saved,
+)
 
 STEPS, CUT = 12, 4
 

@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.cli.main import app
 from polytempo.spec.job_calls import data_of
-from polytempo.training.tuning.batch_advice import advise_batch
-from polytempo.training.tuning.range_test import range_test
+from polytempo.training.tuning.batch_advice import advise_batch, range_test
 from polytempo.training.tuning.trial import Trial
 
 JOB = """

@@ -144,7 +144,7 @@ def trained(update: Any, num_ranks: int, num_steps: int, seed: int = 0) -> tuple
         step = priced_step(replicas[port.rank], JOB, StepCost(100.0), updates[port.rank])
         for number in range(num_steps):
             await port.mark(number)
-            await step(port, next(batches), 2)
+            await step(port, next(batches), 2, None)
         await updates[port.rank].settle()
 
     assert VirtualWorld(HOST, num_ranks).run(program).unreceived == 0

@@ -21,7 +21,7 @@ from polytempo.jobs.digits import job as digits
 from polytempo.spec.objective import part_weights
 from polytempo.training.job.evaluate import Evaluation, tensors_of
 from polytempo.training.job.growth import next_pieces
-from polytempo.training.job.portion_loss import PortionLoss
+from polytempo.training.job.training_loss import PortionLoss
 from polytempo.training.model.requirements import check_loss
 
 s = pt.strategies

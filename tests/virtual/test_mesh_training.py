@@ -22,7 +22,7 @@ from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_p
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.training.job.evaluate import Evaluation
 from polytempo.training.job.program import TrainingContext, TrainingSummary, train
-from polytempo.training.model.clipping import clip_grad_norm_
+from polytempo.training.model.parted_parameters import clip_grad_norm_
 from polytempo.training.model.ports import ports_of
 from polytempo.training.observe.holding import Whole
 from polytempo.training.step.replica import Replica

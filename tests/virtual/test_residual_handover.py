@@ -11,7 +11,7 @@ from torch import Tensor
 from helpers import CLUSTER
 from polytempo.core import Bundle, Port
 from polytempo.core.state import Residual, restored, saved
-from polytempo.training.elastic.residual_handover import handed_over, residuals_by_path
+from polytempo.training.elastic.elastic_state import handed_over, residuals_by_path
 from polytempo.worlds import VirtualWorld
 
 

@@ -16,9 +16,8 @@ from polytempo.core.suspension import drive, suspendable
 from polytempo.large_batch.layer_wise import LARS
 from polytempo.one_host.hogwild import Updates
 from polytempo.partition.tensor import SplitModel
-from polytempo.training.model.clipping import clip_grad_norm_
+from polytempo.training.model.parted_parameters import clip_grad_norm_, counted_elsewhere
 from polytempo.training.model.ports import ports_of
-from polytempo.training.model.replicated_parameters import counted_elsewhere
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost
 from polytempo.training.virtual.virtual_step import priced_step
@@ -90,7 +89,7 @@ def trained(
         for number in range(steps):
             await port.mark(number)
             torch.manual_seed(10 * number + others.rank)
-            await step(others, batch(number, others.rank), 2)
+            await step(others, batch(number, others.rank), 2, None)
         await replica.settle()
         if not isinstance(net, SplitModel):
             return [{n: p.detach() for n, p in net.named_parameters()}, []]

@@ -13,8 +13,7 @@ from pipelines import batches, perceptron, plainly_trained, trained
 from polytempo.partition.schedules import synthetic_gradients
 from polytempo.partition.schedules.correction import Estimation
 from polytempo.partition.schedules.facts import facts
-from polytempo.training.pipeline.late.estimators import Estimators
-from polytempo.training.pipeline.late.gradient_estimator import GradientEstimator
+from polytempo.training.pipeline.late.estimators import Estimators, GradientEstimator
 
 
 @pytest.mark.parametrize("stages", [2, 4])

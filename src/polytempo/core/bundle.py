@@ -117,3 +117,11 @@ def pack(tensors: list[Tensor], into: Tensor | None = None) -> Tensor:
 def _without_values(numel: int, dtype: torch.dtype) -> Tensor:
     """A shape alone: nothing can be written to it, so all who ask may have the same one."""
     return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]:
+    """Tensors grouped by dtype and device, each group in its first appearance's order."""
+    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return groups

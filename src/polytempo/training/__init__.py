@@ -1,1 +1,1 @@
-"""How a model is trained by a strategy: replicas, loops, jobs, scores, checkpoints."""
+"""Training of a model by a strategy."""

@@ -37,13 +37,11 @@ from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.job.distillation import data_of_group, of_group
-from polytempo.training.job.evaluate import Evaluation
+from polytempo.training.job.evaluate import Evaluation, average_of
 from polytempo.training.job.gradients import gradients_of
-from polytempo.training.job.norm_growth import norm_growth
+from polytempo.training.job.growth import norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
-from polytempo.training.job.scored_average import average_of
-from polytempo.training.model.agree import agree, gather_json, next_series
-from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.observe.background_observer import BackgroundObserver
 from polytempo.training.observe.collective_observer import CollectiveObserver
@@ -142,22 +140,21 @@ class Trainer:
     def fit_held(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
         """`fit` in a folder that the caller holds already."""
         out, world, context = self.options.out, self.world, self.context
-        resumed_at = None
         if out is not None:
             run_folder(out)
             if self.options.resume:
-                resumed_at = context.resumed_at = world.drive(load(self.port, context, out / "checkpoint"))
+                context.resumed_at = world.drive(load(self.port, context, out / "checkpoint"))
         with ExitStack() as files:
-            writer = None
-            if out is not None and world.rank == 0:
-                writer = files.enter_context(MetricsWriter(out / "metrics.jsonl", resumed_at=resumed_at))
-            context.record = recorder(writer, on_row)
-            watch = None
+            writer, watch = None, None
             if out is not None:
+                if world.rank == 0:
+                    metrics = MetricsWriter(out / "metrics.jsonl", resumed_at=context.resumed_at)
+                    writer = files.enter_context(metrics)
                 alone = is_hogwild(context.replica.strategy)  # then ranks hear of each other at the ends of epochs
                 notice = files.enter_context(noticed(self.options.grace_s))
                 watch = PreemptionWatch(world, notice, len(context.shard) if alone else 1)
-                context.leaves = watch.agreed
+            leaves = context.leaves if watch is None else watch.agreed
+            context = replace(context, record=recorder(writer, on_row), leaves=leaves)
             world.begin()
             summary = world.drive(train(self.port, context))
             elapsed_s = world.now_s()
@@ -169,21 +166,21 @@ class Trainer:
             for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 if name in final:
                     tensor.copy_(final[name])
-        return self._finish(summary, world.waited_s / max(elapsed_s, 1e-9))
+        return self._finish(context, summary, world.waited_s / max(elapsed_s, 1e-9))
 
-    def _finish(self, summary: TrainingSummary, communication_share: float) -> Result:
+    def _finish(self, context: TrainingContext, summary: TrainingSummary, communication_share: float) -> Result:
         """Bring all ranks' traces together, and leave them in the run's folder."""
         world, out = self.world, self.options.out
         mine = {
             **world.trace.excerpt(max(1, MOST_WRITTEN // world.size)),
-            "bytes": world.trace.bytes_sent[world.rank] - self.context.observer.off_bytes,
+            "bytes": world.trace.bytes_sent[world.rank] - context.observer.off_bytes,
             "share": communication_share,
-            "stage": self.context.holding.stage_report(),
+            "stage": context.holding.stage_report(),
         }
         ranks = world.drive(gather_json(world.port, mine))
         trace_hash = combined_hash(rank["hash"] for rank in ranks)
         result = result_of(
-            self.context,
+            context,
             summary,
             world="process",
             num_ranks=world.size,
@@ -242,7 +239,6 @@ class _Part(NamedTuple):
 
     @property
     def replica(self) -> Replica:
-        """The holding's."""
         return self.holding.replica
 
 
@@ -313,7 +309,7 @@ def result_of(
     trace_hash: str,
     stages: Sequence[dict[str, Any]] = (),
 ) -> Result:
-    """The result of a run from its summary, its totals over all ranks, and what each rank's stage did."""
+    """The result of a run from its summary, its totals over all ranks, and the reports of its stages."""
     first = {each["stage"]: each for each in reversed(stages)}
     score, shard = summary.score, context.shard
     learned, one_model = bool(summary.parameters), context.spec.strategy.groups == 1
@@ -349,7 +345,7 @@ def result_of(
 def _observer(
     world: ProcessWorld, job: Job, model: nn.Module, data: Data, options: RunOptions, strategy: Strategy
 ) -> Observer:
-    """What scores and saves: all ranks together, or, where none waits for another, each rank in the background."""
+    """The observer: all ranks together, or, in a run that never waits for another rank, each in the background."""
     evaluation = None if data.test is None else Evaluation(job, model, data, options.precision)
     if is_hogwild(strategy) and world.size > 1:
         return BackgroundObserver(world, evaluation, world.drive(_token(world.port)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -61,3 +62,25 @@ class Division:
         """Each rank's (begin, end) in a block."""
         ends = list(accumulate(self.sizes))
         return [(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+
+
+Cuts = Mapping[str, Division]
+"""Cut tensors by the whole model's names."""
+PARTS = "parts"
+"""Name of the scalar with the cuts of a rank's tensors."""
+
+
+def described(number: int, cut: Cuts) -> str:
+    """The text of the model's cuts and of the number of this part."""
+    cuts = {name: [how.dim, list(how.sizes), how.packed] for name, how in cut.items()}
+    return json.dumps({"number": number, "cut": cuts})
+
+
+def cuts_of(described: str) -> tuple[int, dict[str, Division]]:
+    """The number of the part and the cuts that `described` has told. KeyError, TypeError or ValueError for another."""
+    told = json.loads(described)
+    cut = {
+        str(name): Division(int(dim), tuple(int(size) for size in sizes), int(packed))
+        for name, (dim, sizes, packed) in told["cut"].items()
+    }
+    return int(told["number"]), cut

@@ -27,8 +27,7 @@ from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.evaluate import Evaluation, tensors_of
-from polytempo.training.job.goals import check_goals
+from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
 from polytempo.training.parts.parted_training import check_parted_model
 from polytempo.training.parts.staged_training import cut_of

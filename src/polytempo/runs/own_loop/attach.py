@@ -22,7 +22,6 @@ from polytempo.training.hooks.handle import Handle
 from polytempo.training.model.agree import agree_to_train
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
-from polytempo.training.own_loop.epoch_source import source_of
 from polytempo.training.own_loop.served_handle import ServedHandle
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES
@@ -129,7 +128,7 @@ def attach_served(
     if options.precision is not None:
         check_precision(options.precision, strategy)
         check_masters(model, optimizer, options.precision)
-    if source_of(world) is not None:
+    if world.epoch_source is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; put both models into one "
             "nn.ModuleList, or call detach() on the other's handle first"

@@ -24,11 +24,10 @@ from polytempo.data.shard import DataShard
 from polytempo.partition.cutting import By
 from polytempo.runs.served.served_stages import ServedStages
 from polytempo.server.service import check_service
-from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.agree import broadcast_model
 from polytempo.training.model.randomness import kept_random_states, seed_step
 from polytempo.training.model.requirements import check_served
 from polytempo.training.own_loop.dealt_epochs import DealtEpochs, JoinedLoop, ServerStart
-from polytempo.training.own_loop.epoch_source import source_of
 from polytempo.training.own_loop.loop_facts import LoopFacts, facts_of_loop
 from polytempo.training.own_loop.ticket_loop import TicketLoop
 from polytempo.training.pipeline.pipeline import agreed_cut
@@ -285,7 +284,7 @@ def _check(
         refuse(strategy.features | {"pipeline", "max_norm"}, strategy=strategy, max_norm=max_norm)
     if world.life > 1:
         _refuse_return(world, stages)
-    if source_of(world) is not None:
+    if world.epoch_source is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; call detach() on it first"
         )

@@ -32,7 +32,7 @@ from polytempo.server.message import Message, Outbox
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.spec.topology import Topology
-from polytempo.training.job.portion_loss import PortionLoss
+from polytempo.training.job.training_loss import PortionLoss
 from polytempo.worlds.process.mail import Mail, MailWorld
 
 _PORTIONS = 8

@@ -34,7 +34,7 @@ from polytempo.spec.job_calls import data_of, made_schedule, replica_of
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
-from polytempo.training.job.goals import check_goals
+from polytempo.training.job.evaluate import check_goals
 from polytempo.training.model.local_decay import LocalDecay
 from polytempo.training.model.running_statistics import Running
 from polytempo.training.model.trainable_parameters import trainable

@@ -16,7 +16,7 @@ from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import laid_out, schedule_of
 from polytempo.training.pipeline.priced_stage import PricedStage, on_meta
 from polytempo.training.pipeline.stage_model import StageModel
-from polytempo.training.step.flops import flops_per_sample
+from polytempo.training.step.step_cost import flops_per_sample
 from polytempo.worlds import Outcome, VirtualWorld
 
 

@@ -40,10 +40,9 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
 from polytempo.training.job.distillation import data_of_group, of_group
-from polytempo.training.job.evaluate import evaluation_of
-from polytempo.training.job.norm_growth import norm_growth
+from polytempo.training.job.evaluate import average_of, evaluation_of
+from polytempo.training.job.growth import norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
-from polytempo.training.job.scored_average import average_of
 from polytempo.training.model.ports import ports_of
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.parts.model_parts import ModelParts

@@ -1,4 +1,4 @@
-"""`Background`: jobs in one thread, one after the other in the order in which they were given."""
+"""`Background`: jobs in one thread, in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Background:
         close_at_exit(self)
 
     def do(self, job: Job) -> None:
-        """Have it done, after all that was given before."""
+        """Queue a job behind the others."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Let the thread end after what was given, and wait for that."""
+        """Let the thread end after the queued jobs, and wait for it."""
         self._jobs.put(None)
         ended(self._thread)
 

@@ -71,7 +71,7 @@ from polytempo.training.checkpoint.manifest import (
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 _FORGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-"""What comes of reading what no program of ours has written, though its hashes are right."""
+"""Errors of reading a file that another program wrote, though its hashes are right."""
 
 
 class ForeignCheckpoint(CheckpointError, ValueError):
@@ -80,7 +80,7 @@ class ForeignCheckpoint(CheckpointError, ValueError):
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """What one rank saves: tensors of any shape and dtype, and plain values, by name."""
+    """One rank's part of a checkpoint: tensors of any shape and dtype, and plain values, by name."""
 
     tensors: dict[str, Tensor]
     scalars: dict[str, Scalar]
@@ -118,7 +118,7 @@ def commit(
 ) -> Place:
     """Make the parts of `step` (one hash per rank) the newest checkpoint. Rank 0 calls it when all parts are written.
 
-    `mesh`: how the ranks are laid out; without one, all lie along "data".
+    `mesh`: the ranks' layout; without one, all are along "data".
 
     Until the rename the previous checkpoint is the newest, from then on this one: there is no state in between.
     Afterwards the newest two remain. Complete checkpoints beyond `step` belong to a run that was given up, and go too;
@@ -171,7 +171,7 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def read_part(path: Place, rank: int) -> CheckpointPart:
-    """What `rank` saved in the checkpoint folder `path`, on the CPU. Checks size and sha256 before parsing."""
+    """The part of `rank` in the checkpoint folder `path`, on the CPU. Checks size and sha256 before parsing."""
     parts = read_manifest(path).parts
     if not 0 <= rank < len(parts):
         raise ValueError(f"{path} holds the ranks 0 to {len(parts) - 1}; there is no rank {rank}")
@@ -184,14 +184,14 @@ def read_part(path: Place, rank: int) -> CheckpointPart:
     except OSError as error:
         raise damaged(path, named, f"cannot be read ({error.strerror})") from error
     except (SafetensorError, *_FORGED) as error:
-        raise damaged(path, named, f"is not what a rank has written ({type(error).__name__}: {error})") from error
+        raise damaged(path, named, f"is not a rank's file ({type(error).__name__}: {error})") from error
 
 
 def newest_undamaged(root: Place) -> Place | None:
     """The newest checkpoint in `root` that is as it was written; None where there is none.
 
-    Newer ones that are damaged are set aside, and standard error names them. CheckpointError where all are damaged:
-    then they stay. Cost: all of it is read; where a URL names it, its manifest and the sizes of its parts are.
+    Newer, damaged checkpoints are set aside, and standard error names them. CheckpointError if all are damaged: then
+    they stay. Cost: reads all of it; under a URL its manifest and the sizes of its parts.
     """
     harmed: list[tuple[Place, DamagedCheckpoint]] = []
     for _, folder in sorted(complete_in(root).items(), reverse=True):
@@ -210,7 +210,8 @@ def newest_undamaged(root: Place) -> Place | None:
 
 
 def go_on_from(out: Place) -> None:
-    """Before a run in `out` is resumed: set damaged checkpoints aside, and say on standard error which one it takes."""
+    """Set damaged checkpoints aside before a run in `out` is resumed, and print the one that it takes to standard
+    error."""
     if (folder := newest_undamaged(out / "checkpoint")) is not None:
         print(f"polytempo: goes on from step {read_manifest(folder).step:,}, saved in {folder}", file=sys.stderr)
 
@@ -231,7 +232,7 @@ def _check(path: Place, part: PartFile) -> None:
 
 @contextmanager
 def _undamaged(path: Place, part: PartFile) -> Iterator[Path]:
-    """A part as a local file, whose size and hash are right."""
+    """A part as a local file with the right size and hash."""
     with _local(path, part) as file:
         num_bytes, named = _size(file), path / part.name
         if num_bytes != part.num_bytes:
@@ -254,7 +255,6 @@ def _local(path: Place, part: PartFile) -> Iterator[Path]:
 
 
 def _put(folder: UrlPath, rank: int, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """The same bytes as in a local file, as an object."""
     try:
         with ScratchFolder() as scratch:
             file = scratch.path / part_name(rank)
@@ -282,7 +282,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _finished_part(folder: Place, rank: int, sha256: str) -> PartFile:
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
-        raise ValueError(f"{sha256!r} is no sha256; pass what write_part returned, in the order of ranks")
+        raise ValueError(f"{sha256!r} is not a sha256; pass the answers of write_part, in the order of ranks")
     file: Place = folder / (object_name(rank, sha256) if isinstance(folder, UrlPath) else part_name(rank))
     try:
         if isinstance(file, UrlPath):
@@ -296,7 +296,7 @@ def _finished_part(folder: Place, rank: int, sha256: str) -> PartFile:
 
 
 def _declared_bytes(file: Path) -> int:
-    """How long a safetensors file must be: 8 bytes of header length, the header, the data that the header lists."""
+    """The length of a safetensors file: 8 bytes of header length, the header, the data that the header lists."""
     with files.opened(file) as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:

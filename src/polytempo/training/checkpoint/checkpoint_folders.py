@@ -1,11 +1,11 @@
-"""The folders of checkpoints: what they are called, which of them are complete, and what may go.
+"""The folders of checkpoints: their names, their completeness, and their removal.
 
 step-00000100/            complete: renamed into place only after everything in it was on the disk
 .step-00000120.partial/   being written; a crash leaves it behind, the next commit removes it
 .step-00000100.replaced/  the old version of a step that is being saved again
 .step-00000080.removed/   out of date: it loses its name before its files
 
-Where a URL names the root, `checkpoint_objects` says what is complete.
+`checkpoint_objects` finds complete checkpoints under a URL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 
 
 class CheckpointError(PolytempoError):
-    """A checkpoint cannot be written, or what is on the disk is not what was written."""
+    """A checkpoint cannot be written, or the files on the disk have changed."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -47,7 +47,7 @@ def latest(root: Place) -> Place | None:
 
 
 def set_aside(folder: Place) -> Place:
-    """Let a damaged checkpoint count no more, and keep what it holds under another name, which is returned."""
+    """Rename a damaged checkpoint, so that it does not count, and return its new name."""
     if isinstance(folder, UrlPath):
         manifest, aside = folder / MANIFEST, folder / f"{MANIFEST}.damaged"
         aside.write(manifest.read(MAX_MANIFEST_BYTES))
@@ -60,14 +60,14 @@ def set_aside(folder: Place) -> Place:
 
 
 def partial_folder(root: P, step: int) -> P:
-    """Where the parts of a checkpoint lie until it is complete."""
+    """The folder of a checkpoint's parts until it is complete."""
     if step < 0:
         raise ValueError(f"step {step} is negative; steps count from 0")
     return root / f".step-{step:08d}.partial"
 
 
 def final_folder(root: P, step: int) -> P:
-    """Where a complete checkpoint lies."""
+    """The folder of a complete checkpoint."""
     return root / f"step-{step:08d}"
 
 
@@ -87,20 +87,20 @@ def _complete(root: Path) -> dict[int, Path]:
 
 
 def _lacks_manifest(folder: Path) -> bool:
-    """Whether another host was putting parts into it (see `checkpoint_objects`) and has not come to the end."""
+    """True if another host was putting parts into it (see `checkpoint_objects`) and has not come to the end."""
     by_content = any(BY_CONTENT.fullmatch(entry.name) for entry in folder.iterdir())
     return by_content and not os.path.lexists(folder / MANIFEST)
 
 
 def _within(root: Path) -> list[Path]:
-    """What is in `root`, links as links; nothing where there is no `root`."""
+    """Entries of `root`, links as links; none without a `root`."""
     if root.is_symlink():
         raise CheckpointError(f"{root} is a link, and nothing in a run's folder is followed; move the folder here")
     return list(root.iterdir()) if root.is_dir() else []
 
 
 def make_partial(folder: Path) -> None:
-    """Make it, in place of whatever else has its name; all ranks may do so at once."""
+    """Make the folder, in place of any other file of its name; all ranks may do so at the same time."""
     files.made(folder.parent)
     for _ in range(_TRIES):
         with suppress(FileExistsError):
@@ -113,7 +113,7 @@ def make_partial(folder: Path) -> None:
 
 
 def move_into_place(folder: Path, final: Path) -> None:
-    """Let what `folder` holds be the complete checkpoint `final`, in place of an older version."""
+    """Make `folder` the complete checkpoint `final`, in place of an older version."""
     replaced = final.with_name(f".{final.name}.replaced")
     if os.path.lexists(final):
         files.remove(replaced)
@@ -122,10 +122,10 @@ def move_into_place(folder: Path, final: Path) -> None:
 
 
 def prune(root: Place, step: int) -> None:
-    """Remove what `step`, which is complete now, leaves without use.
+    """Remove leftovers and old checkpoints after the complete checkpoint `step`.
 
-    Leftovers go first, then what is out of date; a complete folder loses its name before its files. What
-    cannot be removed does no harm: the next save tries again.
+    Leftovers go first; a complete folder loses its name before its files. A failed removal does no harm: the next save
+    tries again.
     """
     if isinstance(root, UrlPath):
         with suppress(OSError):
@@ -144,13 +144,13 @@ def prune(root: Place, step: int) -> None:
             os.rename(complete[other], removed)
             files.remove(removed)
     for other in kept:
-        if complete[other] != final_folder(root, other):  # an old version whose new one never came
+        if complete[other] != final_folder(root, other):  # its new version never came
             with suppress(OSError):
                 os.rename(complete[other], final_folder(root, other))
 
 
 def still_there(root: Place) -> str:
-    """For an error's text: what a run can go on from."""
+    """A sentence for an error: the checkpoint that a run can go on from."""
     try:
         previous = latest(root)
     except OSError as error:
@@ -159,7 +159,7 @@ def still_there(root: Place) -> str:
 
 
 def damaged(path: Place, file: Place, problem: str) -> DamagedCheckpoint:
-    """The error for a `file` of checkpoint `path` that is not as it was written, with what to do."""
+    """The error for a `file` of checkpoint `path` that has changed, with a remedy."""
     match = COMPLETE.fullmatch(path.name)
     step = int(match[1]) if match else 0
     earlier = {other: folder for other, folder in complete_in(path.parent).items() if other < step}

@@ -1,12 +1,12 @@
 """Checkpoints where nothing is renamed: in an object store, or any other filesystem that a URL names.
 
     checkpoint/step-00000100/
-      rank-0.3f2ac41b09d7e865.safetensors     named by its sha256, so what a manifest names is never written again
-      manifest.json                           put last: from then on the checkpoint is complete
+      rank-0.3f2ac41b09d7e865.safetensors named by its sha256, so a named part is never written again manifest.json put
+      last: from then on the checkpoint is complete
 
 A step that is saved again puts parts of other names beside the old ones, and then its manifest in the old one's place.
-So whatever write is the last one, a complete checkpoint is as it was. Parts and manifests hold the same bytes as in a
-local folder. A manifest that was cut short, where a filesystem is no object store, counts as none.
+So a complete checkpoint stays as it was, after any write. Parts and manifests hold the same bytes as in a local folder.
+On a filesystem that is not an object store a manifest may be cut short; it counts as none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def object_name(rank: int, sha256: str) -> str:
 
 
 def object_of(folder: Place, part: PartFile) -> Place:
-    """Where a part lies that a manifest names, in a folder whose parts are named by their content."""
+    """The place of a part that a manifest names, in a folder with parts named by their content."""
     return folder / object_name(int(Path(part.name).stem.removeprefix("rank-")), part.sha256)
 
 
@@ -53,7 +53,7 @@ def put_part(folder: UrlPath, rank: int, file: Path, sha256: str) -> None:
 
 
 def put_manifest(folder: UrlPath, content: bytes, hashes: Sequence[str]) -> None:
-    """Make the parts in `folder` a checkpoint, and remove what earlier tries at this step have left."""
+    """Make the parts in `folder` a checkpoint, and remove leftovers of earlier tries at this step."""
     (folder / MANIFEST).write(content)
     _keep_only(folder, hashes)
 
@@ -61,7 +61,7 @@ def put_manifest(folder: UrlPath, content: bytes, hashes: Sequence[str]) -> None
 def stored(folder: UrlPath, part: PartFile) -> UrlPath:
     """The object that a part is."""
     source = folder / object_name(int(Path(part.name).stem.removeprefix("rank-")), part.sha256)
-    return source if source.exists() else folder / part.name  # of a local run whose checkpoint was copied here
+    return source if source.exists() else folder / part.name  # copied here from a local run
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def fetched(folder: UrlPath, part: PartFile) -> Iterator[Path]:
     source = stored(folder, part)
     with ScratchFolder() as scratch:
         copy = scratch.path / part.name
-        if source.size() == part.num_bytes:  # else the caller says what is wrong, without a copy
+        if source.size() == part.num_bytes:  # else the caller reports the difference, without a copy
             source.download(copy)
         else:
             copy.write_bytes(b"")
@@ -84,7 +84,7 @@ def complete_steps(root: UrlPath) -> dict[int, UrlPath]:
 
 
 def prune_objects(root: UrlPath, step: int) -> None:
-    """Remove what `step`, which is complete now, leaves without use. A manifest goes before the parts it names."""
+    """Remove leftovers and old checkpoints after the complete checkpoint `step`. A manifest goes before its parts."""
     complete = complete_steps(root)
     kept = sorted((other for other in complete if other <= step), reverse=True)[:KEPT]
     for name in root.names():
@@ -93,7 +93,7 @@ def prune_objects(root: UrlPath, step: int) -> None:
         given_up = match and number not in kept and (number < step or number in complete)
         if given_up or (leftover and int(leftover[1]) <= step):
             _remove(root / name)
-        elif number in kept[1:]:  # what tries to save it again have left
+        elif number in kept[1:]:  # leftovers of saving it again
             with suppress(OSError, ValueError):
                 manifest = decoded((root / name / MANIFEST).read(MAX_MANIFEST_BYTES))
                 _keep_only(root / name, [part.sha256 for part in manifest.parts])
@@ -102,7 +102,7 @@ def prune_objects(root: UrlPath, step: int) -> None:
 def _keep_only(folder: UrlPath, hashes: Sequence[str]) -> None:
     kept = {MANIFEST, *(object_name(rank, sha256) for rank, sha256 in enumerate(hashes))}
     kept |= {part_name(rank) for rank in range(len(hashes))}  # of a checkpoint that a local run has written
-    with suppress(OSError):  # what cannot be removed does no harm
+    with suppress(OSError):  # a leftover does no harm
         for name in folder.names():
             if name not in kept:
                 (folder / name).remove()

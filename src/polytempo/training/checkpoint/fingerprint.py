@@ -30,8 +30,8 @@ _SMALL_BYTES = 32768
 def fingerprint(tensors: Iterable[Tensor]) -> int:
     """The hash of strided tensors in their order, 0 to 2⁶⁴ - 1; strides do not count.
 
-    Cost: reads each byte once, and a few microseconds a tensor; what is not contiguous is copied. Tensors on an
-    accelerator are hashed there, with one wait at the end.
+    Cost: reads each byte once, and a few microseconds a tensor; other tensors than contiguous ones are copied. Tensors
+    on an accelerator are hashed there, with one wait at the end.
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     hashes: list[Tensor] = []

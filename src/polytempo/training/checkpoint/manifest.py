@@ -1,4 +1,4 @@
-"""`Manifest`: what a checkpoint holds, as the one JSON text that stands for it.
+"""`Manifest`: the contents of a checkpoint, as one JSON text.
 
     {"format": "polytempo-checkpoint", "version": 2, "step": 100,
      "mesh": {"data": 2, "model": 2},
@@ -6,7 +6,7 @@
      "about": {"strategy": "sync_sgd()", …},
      "sha256": "…"}                                             of all that stands before it
 
-Version 1 has neither mesh nor coordinates: all its ranks lie along "data".
+Version 1 has neither mesh nor coordinates: all its ranks are along "data".
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ KEPT = 2
 COMPLETE = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder."""
 BY_CONTENT = re.compile(r"rank-\d+\.[0-9a-f]{16}\.safetensors")
-"""The name of a part where it says what the part holds (see `checkpoint_objects`)."""
+"""The name of a part by its content (see `checkpoint_objects`)."""
 _MOST = 1 << 63
 LEFTOVER = re.compile(r"\.step-(\d{8,})\.(partial|replaced|removed)")
-"""Names of what is no complete checkpoint, or none any more."""
+"""Names of folders that are not complete checkpoints, or not any more."""
 
 
 class PartFile(NamedTuple):
@@ -44,13 +44,13 @@ class PartFile(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint holds: its step, one file a rank in the order of ranks, and the writer's own notes."""
+    """The contents of a checkpoint: its step, one file a rank in the order of ranks, and the writer's own notes."""
 
     step: int
     parts: tuple[PartFile, ...]
     about: dict[str, Scalar]
     mesh: Mesh
-    """How the ranks that wrote it were laid out."""
+    """The layout of the ranks that wrote it."""
 
 
 def part_name(rank: int) -> str:
@@ -59,7 +59,7 @@ def part_name(rank: int) -> str:
 
 
 def along_data(size: int) -> Mesh:
-    """Of ranks that all hold the same parameters."""
+    """The mesh of ranks that all hold the same parameters."""
     return Mesh((("data", size),))
 
 
@@ -110,7 +110,7 @@ def decoded(content: bytes) -> Manifest:
 
 
 def checked_scalars(found: Any) -> dict[str, Scalar]:
-    """The same, or ValueError for what is no dictionary of plain values."""
+    """The scalars, or ValueError for other values than a dictionary of plain ones."""
     if not isinstance(found, dict) or any(isinstance(value, list | dict) for value in found.values()):
         raise ValueError("no scalars by name")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from polytempo.core import Port
 from polytempo.core.state import Saved
@@ -209,3 +210,15 @@ def moments(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dic
                     "parameter_averaging(optimizer_state=False), or an optimizer with a state of floating-point tensors"
                 )
     return found
+
+
+def schedule_saved(scheduler: LRScheduler) -> str:
+    """A schedule's state as JSON. Raises ValueError that names a value that JSON cannot hold."""
+    return json.dumps(
+        {key: plain(value, f"{type(scheduler).__name__}: {key!r}") for key, value in scheduler.state_dict().items()}
+    )
+
+
+def schedule_restore(scheduler: LRScheduler, text: str) -> None:
+    """Load the result of `schedule_saved` into a schedule that was made alike."""
+    scheduler.load_state_dict(typed(json.loads(text), scheduler.state_dict()))

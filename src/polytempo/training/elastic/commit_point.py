@@ -1,10 +1,10 @@
 """`CommitPoint`: between a step's exchange and its application, the ranks make sure that all have the whole answer.
 
-    exchange ──▶ all-reduce of five numbers ──▶ optimizer.step(), or parameters become what was exchanged
-                 [who wants to stop, who leaves, who was told to save, samples, their marks]
+    exchange ──▶ all-reduce of five numbers ──▶ optimizer.step(), or parameters become the exchanged ones
+                 [requests to stop, to leave and to save, samples, their marks]
 
 A rank that comes back from the all-reduce knows that all have issued it, and so hold the answer. It costs a message of
-40 bytes, and 16 more for each further epoch of which there are samples. The same message tells all ranks alike whether
+40 bytes, and 16 more for each further epoch with samples. The same message tells all ranks alike whether
 they stop after this step, and adds up the samples.
 """
 
@@ -20,7 +20,7 @@ from polytempo.data.sample_account import Counted
 
 
 class Wishes(NamedTuple):
-    """What a rank has heard: others want to join, or it wants to leave."""
+    """A rank's requests and news."""
 
     stop: bool = False
     leave: bool = False
@@ -31,22 +31,22 @@ class Wishes(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What all ranks know after the commit point."""
+    """The ranks' common knowledge after the commit point."""
 
     stop: bool
-    """Whether they stop before the next step."""
+    """True if they stop before the next step."""
     leaving: int
-    """How many of them leave then."""
+    """The number of ranks that leave."""
     counted: dict[int, Counted]
     """The samples of the step, or of the steps since the last commit point, over all ranks and by epoch."""
     save: bool = False
-    """Whether they save this step, and end."""
+    """True if they save this step."""
 
 
 async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -> Committed:
     """Come to the commit point with this rank's samples by epoch; all ranks bring the same epochs.
 
-    Raises what an all-reduce raises where a rank is lost.
+    Raises the errors of an all-reduce if a rank is lost.
     """
     stop, epochs = wishes.stop or wishes.leave, sorted(own)
     numbers = [stop, wishes.leave, wishes.save, *(number for epoch in epochs for number in own[epoch])]

@@ -1,23 +1,19 @@
-"""What newcomers of an elastic run get from a living member, over the group that they have just formed with it.
-
-model, optimizer         as `attach` hands them out
-place in the data, time, schedule, the account of samples       one JSON text
-the strategy's state     tensors as they are; residuals begin at zero, for each rank's residual is its own
-"""
+"""State for newcomers of an elastic run."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polytempo.core import Port
-from polytempo.core.state import Saved
+from polytempo.core import Port, State
+from polytempo.core.state import Residual, Saved
 from polytempo.training.checkpoint.optimizer_state import broadcast_optimizer
-from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.agree import broadcast_model, gather_json
 
 
 async def hand_over_model(port: Port, model: nn.Module, optimizer: Optimizer, newcomers: frozenset[int]) -> None:
@@ -27,7 +23,7 @@ async def hand_over_model(port: Port, model: nn.Module, optimizer: Optimizer, ne
 
 
 async def broadcast_buffers(port: Port, model: nn.Module) -> None:
-    """Give rank 0's buffers to all: some may have met with those that are lost, others not."""
+    """Give rank 0's buffers to all: some may have met with a rank that is lost, others not."""
     for buffer in model.buffers():
         received = await port.broadcast(buffer.detach().clone(memory_format=torch.contiguous_format))
         if port.rank:
@@ -53,3 +49,44 @@ async def broadcast_saved(port: Port, own: Saved) -> Saved:
             given = own.tensors[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         tensors[name] = await port.broadcast(given)
     return Saved(tensors, about["scalars"])
+
+
+def residuals_by_path(states: Iterable[tuple[str, State]]) -> dict[str, Tensor | None]:
+    """Each residual of a rank's states, under the path that `core.state.saved` gives it; None: nothing so far."""
+    return {path: residual for name, state in states for path, residual in _residuals(state, name)}
+
+
+def _residuals(state: Any, path: str) -> Iterator[tuple[str, Tensor | None]]:
+    if isinstance(state, Residual):
+        yield f"{path}/0", state.residual
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from _residuals(value, f"{path}/{key}")
+    elif isinstance(state, tuple):
+        for i, value in enumerate(state):
+            yield from _residuals(value, f"{path}/{i}")
+
+
+async def handed_over(port: Port, mine: dict[str, Tensor | None], *, leaves: bool) -> Saved | None:
+    """This rank's residuals from the ranks that leave; None: none. All ranks of the group call it.
+
+    The first rank that stays takes over all. Cost: a text from each rank, and an all-reduce for each residual of a rank
+    that leaves; nothing without residuals.
+    """
+    layout = {
+        path: None if t is None else [list(t.shape), str(t.dtype).removeprefix("torch.")] for path, t in mine.items()
+    }
+    told = await gather_json(port, {"leaves": leaves, "layout": layout})
+    staying = [rank for rank, each in enumerate(told) if not each["leaves"]]
+    wanted: dict[str, Any] = {}
+    for each in told:
+        if each["leaves"]:
+            wanted |= {path: form for path, form in each["layout"].items() if form is not None}
+    if not staying:
+        return None
+    taken: dict[str, Tensor] = {}
+    for path, (shape, dtype) in sorted(wanted.items()):
+        own = mine.get(path)
+        given = own.detach().clone() if leaves and own is not None else torch.zeros(shape, dtype=getattr(torch, dtype))
+        taken[path] = await port.all_reduce(given.contiguous())
+    return Saved(taken, {}) if taken and port.rank == staying[0] else None

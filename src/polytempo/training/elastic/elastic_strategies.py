@@ -1,4 +1,4 @@
-"""Which strategies an elastic run takes: those whose exchanges can be finished by all ranks, or undone by all.
+"""Strategies for elastic runs: all ranks can finish, or undo, their exchanges.
 
 gradients     the exchange, the commit point, the optimizer's step                                 `ElasticTraining`
 parameters    steps of each rank's own, the exchange, the commit point, then parameters change     `LocalRound`

@@ -1,11 +1,11 @@
-"""`ElasticTraining`: one process of an elastic run, over all the groups of ranks in which it takes part.
+"""`ElasticTraining`: one process of an elastic run, through all its groups of ranks.
 
 a view ──▶ enter: finish or undo the step in hand ──▶ the group is formed ──▶ begin: state for newcomers
   ▲                                                                              │
   └── report ◀── a member is lost, or all stop at a border of steps ◀── train ◀──┘
 
-Model, optimizer and data are made once, and stay. What belongs to a group of ranks (hooks, buckets, the part of the
-data) is made anew with each of them.
+Model, optimizer and data are made once, and stay. Each group of ranks has hooks, buckets and a part of the data of its
+own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView
 from polytempo.spec.job_calls import data_of, replica_of, schedule_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.checkpoint.schedule_state import schedule_restore, schedule_saved
+from polytempo.training.checkpoint.optimizer_state import schedule_restore, schedule_saved
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
-from polytempo.training.elastic.elastic_state import broadcast_buffers, broadcast_json, broadcast_saved, hand_over_model
+from polytempo.training.elastic.elastic_state import (
+    broadcast_buffers,
+    broadcast_json,
+    broadcast_saved,
+    hand_over_model,
+    handed_over,
+    residuals_by_path,
+)
 from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, keep_mean, met, models_differ
-from polytempo.training.elastic.residual_handover import handed_over, residuals_by_path
 from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.job.evaluate import evaluation_of
@@ -51,7 +57,7 @@ class Stopped(PolytempoError):
 
 
 class ElasticTraining:
-    """One process's model, optimizer and data. `wishes` says what it has heard; `record` takes rows of metrics."""
+    """One process's model, optimizer and data. `wishes` returns its requests; `record` takes rows of metrics."""
 
     def __init__(
         self, spec: RunSpec, life: int, wishes: Callable[[], Wishes], record: Callable[[dict[str, Any]], None]
@@ -66,15 +72,15 @@ class ElasticTraining:
         self._scheduler: LRScheduler | None = None
         self._seconds = 0.0
         self._place: dict[str, Any] = {}
-        """Where the data go on after the last step, or round of steps, that was applied."""
+        """Position in the data after the last step, or round of steps, that was applied."""
         self._next_place: dict[str, Any] = {}
-        """And after the one whose answer is held."""
+        """Position after the step with a held answer."""
         self._round = LocalRound()
         """Since the last commit point, where ranks exchange parameters after their steps."""
         self._uncounted = False
-        """Whether the step in hand is not in the round yet."""
+        """True if the step in hand is not in the round yet."""
         self._meets: Met | None = None
-        """What ranks make of their rounds as a group begins, while they do."""
+        """The ranks' meeting at a group's beginning, while it lasts."""
         self._saved: Saved | None = None
         """The strategy's state of this process, between two groups."""
         self._buffers: dict[str, Tensor] = {}
@@ -86,13 +92,13 @@ class ElasticTraining:
         """Called once, after the next step that is applied in a group."""
         self._handle: Handle | None = None
         self._begun = False
-        """Whether the state of the training is in the present group's replica."""
+        """True if the state of the training is in the present group's replica."""
         self.context: TrainingContext | None = None
         self.account: SampleAccount | None = None
         self._open_account: list[list[int]] | None = None
         """The account before the last round, which ends with the training and not with an exchange."""
         self.other_bytes = 0.0
-        """What this process has sent in earlier groups, for training."""
+        """Bytes that this process has sent in earlier groups, for training."""
 
     # ------------------------------------------------------------------ between two groups
 
@@ -121,7 +127,6 @@ class ElasticTraining:
         self.other_bytes += world.trace.bytes_sent[world.rank] - getattr(self.context.observer, "off_bytes", 0)
 
     def _finish_step(self, replica: Replica) -> None:
-        """Apply the answer that is held: of gradients, or of parameters."""
         if replica.parameters is not None and replica.parameters.holds:
             replica.parameters.take()
             replica.step = self.member.applied + self.member.holds
@@ -162,7 +167,7 @@ class ElasticTraining:
     # ------------------------------------------------------------------ a group
 
     def begin(self, world: ProcessWorld, view: GroupView) -> None:
-        """Make all that belongs to this group, and give newcomers what they lack."""
+        """Make this group's hooks, buckets and shard, and give newcomers their state."""
         port, spec = world.port, self.spec
         self._begun, self._meets = False, None
         if self._scheduler is None:
@@ -304,7 +309,7 @@ class ElasticTraining:
     async def _close_account(self, port: Port) -> None:
         """The final model is the mean of all, so that the steps since ranks met last count in it.
 
-        They are not applied: where a rank is lost with what it has of the result, the others have to meet after all.
+        They are not applied: if a rank is lost with its part of the result, the others have to meet after all.
         """
         assert self.account is not None
         assert self.context is not None
@@ -346,13 +351,12 @@ class ElasticTraining:
         return take_step
 
     def _agrees_before(self, replica: Replica, port: Port) -> bool:
-        """Whether ranks agree on this step before the optimizer makes it, or a rank that is alone does with itself."""
+        """True if ranks agree on this step before the optimizer makes it, or a rank that is alone does with itself."""
         if replica.parameters is None or any(bucket.answered for bucket in replica.buckets):
             return True
         return port.size == 1 and is_idle(replica.strategy.parameters, 1)
 
     async def _commit_step(self, port: Port) -> Committed:
-        """The commit point between the exchange of gradients and the optimizer's step."""
         assert self.context is not None
         if self._round.steps:
             refuse({"elastic", "both transforms"}, strategy=self.context.replica.strategy)
@@ -361,7 +365,6 @@ class ElasticTraining:
         return await self._commit(port, step, 1, shard.state_dict())
 
     async def _commit_round(self, port: Port) -> None:
-        """The commit point between the exchange of parameters and their change."""
         assert self.context is not None
         found, self._meets = self._meets, None
         if found is None:
@@ -390,7 +393,8 @@ class ElasticTraining:
             self._goes_on()
 
     async def _hand_over(self, port: Port, replica: Replica) -> None:
-        """At a border of steps, when all are still there: residuals of those that leave go to one that stays."""
+        """Hand over the residuals of ranks that leave, at a border of steps, while all are there; another rank takes
+        them."""
         await replica.settle()
         if replica.parameters is not None:
             with replica.in_float32():

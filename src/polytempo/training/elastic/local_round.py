@@ -2,10 +2,10 @@
 
 commit point ── step ── step ── step ── exchange ── commit point          a calm round
 commit point ── step ── step ─╳ a rank is lost
-                          ╰── the others stop after the step in hand, form a group, and meet at once: what they have
-                              moved counts; the places of those that are lost are dealt again
+                          ╰── the others stop after the step in hand, form a group, and meet immediately: their moves
+                              count; the places of lost ranks are dealt again
 
-The step after such a meeting is that of the rank that has made most steps.
+After such a meeting all ranks count the steps of the rank that has made most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Place = Mapping[str, Any]
 
 @dataclass
 class LocalRound:
-    """What one rank has done since the last commit point. `place`: its position in the data after that."""
+    """One rank's steps since the last commit point. `place`: its position in the data after them."""
 
     steps: int = 0
     spans: list[PlaceSpan] = field(default_factory=list)
@@ -43,26 +43,26 @@ class LocalRound:
         self.spans += spans
 
     def counted(self, before: Place, after: Place, num_samples: int) -> dict[int, Counted]:
-        """Its samples by epoch; all epochs between the two positions are there, so that ranks' answers are alike."""
+        """The samples by epoch; all epochs between the two positions are there, so that ranks' answers are alike."""
         epochs = {epoch for epoch, *_ in before.get("left", [])} | set(range(before["epoch"], after["epoch"] + 1))
         return counted_by_epoch(self.spans, num_samples, epochs)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Plain values for JSON."""
         return {"steps": self.steps, "spans": [list(span) for span in joined(self.spans)], "place": self.place}
 
 
 class Met(NamedTuple):
-    """Where ranks go on after they have met within a round."""
+    """The common state of ranks that have met within a round."""
 
     steps: int
-    """How many steps the round had."""
+    """Steps of the round."""
     place: dict[str, Any]
     """The position in the data: the places of lost ranks are left."""
 
 
 def met(before: Place, rounds: Sequence[Mapping[str, Any]]) -> Met:
-    """What the ranks that are there, whose rounds since `before` these are, make of them (`LocalRound.to_plain`).
+    """The common state of the present ranks, from their rounds since `before` (`LocalRound.to_plain`).
 
     >>> begin = {"epoch": 0, "consumed": 0, "num_samples": 9}
     >>> end = begin | {"consumed": 4}
@@ -87,13 +87,13 @@ def _spans(plain: Iterable[Sequence[int]]) -> list[PlaceSpan]:
 
 
 async def models_differ(port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: int) -> bool:
-    """Whether the first `ranks` of the group have models with other bits. Cost: reads them, and a short text each."""
+    """True if the first `ranks` of the group have models with other bits. Cost: reads them, and a short text each."""
     told = await gather_json(port, [fingerprint(group.values()) for group in groups])
     return any(each != told[0] for each in told[:ranks])
 
 
 async def check_alike(port: Port, replica: Replica) -> None:
-    """ValueError where ranks' models differ, for a copy of this one is no state that others could go on from."""
+    """ValueError for models that differ between ranks: others could not go on from a copy of one."""
     if await models_differ(port, [replica.trainable], port.size):
         raise ValueError(
             f"commit() after step {replica.step}, where workers' models differ: {replica.strategy} brings them "
@@ -103,7 +103,7 @@ async def check_alike(port: Port, replica: Replica) -> None:
 
 @torch.no_grad()
 async def give_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: int) -> None:
-    """Let all but the first `ranks` of the group have the mean of what these have. Cost: an all-reduce of it."""
+    """Give all ranks but the first `ranks` the mean of the first ones. Cost: an all-reduce of it."""
     for group in groups:
         mean = await _mean(port, group, 1 / ranks if port.rank < ranks else 0.0)
         if port.rank >= ranks:
@@ -112,9 +112,9 @@ async def give_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], ranks: i
 
 @torch.no_grad()
 async def keep_mean(port: Port, groups: Sequence[Mapping[str, Tensor]], *, leaves: bool) -> None:
-    """Some ranks leave: the others move, all alike, so that their mean becomes that of all. All ranks call it.
+    """Some ranks leave: the others move, all alike, so that their mean becomes the former mean. All ranks call it.
 
-    Cost: two all-reduces where models differ.
+    Cost: two all-reduces if models differ.
     """
     staying = [not each for each in await gather_json(port, leaves)]
     if all(staying) or not any(staying) or not await models_differ(port, groups, port.size):

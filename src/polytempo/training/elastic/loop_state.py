@@ -1,4 +1,4 @@
-"""`ElasticState`: what a loop of one's own keeps when workers are lost, and what newcomers get."""
+"""`ElasticState`: the state of a loop of one's own that survives lost workers and goes to newcomers."""
 
 from __future__ import annotations
 

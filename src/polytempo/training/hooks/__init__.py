@@ -1,1 +1,1 @@
-"""How a user's own training loop meets its strategy."""
+"""Hooks on a user's own training loop."""

@@ -1,4 +1,4 @@
-"""`attach_replica`: hooks by which an ordinary training loop exchanges what its strategy says.
+"""`attach_replica`: hooks that run a strategy's exchanges in an ordinary training loop.
 
 loss.backward()      each bucket's transform starts as soon as its last gradient is there;
                      when backward returns, every `.grad` is the strategy's answer
@@ -28,10 +28,9 @@ from polytempo.training.checkpoint.optimizer_state import broadcast_optimizer
 from polytempo.training.hooks.attached_models import handle_of, set_handle
 from polytempo.training.hooks.drift_watch import OnDrift, watch
 from polytempo.training.hooks.handle import Handle
-from polytempo.training.model.agree import agree_to_train, next_series
-from polytempo.training.model.divided_parameters import check_divided, check_restorable, own_parameters
-from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.agree import agree_to_train, broadcast_model, next_series
 from polytempo.training.model.ownership import check_bare, check_hooks
+from polytempo.training.model.parted_parameters import check_divided, check_restorable, own_parameters
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import fitted
 from polytempo.training.model.trainable_parameters import sparse_tables, trainable
@@ -46,7 +45,7 @@ from polytempo.worlds import ProcessWorld, current
 
 
 class AttachOptions(NamedTuple):
-    """What `attach` is given besides."""
+    """The options of `attach`."""
 
     buffers: BufferRule = "average"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -57,11 +56,11 @@ class AttachOptions(NamedTuple):
     noise_scale: NoiseProbe | None = None
     precision: Precision | None = None
     grows: bool = False
-    """Whether a rank that is alone may have others later, so that it counts the steps of what it exchanges."""
+    """Others may join a rank that is alone, so it counts the steps of its exchanges."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As ranks compare them."""
+        """Options as plain values, for a comparison between ranks."""
         every = None if self.noise_scale is None else self.noise_scale.every
         bits = None if self.precision is None else str(self.precision)
         return self._asdict() | {"scaler": scaler_facts(self.scaler), "noise_scale": every, "precision": bits}
@@ -75,7 +74,7 @@ def attach_replica(
     world: ProcessWorld | None = None,
     options: AttachOptions = AttachOptions(),  # noqa: B008 - it is immutable
 ) -> Handle:
-    """`attach` for strategies whose ranks exchange among themselves: each holds a replica of the model."""
+    """Attach a strategy whose ranks exchange among themselves: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
     check_restorable(model, options.on_drift)
     if options.precision is not None:
@@ -88,7 +87,7 @@ def attach_replica(
 
 
 def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
-    """Raise TypeError or ValueError where `attach` was given something else, or was called before."""
+    """Raise TypeError or ValueError for other arguments, and for a model that is attached already."""
     strategy_from(strategy)
     refuse(strategy.features | {"own loop"}, strategy=strategy)
     if handle_of(model) is not None:
@@ -99,7 +98,7 @@ def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy)
 
 
 def check_kinds(model: object, optimizer: object) -> None:
-    """Raise TypeError where the two are no model and no optimizer."""
+    """Raise TypeError for an object that is not a model or not an optimizer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a model, an nn.Module, and its optimizer, got {_kind(model)} as the model")
     if not isinstance(optimizer, Optimizer):
@@ -129,11 +128,11 @@ def _check_precision(
 
 
 def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
-    """Raise ValueError where this rank meets no others, or has set processes aside that would do nothing."""
+    """Raise ValueError if this rank can meet no others, and for server processes that the strategy does not use."""
     if world.life > 1:
         raise ValueError(
             f"rank {world.rank} has been started again while the others train on, and the ranks of {strategy} meet in "
-            "a process group, which no process can join again; start all of them anew"
+            "a process group, which no process can join again; start all of them again"
         )
     if world.servers is not None:
         raise ValueError(
@@ -145,7 +144,7 @@ def _check_meeting(world: ProcessWorld, strategy: Strategy) -> None:
 def attach_alike(
     model: nn.Module, optimizer: Optimizer, strategy: Strategy, *, world: ProcessWorld, options: AttachOptions
 ) -> Handle:
-    """`attach` where all ranks hold the same state already, each its own copy: it compares and sends nothing."""
+    """`attach` for ranks that hold the same state already, each its own copy: it compares and sends nothing."""
     check_attachable(model, optimizer, strategy)
     handle = _hooked(world, model, optimizer, strategy, options)
     set_handle(model, handle)
@@ -172,8 +171,8 @@ def _hooked(
     group: Group | None = None,
     series: int = 0,
 ) -> Handle:
-    """The hooks, once all ranks hold the same. `group`: where they share one copy of the parameters. `series`: the
-    number of the model among those of a world."""
+    """Install the hooks on ranks with equal states. `group`: the ranks of one copy of the parameters. `series`: the
+    model's number in its world."""
     ports = ports_of(replace(world.port, series=series))
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
     grows = options.grows and not is_idle(fitted(own, optimizer).parameters, 2)
@@ -184,7 +183,7 @@ def _hooked(
         max(2, ports.data.size) if grows else ports.data.size,
         bucket_bytes=options.bucket_bytes,
         buffer_rule=options.buffers,
-        empty=shared_empty if world.reads_arenas else None,  # what lies there is not copied to be exchanged
+        empty=shared_empty if world.reads_arenas else None,  # the exchange copies nothing from there
         allow_nan=options.allow_nan or (options.scaler is not None and options.scaler.is_enabled()),
         masters=masters_of(model, optimizer, options.precision),
     )
@@ -197,7 +196,7 @@ def _hooked(
 
 
 async def begin_alike(port: Port, model: nn.Module, optimizer: Optimizer, *, shares: bool = False) -> None:
-    """Let all ranks have rank 0's model and optimizer state; where they share one copy, parameters are left out."""
+    """Give all ranks rank 0's model and optimizer state; ranks that share one copy need no parameters."""
     own = own_parameters(model)
     await broadcast_model(port, model, own | (frozenset(trainable(model, optimizer)) if shares else frozenset()))
     if not own:

@@ -1,4 +1,4 @@
-"""Which models are attached, and by which handles."""
+"""The handles of attached models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polytempo.training.hooks.handle import Handle
 from polytempo.training.own_loop.served_handle import ServedHandle
 
 _handles: WeakKeyDictionary[nn.Module, ref[Handle | ServedHandle]] = WeakKeyDictionary()
-"""Weak on both sides, because a handle holds its model; what keeps a handle alive is its optimizer."""
+"""Both sides are weak, because a handle holds its model; the optimizer's hooks keep the handle alive."""
 
 
 def handle_of(model: nn.Module) -> Handle | ServedHandle | None:
@@ -23,12 +23,12 @@ def handle_of(model: nn.Module) -> Handle | ServedHandle | None:
 
 
 def set_handle(model: nn.Module, handle: Handle | ServedHandle) -> None:
-    """`model` is attached by `handle` from now on."""
+    """`model` is attached by `handle` now."""
     _handles[model] = ref(handle)
 
 
 def detach_from(model: nn.Module) -> None:
-    """Take off the hooks of the handle that `attach(model, …)` returned, if there are some."""
+    """Remove the hooks of the handle that `attach(model, …)` returned, if there is one."""
     handle = handle_of(model)
     if handle is not None:
         handle.detach()

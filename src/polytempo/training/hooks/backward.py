@@ -1,7 +1,7 @@
 """`Backward`: the backward passes of one rank. Exchanges begin while they run, and are over when they return.
 
 loss.backward()    the last gradient of a bucket is there ──▶ its exchange begins
-                   the pass is over ──▶ what is left begins, and all is waited for
+                   the pass is over ──▶ the others begin, and the rank waits for all
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polytempo.worlds import ProcessWorld
 class Backward:
     """Follows backward passes, starts exchanges as gradients arrive, and finishes them.
 
-    `scale`: that of a loss scaler, where ranks have to agree on what it skips.
+    `scale`: the loss scale of a GradScaler, if ranks have to agree on skipped steps.
     """
 
     def __init__(
@@ -41,26 +41,26 @@ class Backward:
         self._world, self._ports, self._replica, self._members = world, ports, replica, members
         self._scale = scale
         self.silent = False
-        """Whether gradients only accumulate now."""
+        """True in `no_sync`: gradients accumulate, and nothing is exchanged."""
         self.exchanged = False
-        """Whether everything computed since the last step has been exchanged."""
+        """True if all gradients since the last step have been exchanged."""
         self.num_exchanges = 0
-        """Since the last step."""
+        """Exchanges since the last step."""
         self.answered = False
-        """Whether the last exchange did something."""
+        """True if a transform of the last exchange did something."""
         self.mark_s = world.now_s()
-        """When the computation began that goes on now."""
+        """Begin of the present computation."""
         self._mixed = False
-        """Whether gradients were added to an answer, with which they cannot be exchanged."""
+        """True if gradients were added to an answer; the sum cannot be exchanged."""
         self._unsure = False
-        """Whether gradients may still hold the last answer: it matters when more come."""
+        """True if `.grad` may hold the last answer, so a new gradient needs a check."""
         self._following: ref[Callable[[], None]] | None = None
-        """What torch calls when the backward pass is over, and holds no longer than that."""
+        """The end of the backward pass as torch's callback, which torch holds until then."""
         self._missing: list[int] = []
         self._launched: list[Any] = []
 
     def watch(self) -> list[RemovableHandle]:
-        """Hooks on all parameters whose gradients matter."""
+        """Hook all parameters with exchanged gradients."""
         buckets = self._replica.buckets
         parameters = [(p, bucket.index) for bucket in buckets for p in bucket.parameters.values()]
         if self._scale is not None and not buckets:
@@ -99,13 +99,13 @@ class Backward:
             self._launch_ready()
 
     def _look_for_answers(self, arrived: Tensor | None) -> None:
-        """When the first gradient has `arrived`: was the last answer dropped, or will the sum of both be exchanged?"""
+        """Check, with the first gradient that has `arrived`, if the last answer would be exchanged once more."""
         if self._unsure:
             self._mixed = any(bucket.holds_answer(arrived) for bucket in self._replica.buckets)
             self._unsure = self._mixed
 
     def _refuse_mixed(self) -> None:
-        """Only a mean can be exchanged together with what is added to it. Until a step uses it nothing is broken."""
+        """Raise RuntimeError: a transform that is not linear cannot exchange an answer plus a gradient."""
         if self._mixed:
             raise RuntimeError(
                 f"gradients were added to some that had been exchanged already, and {self._replica.strategy} cannot "
@@ -114,7 +114,7 @@ class Backward:
             )
 
     def _begin(self) -> None:
-        """Forget a backward pass that failed, and refuse a second exchange where a step may have but one."""
+        """Forget a failed backward pass. RuntimeError for a second exchange in a step that may have one."""
         if self._launched:
             raise RuntimeError(
                 f"a backward pass ended with an error when {len(self._launched)} of {len(self._missing)} exchanges had "
@@ -122,7 +122,7 @@ class Backward:
             )
         if self._members.joining and self.num_exchanges:
             raise RuntimeError(
-                "gradients would be exchanged a second time before optimizer.step(), but inside join() those that "
+                "gradients would be exchanged a second time before optimizer.step(), but inside join() ranks that "
                 "have left count every exchange as a step; put no_sync() around all other backward passes, and use "
                 "checkpointing with use_reentrant=False"
             )
@@ -146,7 +146,7 @@ class Backward:
     # ------------------------------------------------------------------ the end of a pass
 
     def complete(self) -> None:
-        """Exchange what there is, where no backward pass has since: it was silent, or reached nothing."""
+        """Exchange the rest, if no backward pass has: all were silent, or reached nothing."""
         buckets = self._replica.buckets
         if not self.exchanged or (buckets and all(bucket.dropped for bucket in buckets)):
             self._look_for_answers(None)
@@ -156,7 +156,7 @@ class Backward:
         self._refuse_mixed()
 
     def finish(self) -> None:
-        """Start what has not been started, and wait for everything."""
+        """Start the remaining exchanges, and wait for all."""
         if self._ports.data.size > 1:
             self._world.record("compute", self.mark_s)
         try:
@@ -184,12 +184,11 @@ class Backward:
         self._world.drive(scale.agree(self._ports.whole, parameters))
 
     def end_step(self) -> None:
-        """An optimizer step was made of what was exchanged."""
+        """An optimizer step has used the exchanged gradients."""
         self.exchanged, self.num_exchanges, self._mixed = False, 0, False
         self._members.end_step()
         self.mark_s = self._world.now_s()
 
 
 def _num_expected(bucket: Bucket) -> int:
-    """How many gradients a backward pass will bring: none to what is frozen."""
     return sum([parameter.requires_grad for parameter in bucket.parameters.values()])

@@ -1,4 +1,4 @@
-"""What ranks that promise equal models compare, and what differences mean. Plain values; `drift_watch` exchanges them.
+"""Comparisons between ranks that promise equal models, as plain values; `drift_watch` exchanges them.
 
 all that is comparable   [ parameter │ parameter │ its state │ parameter │ its state │ … ]     in the model's order
 slices                   [ look 0 ][ look 1 ][ look 2 ] … and again: at most 64 looks a pass, one for up to 1 MiB
@@ -22,22 +22,22 @@ from polytempo.training.step.replica import Replica
 _MAX_SLICES = 64
 _SLICE_BYTES = 2**20
 _TENSOR_BYTES = 2**14
-"""What a tensor costs beside its bytes, as so many bytes more."""
+"""A tensor's cost beside its bytes, expressed in bytes."""
 _ELEMENTS = 4096
 """Slices are cut at multiples of so many elements."""
 
 
 class Compared(NamedTuple):
-    """Which parts of a replica must be equal on all ranks."""
+    """The parts of a replica that must be equal on all ranks."""
 
     optimizer: bool
-    """The optimizer's state and options, beside the parameters and the buffers that have met."""
+    """True: also the optimizer's state and options."""
 
 
 def compared(replica: Replica) -> Compared | None:
-    """What the strategy promises to be equal; None: nothing, or what exists once cannot differ.
+    """The parts that the strategy promises to be equal; None: no parts, or memory that exists once.
 
-    Where parameters are exchanged after the step, each rank's optimizer has seen its own gradients alone.
+    If parameters are exchanged after the step, each rank's optimizer has seen its own gradients alone.
     """
     exchanges = replica.exchanges_gradients or replica.exchanges_parameters
     if not (replica.strategy.synchronized and exchanges):
@@ -46,7 +46,7 @@ def compared(replica: Replica) -> Compared | None:
 
 
 def comparable(replica: Replica, what: Compared) -> dict[str, Tensor]:
-    """The tensors that must be equal on all ranks after a step, by what they are; without buffers."""
+    """The tensors that must be equal on all ranks after a step, by description; without buffers."""
     found: dict[str, Tensor] = {}
     with replica.in_float32():
         parameters = {name: (p, p.detach()) for name, p in replica.model.named_parameters() if name not in replica.own}
@@ -60,7 +60,7 @@ def comparable(replica: Replica, what: Compared) -> dict[str, Tensor]:
 
 
 def settings(replica: Replica, what: Compared) -> dict[str, Any]:
-    """The numbers that must be equal on all ranks after a step: options, and state that is no tensor."""
+    """The numbers that must be equal on all ranks after a step: options, and numbers in the optimizer's state."""
     found: dict[str, Any] = {}
     for i, group in enumerate(replica.optimizer.param_groups if what.optimizer else ()):
         for key, value in group.items():
@@ -80,12 +80,12 @@ def settings_hash(values: Mapping[str, Any]) -> int:
 
 
 class Walk:
-    """Goes over tensors slice by slice. Ranks whose tensors have equal shapes take equal slices."""
+    """Goes over tensors slice by slice. Ranks with tensors of equal shapes take equal slices."""
 
     def __init__(self) -> None:
         self._index, self._offset = 0, 0
         self.num_slices = 1
-        """How many looks a pass takes."""
+        """The number of looks of a pass."""
 
     def next(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The next slice, as vectors. Tensors may change from look to look."""
@@ -111,7 +111,7 @@ class Walk:
 
 
 class DriftLook(NamedTuple):
-    """What one rank says of itself; 64-bit integers, so that it travels as one small tensor."""
+    """One rank's message about itself: 64-bit integers, so that it is one small tensor."""
 
     steps: int
     fresh: int
@@ -124,12 +124,12 @@ class DriftLook(NamedTuple):
     """Steps from look to look that keep its cost within bounds on this rank."""
 
     def tensor(self) -> Tensor:
-        """As it travels: shape (7,), int64."""
+        """The message as a tensor, shape (7,), int64."""
         return torch.tensor([n - 2**64 if n >= 2**63 else n for n in self], dtype=torch.int64)
 
 
 def look_of(tensor: Tensor) -> DriftLook:
-    """What `DriftLook.tensor` returned."""
+    """The message that `DriftLook.tensor` encoded."""
     return DriftLook(*[n % 2**64 for n in tensor.tolist()])
 
 
@@ -141,12 +141,12 @@ def looked(replica: Replica, what: Compared, pieces: Sequence[Tensor], *, buffer
 
 
 class DriftVerdict(NamedTuple):
-    """Who has drifted from whom."""
+    """The ranks that have drifted, and the others."""
 
     healthy: list[int]
-    """More than half of the ranks, which are alike; empty: there is no such majority."""
+    """More than half of the ranks, with equal looks; empty: there is no such majority."""
     others: list[int]
-    """All other ranks; empty: all are alike."""
+    """The other ranks; empty: all are alike."""
 
 
 def judged(looks: Sequence[DriftLook]) -> DriftVerdict:
@@ -169,7 +169,7 @@ def described(replica: Replica, what: Compared) -> dict[str, Any]:
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """The first part in which two ranks' descriptions differ."""
+    """The first part that differs between two ranks' descriptions."""
     for mine, theirs in zip(a["parts"], b["parts"], strict=True):
         for name in [*mine, *(name for name in theirs if name not in mine)]:
             if mine.get(name) != theirs.get(name):
@@ -178,7 +178,7 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 
 
 def value_of(description: Mapping[str, Any], name: str) -> str:
-    """What a rank's description has under `name`."""
+    """The value of the part `name` in a rank's description."""
     for part in description["parts"]:
         if name in part:
             return str(part[name])

@@ -3,7 +3,7 @@
 exchange k ── step k: look ── exchange k+1: all-gather begins ── step k+1 ── exchange k+2: all have heard, compare
 
 A look comes every `every` steps, so that it costs at most half a percent of them, and at least so often that all of the
-model has been seen within 256 steps. Ranks agree on `every`: each says with its look what it could afford.
+model has been seen within 256 steps. Ranks agree on `every`: each sends its own bound with its look.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from polytempo.training.hooks.drift import (
     looked,
     value_of,
 )
-from polytempo.training.model.agree import gather_json
-from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.agree import broadcast_model, gather_json
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, beside
 
 OnDrift = Literal["stop", "restore", "ignore"]
 
 MAX_STEPS = 256
-"""Within so many steps all that is comparable has been looked at (and two more bring the answer)."""
+"""Bound on the steps of a pass over all compared tensors; the answer needs two more."""
 _MAX_COST = 0.0035
-"""Of a step; what remains to half a percent is for what the clock does not see."""
+"""Bound on the part of a step's time. The clock does not see all costs; half a percent includes them."""
 _MAX_RESTORES = 10
 _REMEDY = (
     "The strategy promises equal models after each step, so a rank missed a step, loaded or changed something alone, "
@@ -66,7 +65,7 @@ class DriftWatch:
         self._look: DriftLook | None = None
         self._pending: Any = None
         self._exchanges, self._due = 0, 1
-        """How many exchanges there were, and from which on a look is due."""
+        """Exchanges so far, and the number that makes the next look due."""
         self._every = 1
         self._cost = _Cost()
         self._num_restores = 0
@@ -74,9 +73,9 @@ class DriftWatch:
     # ------------------------------------------------------------------ while it trains
 
     def after_exchange(self) -> None:
-        """All ranks have exchanged something: hear what they said the last time, and say what there is to say.
+        """All ranks have exchanged something: receive the last looks, and send a new one.
 
-        Raises `Drifted` where ranks differ.
+        Raises `Drifted` if ranks differ.
         """
         self._exchanges += 1
         if self._pending is None and self._exchanges <= self._due:
@@ -100,7 +99,6 @@ class DriftWatch:
             self._cost.num_looks += 1
 
     def _hear(self) -> None:
-        """Compare what is under way, if something is."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -121,7 +119,7 @@ class DriftWatch:
         self._judge(self._world.drive(_gathered(self._data, look)))
 
     def end(self) -> None:
-        """Finish what is under way."""
+        """Wait for the looks under way."""
         pending, self._pending = self._pending, None
         with suppress(PolytempoError):
             if pending is not None:
@@ -151,7 +149,7 @@ class DriftWatch:
 
 
 def watch(world: ProcessWorld, data: Port, replica: Replica, on_drift: OnDrift) -> DriftWatch | None:
-    """The watch over what the strategy promises to be equal; None where it promises nothing, or none is wanted."""
+    """Watch the parts that the strategy promises to be equal; None if it promises none, and for "ignore"."""
     if on_drift not in ("stop", "restore", "ignore"):
         raise ValueError(f"on_drift must be 'stop', 'restore' or 'ignore', got {on_drift!r}")
     what = compared(replica)
@@ -161,9 +159,9 @@ def watch(world: ProcessWorld, data: Port, replica: Replica, on_drift: OnDrift) 
 
 
 class _Cost:
-    """What looking costs, in time of the processor, and what steps take, in time of the clock, on this rank.
+    """Processor time of looks, and clock time of steps, on this rank.
 
-    Who waits in a look for another rank waits that much less in the next exchange, so it counts for nothing.
+    Waiting for another rank in a look shortens the wait in the next exchange, so it counts as 0.
     """
 
     def __init__(self) -> None:
@@ -173,7 +171,7 @@ class _Cost:
         self._every: float | None = None
 
     def affordable(self, exchanges: int) -> int:
-        """Steps from look to look that keep the cost within bounds, by what has been measured lately."""
+        """Steps between looks that keep the cost within its bound, by the latest measurements."""
         now_ns = time.perf_counter_ns()
         steps, took_ns = exchanges - self._begin_exchanges, now_ns - self._begin_ns
         looks, spent_ns = max(1, self.num_looks), self.spent_ns
@@ -200,7 +198,7 @@ async def _restored(port: Port, replica: Replica, what: Compared, verdict: Drift
 
 
 def _told(port: Port, looks: Sequence[DriftLook], verdict: DriftVerdict, descriptions: Sequence[Any]) -> str:
-    """Who differs in what, with both sides."""
+    """The error's text: the ranks, the part, and both values."""
     first = (verdict.healthy or verdict.others)[0]
     other = next(rank for rank in verdict.others if looks[rank][:5] != looks[first][:5])
     name = difference(descriptions[first], descriptions[other])

@@ -22,13 +22,11 @@ from polytempo.partition.branches import ThreadedModel
 from polytempo.training.hooks.backward import Backward
 from polytempo.training.hooks.join import JoinMembership
 from polytempo.training.hooks.preemption import PreemptionWatch
-from polytempo.training.hooks.step_checks import StepChecks
-from polytempo.training.hooks.step_hooks import StepHooks
+from polytempo.training.hooks.step_hooks import StepChecks, StepHooks
 from polytempo.training.hooks.weak_hook import WeakHook
-from polytempo.training.model.divided_parameters import shared_elsewhere
 from polytempo.training.model.ownership import Ownership, called_modules
+from polytempo.training.model.parted_parameters import counted_elsewhere, shared_elsewhere
 from polytempo.training.model.ports import Ports
-from polytempo.training.model.replicated_parameters import counted_elsewhere
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld

@@ -32,16 +32,16 @@ class JoinMembership:
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
-        """Ranks may leave inside; one that has left takes `shadow_step` until all have, with weight zero."""
+        """Ranks may leave inside; a rank that has left takes `shadow_step` with weight zero until all have left."""
         strategy = self._replica.strategy
         if Promise.WEIGHS not in strategy.gradients.promises & strategy.parameters.promises:
             raise ValueError(
-                f"{strategy} counts every rank alike, also those that have left, so join() cannot be used; give "
+                f"{strategy} counts every rank alike, also ranks that have left, so join() cannot be used; give "
                 "all ranks equally many batches, as pt.shard does, or take a strategy that weighs them, e.g. sync_sgd"
             )
         if strategy.one_copy == "in_turn":
             raise ValueError(
-                f"{strategy} waits for every rank's turn, also of those that have left, so join() cannot be used; give "
+                f"{strategy} waits for every rank's turn, also of ranks that have left, so join() cannot be used; give "
                 "all ranks equally many batches, as pt.shard does, or take hogwild()"
             )
         self.joining = self._data.size > 1
@@ -68,7 +68,7 @@ class JoinMembership:
         self._batch = Batch(share, [], frozenset(), ())
 
     def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Before a forward pass: look for a batch of `pt.shard` among the inputs."""
+        """Look for a batch of `pt.shard` among a forward pass's inputs."""
         if torch.is_grad_enabled():
             self._batch = self._world.shares.of(inputs, named) or self._batch
             if not self.joining:

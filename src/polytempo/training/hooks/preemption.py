@@ -1,4 +1,4 @@
-"""`PreemptionWatch`: ranks of which one or several have been asked to leave agree on the step after which all do.
+"""`PreemptionWatch`: ranks agree on their last step, as soon as one of them has been asked to leave.
 
 rank 0   step 40 ── 41 ── … ── 60 ── save, leave       a look each quarter of a second: a gather of 16 bytes begins,
 rank 1   step 40 ── 41 ──SIGTERM─ … ── 60 ── save, leave     which is read at the next look: no rank waits for it
@@ -25,8 +25,8 @@ class PreemptionWatch:
     """One rank's part. All ranks make one, and call `agreed` after the same steps.
 
     A look costs one gather of 16 bytes a rank, which stands in no trace. Looks are a quarter of a second apart, by the
-    slowest rank's steps, so a signal is answered within half a second. Where a step takes longer than that, each is
-    followed by a look that is answered at once.
+    slowest rank's steps, so a signal is answered within half a second. If a step takes longer than that, each is
+    followed by a look and its answer.
     """
 
     def __init__(self, world: ProcessWorld, notice: Notice, least_every: int = 1) -> None:
@@ -38,7 +38,7 @@ class PreemptionWatch:
         self._looked = (0, 0.0)
 
     def agreed(self, step: int) -> bool:
-        """Whether all ranks leave now, after `step` steps; the same answer on all of them."""
+        """True if all ranks leave now, after `step` steps; the same answer on all ranks."""
         if self._world is None:
             return self._notice.given
         if step < self._due:
@@ -52,17 +52,17 @@ class PreemptionWatch:
         return False
 
     def end(self) -> None:
-        """Finish what is under way, on all ranks."""
+        """Finish the gather under way, on all ranks."""
         if self._pending is not None:
             self._hear()
 
     def close(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the signals' handlers."""
         self.end()
         self._notice.close()
 
     def _said(self, step: int) -> Tensor:
-        """Whether this rank was asked to leave, and how long its steps take."""
+        """The message of this rank: 1 if it was asked to leave, and the seconds of its steps."""
         now_s, (before, before_s) = time.monotonic(), self._looked
         self._looked = step, now_s
         step_s = (now_s - before_s) / (step - before) if before_s and step > before else 0.0

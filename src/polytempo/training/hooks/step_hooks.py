@@ -1,4 +1,4 @@
-"""`StepHooks`: what an attached optimizer's `step` does before and after torch's own.
+"""`StepHooks`: hooks before and after an attached optimizer's `step`.
 
 before    checks ── `.grad` is the strategy's answer          or, with one copy of the parameters, the step itself
 after     the parameters' transform ── buffers meet ── drift is looked for
@@ -6,6 +6,7 @@ after     the parameters' transform ── buffers meet ── drift is looked f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
+from polytempo.core import Port
+from polytempo.core.arithmetic.anchor import anchors
 from polytempo.one_host.one_copy import OneCopy
 from polytempo.training.hooks.backward import Backward
 from polytempo.training.hooks.join import JoinMembership
-from polytempo.training.hooks.step_checks import StepChecks
+from polytempo.training.hooks.weak_hook import WeakHook
+from polytempo.training.model.parted_parameters import align
 from polytempo.training.model.ports import Ports
-from polytempo.training.model.replicated_parameters import align
-from polytempo.training.step.loaded_parameters import Loaded
+from polytempo.training.step.loss_scale import calls_step
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld
 
@@ -46,7 +49,7 @@ class StepHooks:
         self._begun = False
 
     def before(self) -> list[RemovableHandle]:
-        """Hook the beginning of a step. Hooks run in the order in which they were made."""
+        """Hook the beginning of a step. Hooks run in the order of their registration."""
         hooks, register = [*self._loaded.hooks], self._replica.optimizer.register_step_pre_hook
         hooks.append(register(self._begin))
         if self._replica.guard is not None and not self._exchanges:
@@ -60,12 +63,12 @@ class StepHooks:
         self._begun = True
 
     def ends(self) -> bool:
-        """Whether a step ends now. An optimizer whose `step` calls its parent's runs all hooks twice for one step."""
+        """True if a step ends now. An optimizer's `step` that calls its parent's `step` runs all hooks twice."""
         begun, self._begun = self._begun, False
         return begun
 
     def _look_at_gradients(self, *_: Any) -> None:
-        """Where nothing is exchanged, so that no exchange looks at them."""
+        """Check gradients that no exchange checks."""
         if self._replica.guard is not None:
             self._replica.guard.gradients(self._replica.step, self._world.rank)
 
@@ -85,7 +88,7 @@ class StepHooks:
         return (args[0], evaluated), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _complete(self) -> None:
-        """Let `.grad` be what the step is made of."""
+        """Finish the step's gradients in `.grad`."""
         if not self._replica.exchanges_gradients:
             self._members.agree_on_share()
             return
@@ -95,9 +98,10 @@ class StepHooks:
                 bucket.place(None, answered=False)
 
     def _evaluated(self, closure: Callable[[], Any], exchanged: bool) -> Callable[[], Any]:
-        """The closure, followed by the exchange of what it has computed, each time that the optimizer calls it.
+        """The closure, followed at each call by the exchange of its gradients.
 
-        The first time, gradients may have been `exchanged` before the step, and the closure just says their loss.
+        At the first call gradients may have been `exchanged` before the step; then the closure only computes their
+        loss.
         """
 
         def evaluate() -> Any:
@@ -122,7 +126,7 @@ class StepHooks:
         return self._world.drive(tree(self._ports.data, own.cpu()))[0]
 
     def _step_together(self, copy: OneCopy, args: tuple[Any, ...], closure: Callable[[], Any] | None) -> Any:
-        """Make the step on the one copy. A closure is called first, for torch would call it after the step."""
+        """Make the step on the one copy. A closure is called first: torch would call it after the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -137,7 +141,7 @@ class StepHooks:
         return None if closure is None else ((args[0], lambda: loss), {})
 
     def after_step(self) -> None:
-        """Torch has made the step: exchange what is exchanged behind it."""
+        """Run the exchanges behind torch's step."""
         if _skipped(self._replica.optimizer):
             return
         if self._copy is None and not self._exchanges:
@@ -163,7 +167,7 @@ class StepHooks:
         self._backward.end_step()
 
     def shadow_step(self) -> None:
-        """The step of a rank that has left a `join`: it takes part in the others' exchanges, and brings nothing."""
+        """The step of a rank that has left a `join`: it takes part in the others' exchanges with weight 0."""
         if self._replica.exchanges_gradients:
             self._replica.optimizer.zero_grad()
             self._backward.finish()
@@ -176,6 +180,107 @@ class StepHooks:
 
 
 def _skipped(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer has left out the step, because a `GradScaler` found an infinity."""
+    """True if a fused optimizer has left out the step, because a `GradScaler` found an infinity."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
+
+
+class Loaded:
+    """Notices parameters that `load_state_dict` has changed, and lets the strategy's memory of the old ones begin
+    again.
+
+    `from_anchor` has such a memory (DiLoCo, and local SGD with a codec). A loop that loads others for a while and then
+    its own again has changed nothing.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._before: bytes | None = None
+        """A hash of the parameters before the first load since the last step."""
+        self._began = False
+        self.hooks: list[RemovableHandle] = []
+        before, after = WeakHook(self._before_load), WeakHook(self._after_load)
+        for module in replica.model.modules():
+            self.hooks.append(module.register_load_state_dict_pre_hook(before))
+            self.hooks.append(module.register_load_state_dict_post_hook(after))
+
+    def _fingerprint(self) -> bytes:
+        digest = hashlib.sha256()
+        with self._replica.in_float32():
+            for parameter in self._replica.trainable.values():
+                digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.digest()
+
+    def _before_load(self, *_: Any) -> None:
+        parameters = self._replica.parameters
+        if self._before is None and parameters is not None and any(True for _ in anchors(tuple(parameters.states))):
+            self._before = self._fingerprint()
+
+    def _after_load(self, *_: Any) -> None:
+        now = {id(parameter) for parameter in self._replica.model.parameters()}
+        if any(id(parameter) not in now for parameter in self._replica.trainable.values()):
+            raise RuntimeError(
+                "load_state_dict(assign=True) has put other parameters into the model, which neither the optimizer nor "
+                "the strategy knows; leave out assign, or make the optimizer and attach after loading"
+            )
+
+    def honour(self, world: ProcessWorld, data: Port) -> None:
+        """Begin again before an optimizer step, if need be. All ranks must have loaded something, or none."""
+        before, self._before = self._before, None
+        first, self._began = not self._began, True
+        parameters = self._replica.parameters
+        if parameters is None or self._replica.restored or not (first or before is not None):
+            return
+        changed = None if before is None else before != self._fingerprint()
+        world.drive(parameters.renew(data, changed=changed, at_start=self._replica.step == 0))
+
+
+class StepChecks:
+    """Raises RuntimeError before a step that would let ranks differ.
+
+    `feels_scales`: whether scaled losses, or a step that one rank skips, would change more than `.grad`. `has_scaler`:
+    whether `attach` was given the GradScaler.
+    """
+
+    def __init__(self, replica: Replica, *, feels_scales: bool, has_scaler: bool) -> None:
+        self._replica, self.feels_scales, self._has_scaler = replica, feels_scales, has_scaler
+        self.lends = False
+        """True inside `consensus`, which lends the model other tensors."""
+        held = [p for group in replica.optimizer.param_groups for p in group["params"]]
+        self._held, self._frozen = [id(p) for p in held], [p for p in held if not p.requires_grad]
+        self._dtypes = [p.dtype for p in replica.trainable.values()]
+
+    def parameters(self) -> None:
+        """Parameters that began to train after `attach` would train on every rank apart."""
+        held = [id(p) for group in self._replica.optimizer.param_groups for p in group["params"]]
+        thawed = self._frozen and any(parameter.requires_grad for parameter in self._frozen)
+        if thawed or held != self._held:
+            what = "a frozen parameter needs gradients now" if thawed else "the optimizer was given other parameters"
+            raise RuntimeError(f"{what}, which no hook exchanges; call detach() on the handle and attach again")
+        if [p.dtype for p in self._replica.trainable.values()] != self._dtypes:
+            raise RuntimeError(
+                "parameters have another dtype than at attach, and gradients travel in that; convert the model first, "
+                "then attach, or call detach() on the handle and attach again"
+            )
+        if self.lends:
+            raise RuntimeError("inside consensus() the model is not this rank's; leave it before optimizer.step()")
+
+    def scaler(self, *, exchanged: bool, one_copy: bool) -> None:
+        """Ranks skip a GradScaler's steps alike, once all that was computed has been `exchanged`."""
+        if not self.feels_scales:
+            return
+        if not self._has_scaler and calls_step():
+            raise RuntimeError(
+                f"{self._replica.strategy} must know of a GradScaler: the scale of losses changes, and all ranks must "
+                "skip the same steps; write attach(model, optimizer, strategy, scaler=scaler)"
+            )
+        if self._has_scaler and not exchanged:
+            raise RuntimeError(
+                "with scaler= ranks agree on infinities at the end of a backward pass; let the last one of a step be "
+                "outside of no_sync()"
+            )
+        if one_copy and hasattr(self._replica.optimizer, "found_inf"):
+            raise RuntimeError(
+                "a GradScaler leaves it to a fused optimizer to unscale gradients, and shared_memory() makes the step "
+                "in its place; make the optimizer with fused=False"
+            )

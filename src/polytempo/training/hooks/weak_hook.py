@@ -1,6 +1,6 @@
 """`WeakHook`: a hook on a module that neither keeps its owner alive nor travels with the module.
 
-`KeepingHook`: one that keeps it alive.
+`KeepingHook` keeps its owner alive.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 class WeakHook:
     """Calls a method as long as its owner lives; a copy of it, made with a copy of the module, calls nothing.
 
-    Under torch.compile it does nothing: what it would do is no part of the graph.
+    Under torch.compile it does nothing, because the graph has no place for it.
     """
 
     def __init__(self, method: Callable[..., None] | None = None) -> None:
         self._method = None if method is None else WeakMethod(method)
 
     def __call__(self, *args: Any) -> None:
-        """What torch calls."""
         if torch.compiler.is_compiling():
             return
         method = None if self._method is None else self._method()
@@ -34,7 +33,8 @@ class WeakHook:
 
 
 class KeepingHook(WeakHook):
-    """Its owner lives as long as the module: what the module is saved from would be lost with it."""
+    """A hook that keeps its owner alive as long as the module: the owner holds the values that the module is saved
+    from."""
 
     def __init__(self, method: Callable[..., None] | None = None) -> None:
         super().__init__(method)

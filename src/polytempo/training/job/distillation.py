@@ -1,4 +1,4 @@
-"""What groups that learn from each other's predictions have of their own: a place, a part of the data, and a loss."""
+"""Groups that learn from each other's predictions: a group's place, its part of the data, and its loss."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -18,20 +19,20 @@ from polytempo.aggregation.peer_models import GROUP, peer_models_in
 from polytempo.core import Port
 from polytempo.core.strategy import Distillation
 from polytempo.partition.tensor import SplitModel
+from polytempo.partition.tensor.layers.linear import VocabularyLinear
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.model.ports import DATA
-from polytempo.training.parts.split_objective import loss_of_split
 from polytempo.training.step.replica import Replica
 
 Objective = Callable[[Any], Tensor]
 """The loss to descend on a batch."""
 
 _APART = 7919
-"""Between the seeds of two groups."""
+"""Distance between the seeds of two groups."""
 _FORWARD = 1 / 3
-"""Of a training step's computation, what a forward pass is."""
+"""A forward pass's part of a training step's computation."""
 
 
 def grouped(port: Port, groups: int) -> Port:
@@ -39,7 +40,7 @@ def grouped(port: Port, groups: int) -> Port:
     if groups == 1:
         return port
     if port.mesh is not None:
-        raise ValueError(f"groups are laid out by themselves, and this world is a {port.mesh}; leave out its mesh")
+        raise ValueError(f"a strategy lays its groups out, and this world is a {port.mesh}; leave out its mesh")
     if port.size % groups:
         raise ValueError(f"{port.size} ranks cannot be {groups} groups of one size; start a multiple of {groups}")
     return port.meshed(**{DATA: port.size // groups, GROUP: groups})
@@ -68,7 +69,7 @@ def data_of_group(data: Data, port: Port) -> Data:
 
 
 def objective_of(job: Job, replica: Replica, distillation: Distillation | None) -> Objective:
-    """The loss of the job; with `distillation` also of what other groups predict."""
+    """The loss of the job; with `distillation` also the distance to the other groups' predictions."""
     if distillation is not None:
         return Distiller(job, replica, distillation.weight)
     if isinstance(replica.model, SplitModel):
@@ -77,12 +78,12 @@ def objective_of(job: Job, replica: Replica, distillation: Distillation | None) 
 
 
 class Distiller:
-    """φ + w ψ on a batch, ψ the cross-entropy with the mean of what the other groups' models predict."""
+    """φ + w ψ on a batch, ψ the cross-entropy with the mean of the other groups' predictions."""
 
     def __init__(self, job: Job, replica: Replica, weight: float) -> None:
         if isinstance(job.loss, OfBatch):
             raise ValueError(
-                f"job {job.name}: groups compare what their models put out, which loss=pt.of_batch(…) hides; "
+                f"job {job.name}: groups compare their models' outputs, which loss=pt.of_batch(…) hides; "
                 "let the job have loss(output, target)"
             )
         for name, module in replica.model.named_modules():
@@ -95,7 +96,6 @@ class Distiller:
         self._teacher = deepcopy(replica.model).eval().requires_grad_(False)
 
     def __call__(self, batch: Any) -> Tensor:
-        """The loss, with a gradient."""
         inputs, target = pair_of(self._job, batch)
         output = output_of(self._job, self._replica.model, inputs)
         loss = loss_of_pair(self._job, output, target)
@@ -123,5 +123,31 @@ class Distiller:
 
     @property
     def work(self) -> float:
-        """The computation of a step, of what it is without the other groups' forward passes."""
+        """The computation of a step, relative to a step without the other groups' forward passes."""
         return 1 + _FORWARD * len(self.models)
+
+
+def loss_of_split(job: Job, model: SplitModel, batch: Any) -> Tensor:
+    """`loss_of` for a split model. Divided classes' logits are gathered, but for torch's cross-entropy of class
+    indices.
+
+    Errors: the errors of `loss_of`; ValueError for a job with a loss of divided logits, or without whole ones.
+    """
+    if not any(isinstance(module, VocabularyLinear) for module in model.modules()):
+        return loss_of(job, model, batch)
+    if isinstance(job.loss, OfBatch):
+        raise ValueError(
+            f"job {job.name}: its loss calls the model itself, and would get divided logits of a layer split by "
+            '"vocabulary"; let the job have loss(output, target), or split that layer by column(gather=True)'
+        )
+    inputs, target = pair_of(job, batch)
+    output = output_of(job, model, inputs)
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f'job {job.name}: a layer is split by "vocabulary", so the model answers a tensor of logits, and this is '
+            f"a {type(output).__name__}; split that layer by column(gather=True)"
+        )
+    of_indices = isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+    if job.loss is functional.cross_entropy and output.dim() == 2 and of_indices:
+        return model.cross_entropy(output, target)
+    return loss_of_pair(job, model.all_logits(output), target)

@@ -1,6 +1,6 @@
 """Loss and accuracy on a test set: each rank on its part of it, or one rank on all of it.
 
-A model is scored in a copy that only scoring uses: its modes, its buffers and what its modules remember are its own.
+Only scoring uses the scored copy of a model: it has modes, buffers and modules' attributes of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from polytempo.collectives import tree
 from polytempo.core import Port
+from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged, part_weight
+from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sample_batches import SampleBatches
@@ -52,7 +54,7 @@ class Evaluation:
             install(self._model, dtype_of(precision))
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
-        """[what the loss divides by, its sum, right ones, predictions] of `rank`'s part of the test set, float64.
+        """[the loss's divisor, its sum, right ones, predictions] of `rank`'s part of the test set, float64.
 
         `tensors`: the parameters and buffers to score, by name. They are not written to.
         """
@@ -68,7 +70,6 @@ class Evaluation:
         return means(sums.sum(0))
 
     def _scorers(self, size: int) -> int:
-        """How many of so many ranks have a part of the test set."""
         return min(size, -(-self.length // _FEWEST))
 
     def _sums(self, rank: int, size: int) -> Tensor:
@@ -115,14 +116,14 @@ async def of_first_part(model: Port, score: Score) -> Score:
 
 
 def means(sums: Tensor) -> Score:
-    """What `Evaluation.sums`, added up over all parts, says."""
+    """The score from `Evaluation.sums`, added up over all parts."""
     divisor, total_loss, num_correct, num_predictions = sums.tolist()
     accuracy = num_correct / num_predictions if num_predictions else None
     return Score(total_loss / (divisor or 1), accuracy)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, as they lie in the model."""
+    """The model's own parameters and buffers by name."""
     return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -142,3 +143,29 @@ def copied_modules(model: nn.Module) -> nn.Module:
 def evaluation_of(spec: RunSpec, model: nn.Module, data: Data) -> Evaluation | None:
     """Scores of a run's model, in the run's precision; None where there is no test set."""
     return None if data.test is None else Evaluation(spec.job, model, data, spec.options.precision)
+
+
+def check_goals(job: Job, options: RunOptions, *, has_test: bool) -> None:
+    """Raises ValueError for a goal that the job does not measure."""
+    if options.until and not has_test:
+        raise ValueError("until needs a test set, and this job has none; use epochs or steps")
+    if "accuracy" in options.until and job.correct is None:
+        raise ValueError("until accuracy=… needs a job with an accuracy, and this one has none; use until loss=…")
+
+
+def meets(score: Score | None, options: RunOptions) -> bool | None:
+    """True if a score reaches the goals of `until`; None without goals."""
+    if not options.until:
+        return None
+    assert score is not None
+    measured = {"loss": -score.loss, "accuracy": score.accuracy or 0.0}
+    return all(measured[name] >= (-target if name == "loss" else target) for name, target in options.until.items())
+
+
+AVERAGE, AVERAGED_STEPS = "average/", "averaged steps"
+"""Names in a checkpoint."""
+
+
+def average_of(model: nn.Module, options: RunOptions) -> WeightAverage | None:
+    """The average of `model`, which has its first weights; None for options without it."""
+    return None if options.ema is None else WeightAverage(model, options.ema)

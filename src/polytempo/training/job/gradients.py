@@ -1,4 +1,4 @@
-"""What one rank computes in a step of a run's own loop: the gradients of a batch, of its pieces or of its slices."""
+"""A rank's gradients in a step of a run's own loop: of a batch, of its pieces or of its slices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gradients_of(handle: Handle, spec: RunSpec) -> Callable[[Any, int], Tensor]:
     gradients = SlicedGradients(replica, spec.job, spec.seed)
 
     def sliced(batch: Any, rank: int) -> Tensor:
-        """They are exchanged behind the last slice."""
+        """Compute slices; their exchange follows the last one."""
         with handle.no_sync():
             return gradients.compute(batch, rank)
 

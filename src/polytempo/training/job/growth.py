@@ -1,4 +1,4 @@
-"""Batches that grow while a run goes on, each worker's part computed in pieces that are no larger than at first.
+"""Batches that grow while a run goes on, each worker's part computed in pieces of at most its first size.
 
 epochs     0 … 4      5 … 9        10 …          {5: 4, 10: 2}
 batch      B          4 B          8 B           over all workers
@@ -7,6 +7,7 @@ pieces     1          4            8             of a worker's part, one backwar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from polytempo.core import Port
 from polytempo.data.shard import DataShard
+from polytempo.large_batch.noise_scale import dynamic_batch
 from polytempo.spec.batch_growth import BatchGrowth, NormTest
 from polytempo.spec.job import Job
 from polytempo.spec.objective import part_weights
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sliced_step import BatchSlice, next_slices
+from polytempo.training.step.noise_watch import NoiseWatch
+from polytempo.training.step.replica import Replica
 
 Backward = Callable[[Any, float], Tensor]
 """`loss = backward(batch, weight)`: adds the weighted gradient of a batch to `.grad`, and answers the batch's loss."""
@@ -32,16 +37,16 @@ class Pieces(NamedTuple):
 
     pieces: list[BatchSlice]
     weights: list[float] | None = None
-    """How much their losses count in the batch's; None: as much as they have samples."""
+    """Weights of their losses in the batch's loss; None: by their samples."""
 
     @property
     def samples(self) -> int:
-        """Those that count."""
+        """Samples that count."""
         return sum(piece.samples for piece in self.pieces if piece.share)
 
     @property
     def share(self) -> float:
-        """The worker's part of the global batch."""
+        """The worker's share of the global batch."""
         return sum(piece.share for piece in self.pieces)
 
     def computed(self, backward: Backward, silent: Callable[[], AbstractContextManager[None]] = nullcontext) -> Tensor:
@@ -56,7 +61,7 @@ class Pieces(NamedTuple):
 
 
 def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, step: int) -> Pieces | None:
-    """The next batch of a rank whose batches come in pieces; None at the end of the epoch."""
+    """The next batch in pieces; None at the end of the epoch."""
     found = next_slices(job, shard, batches, seed, step)
     if found is None:
         return None
@@ -65,14 +70,14 @@ def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
 
 
 def times_by(growth: BatchGrowth, epoch: float) -> float:
-    """By what a rule of epochs has multiplied the first batch in this epoch."""
+    """The factor of a rule of epochs for the first batch in this epoch."""
     assert not isinstance(growth, NormTest), "that goes by steps"
     return prod(factor for after, factor in growth.items() if epoch >= after)
 
 
 def grown(spec: RunSpec, size: int, num_samples: int, epoch: int) -> tuple[int, int]:
     """The global batch in `epoch`, of at most `num_samples`, and in how many pieces each of `size` ranks computes its
-    part: of a rank's first batch at most. In an elastic run other ranks than those that began may share the batch."""
+    part: of a rank's first batch at most. In an elastic run the number of ranks may differ from the first one."""
     began = spec.workers if spec.options.elastic else size
     first = spec.options.global_batch_size or began * spec.batch_size
     batch = min(round(first * times_by(spec.options.batch_growth, epoch)), max(first, num_samples))
@@ -90,3 +95,75 @@ def follow(scheduler: LRScheduler, epochs: float, steps_per_epoch: int) -> None:
     """Step a schedule to where it would be after so many epochs of steps with the first batch."""
     for _ in range(int(epochs * steps_per_epoch + 1e-6) - scheduler.last_epoch):
         scheduler.step()
+
+
+_FEWEST_LOOKS = 10
+"""A batch never shrinks, so it grows only after so many looks at its noise."""
+_MOST_TIMES = 2
+"""The most that a batch grows at a time: the averages are of gradients before it has grown."""
+
+
+class HeldRow:
+    """The row of the step that was just made, until the program exchanges it: a `NoisePost` for runs that need it."""
+
+    def __init__(self) -> None:
+        self.row: Tensor | None = None
+
+    def post(self, watch: NoiseWatch, row: Tensor) -> None:
+        """See `NoisePost`."""
+        self.row = row
+
+    def finish(self, watch: NoiseWatch) -> None:
+        """See `NoisePost`: nothing is under way."""
+
+
+class NormGrowth:
+    """One rank's batch, as `spec.batch_growth.norm_test` says. All ranks make one, at the beginning of a run.
+
+    `watch` looks at the gradients, and hands its rows to this from now on. `shard`: its batch is the first one. The
+    state is equal on all ranks after each step.
+    """
+
+    def __init__(self, test: NormTest, watch: NoiseWatch, shard: DataShard) -> None:
+        self._theta, self._watch, self._held = test.theta, watch, HeldRow()
+        watch.rows_to(self._held)
+        self._first = self.global_batch_size = shard.global_batch_size
+
+    async def grows(self, data: Port, shard: DataShard) -> bool:
+        """Return True after a step if the shard has a larger batch from now on. All ranks of `data` call it."""
+        row, self._held.row = self._held.row, None
+        if row is None:
+            return False
+        self._watch.take(await data.all_gather(row))
+        noise = self._watch.noise
+        if noise.steps < _FEWEST_LOOKS or shard.num_samples is None:
+            return False
+        wanted = dynamic_batch(self.global_batch_size, noise.simple, self._theta)
+        most = min(_MOST_TIMES * self.global_batch_size, shard.num_samples)
+        return self._set(min(-(-wanted // self._first) * self._first, most // self._first * self._first), shard)
+
+    def _set(self, batch: int, shard: DataShard) -> bool:
+        if batch <= self.global_batch_size:
+            return False
+        self.global_batch_size = batch
+        shard.grow(batch, batch // self._first)
+        return True
+
+    def saved(self) -> str:
+        """All that a resumed run needs, as text."""
+        return json.dumps({"batch": self.global_batch_size, "watch": self._watch.state()})
+
+    def restore(self, text: str, step: int, shard: DataShard) -> None:
+        """Go on from `saved` after so many steps, perhaps with other workers and another first batch."""
+        state = json.loads(text)
+        self._watch.restore(state["watch"], step)
+        self._set(-(-state["batch"] // self._first) * self._first, shard)
+
+
+def norm_growth(spec: RunSpec, replica: Replica, shard: DataShard) -> NormGrowth | None:
+    """A rank's part of the norm test that lets the run's batches grow; None for options without it."""
+    test = spec.options.batch_growth
+    if not isinstance(test, NormTest):
+        return None
+    assert replica.noise is not None, "the options ask for looks"
+    return NormGrowth(test, replica.noise, shard)

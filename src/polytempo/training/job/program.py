@@ -26,11 +26,8 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.job.evaluate import Score
-from polytempo.training.job.goals import check_goals
-from polytempo.training.job.growth import Pieces, follow, grow, next_pieces
-from polytempo.training.job.meter import Meter
-from polytempo.training.job.norm_growth import NormGrowth
+from polytempo.training.job.evaluate import Score, check_goals
+from polytempo.training.job.growth import NormGrowth, Pieces, follow, grow, next_pieces
 from polytempo.training.job.sliced_step import next_slices
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
@@ -44,7 +41,7 @@ batch (None: equal parts). Returns the batch's mean loss; a pipeline returns the
 back to this rank, or None."""
 
 ROWS_PER_EPOCH = 10
-"""How many rows of metrics an epoch leaves."""
+"""Rows of metrics for each epoch."""
 STEPS_BETWEEN_SCORES = 4
 """An epoch that ends earlier after a score is not scored."""
 
@@ -63,24 +60,24 @@ class Moment(NamedTuple):
 
 
 class Observer(Protocol):
-    """Scores and saves a run without changing what it computes.
+    """Scores and saves a run without changing its results.
 
     `score` and `save` are called on every rank at the same steps, when the replica has finished that step.
     """
 
     @property
     def off_s(self) -> float:
-        """Seconds for which training has stood still while it scored and saved."""
+        """Seconds without training, for scores and checkpoints."""
 
     @property
     def off_bytes(self) -> int:
-        """Bytes that this rank has sent meanwhile."""
+        """Bytes that this rank has sent for scores and checkpoints."""
 
     def begins(self, rank: int, step: int) -> None:
         """`rank` begins `step` now."""
 
     def over(self, step: int) -> bool:
-        """Whether the run ends before `step`, because a score has reached what `until` asks for."""
+        """True if the run ends before `step`, because a score has reached `until`."""
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
         """Score the model as it is now; perhaps later. Called only where there is a test set."""
@@ -89,13 +86,13 @@ class Observer(Protocol):
         """Write a checkpoint of the training state as it is now; perhaps later."""
 
     async def leave(self, port: Port) -> None:
-        """The run ends before its end: finish writing what is to be resumed."""
+        """The run ends early: finish writing checkpoints."""
 
     async def finish(
         self, port: Port, context: TrainingContext, moment: Moment, final: Mapping[str, Tensor]
     ) -> tuple[Score | None, bool | None]:
-        """Training is over: finish what is under way. Returns the score of the `final` model, and whether `until`
-        was reached (None: nothing was asked for)."""
+        """Training is over: finish all work. Returns the score of the `final` model, and True if `until` was reached
+        (None: without `until`)."""
 
 
 @dataclass
@@ -110,21 +107,21 @@ class TrainingContext:
     observer: Observer
     scheduler: LRScheduler | None = None
     seconds: float = 0.0
-    resumed_at: int | None = None
-    """The step from which a resumed run goes on."""
     """Training time so far, over all runs; a checkpoint carries it."""
+    resumed_at: int | None = None
+    """The first step of a resumed run."""
     average: WeightAverage | None = None
-    """Of this rank's weights over its steps, where that is scored in their place."""
+    """The average of this rank's weights over its steps, if scores are of the average."""
     unchecked: frozenset[str] = frozenset()
     """Tensors of the model that were not finite at the beginning, so may stay so."""
     leaves: Callable[[int], bool] = field(default=lambda step: False)
-    """Whether all ranks save and leave after so many steps, because one was asked to; asked after each step."""
+    """True if all ranks save and leave after so many steps, because one was asked to; asked after each step."""
     first_steps: int = 0
     """Steps of an epoch before its batches have grown."""
     growth: NormGrowth | None = None
     """Lets batches grow while an epoch goes on, where the options have a test for it."""
     saved_step: int = -1
-    """The last step of which a checkpoint was written, or is being written."""
+    """The last step with a checkpoint, written or under way."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
     """Takes rows of metrics; only rank 0 calls it."""
 
@@ -139,7 +136,7 @@ class TrainingContext:
 
     @property
     def replica(self) -> Replica:
-        """Of the model, or of the share of it that this rank has."""
+        """The replica of the model, or of this rank's part of it."""
         return self.holding.replica
 
     @property
@@ -149,16 +146,16 @@ class TrainingContext:
 
 
 class TrainingSummary(NamedTuple):
-    """How a run ended on this rank."""
+    """The end of a run on this rank."""
 
     steps: int
     epochs: float
     samples: int
     """Samples behind us, over all ranks and, after a resume, earlier runs."""
     seconds: float
-    """Training time until all ranks were done, with that of earlier runs."""
+    """Training time until all ranks were done, earlier runs included."""
     score: Score | None
-    """Of the final model; in a virtual world rank 0 has it."""
+    """Score of the final model; in a virtual world rank 0 has it."""
     train_loss: float | None
     reached: bool | None
     parameters: dict[str, Tensor]
@@ -168,7 +165,7 @@ class TrainingSummary(NamedTuple):
 
 
 async def train(port: Port, context: TrainingContext) -> TrainingSummary:
-    """Train until the options' end: steps, epochs, or what `until` asks for.
+    """Train until the options' end: steps, epochs, or `until`.
 
     `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
     the same batches and draw the same random numbers.
@@ -239,7 +236,7 @@ async def _rest_of_epoch(ports: Ports, context: TrainingContext, meter: Meter, c
         await port.mark(step)
         seed_step(context.spec.seed, data.rank, step, "model")
         loss = await context.take_step(data, batch, *_weighed(context, batch))
-        if port.rank == 0:  # whose rows and summary tell of it
+        if port.rank == 0:  # for rows and the summary
             meter.add(loss)
         if context.average is not None:
             with context.replica.in_float32():
@@ -270,7 +267,7 @@ def _weighed(context: TrainingContext, batch: Any) -> tuple[int, float | None]:
 
 
 def _next_rate(context: TrainingContext, scheduler: LRScheduler) -> None:
-    """A step of a pipeline may have had no update yet, of which torch would warn."""
+    """Step the schedule. A pipeline's step may have had no update yet; torch's warning about that is ignored."""
     if context.options.batch_growth:
         follow(scheduler, _position(context)[0], context.first_steps)
         return
@@ -353,7 +350,6 @@ def _finished(context: TrainingContext) -> bool:
 
 
 def _check(context: TrainingContext) -> None:
-    """Refuse before the first step what could only fail later."""
     check_length(context.shard)
     check_goals(context.job, context.options, has_test=context.data.test is not None)
 
@@ -366,7 +362,7 @@ def check_length(shard: DataShard) -> int:
 
 
 class _Clock:
-    """Training time: the world's time without that of standing still, on top of earlier runs' time."""
+    """Training time: the world's time without scores and checkpoints, plus earlier runs' time."""
 
     def __init__(self, begin_s: float, earlier_s: float, observer: Observer) -> None:
         self._zero_s, self._observer = begin_s - earlier_s, observer
@@ -374,3 +370,35 @@ class _Clock:
     def training_s(self, now_s: float) -> float:
         """Seconds of training until `now_s`."""
         return now_s - self._zero_s - self._observer.off_s
+
+
+class Meter:
+    """The mean loss and the rate since the last row."""
+
+    def __init__(self, samples: int, seconds: float) -> None:
+        self._last_loss: float | None = None
+        self._sum: Tensor | None = None
+        self._count = 0
+        self._samples = samples
+        self._seconds = seconds
+
+    def add(self, loss: Tensor | None) -> None:
+        """One more step's loss; None: it is not there."""
+        if loss is None:
+            return
+        detached = loss.detach()
+        self._sum = detached.clone() if self._sum is None else self._sum.add_(detached)
+        self._count += 1
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss since the last row, or of the last row; None before the first step."""
+        return self._last_loss if self._sum is None else float(self._sum) / self._count
+
+    def since_last(self, samples: int, seconds: float) -> tuple[float | None, float]:
+        """Mean loss and samples a second up to here; the next row begins here."""
+        loss = self.loss
+        rate = (samples - self._samples) / max(seconds - self._seconds, 1e-9)
+        self._sum, self._count, self._samples, self._seconds = None, 0, samples, seconds
+        self._last_loss = loss
+        return loss, rate

@@ -5,8 +5,8 @@
     gradients             n₂/n · g₂    n₃/n · g₃          each of a batch of its own
                               ╰──── + ────╯               along `core.slice_tree`, then over ranks by the route
 
-What else could differ with the number of ranks is refused: running statistics of norms, and other buffers that a
-forward pass changes, see the slices of one rank after each other; gradients that come as rows would be another sum.
+Other differences between numbers of ranks are refused: running statistics of norms, and other buffers that a forward
+pass changes, see the slices of one rank after each other; sparse gradients would be another sum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BatchSlice(NamedTuple):
     batch: Any
     samples: int
     share: float
-    """Its samples over those of the global batch; 0 for a stand-in."""
+    """Part of the global batch's samples; 0 for a stand-in."""
 
 
 def next_slices(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, step: int) -> list[BatchSlice] | None:
@@ -77,7 +77,8 @@ class SlicedGradients:
         return sum((loss * (piece.share / own) for loss, piece in zip(losses, slices, strict=True)), torch.zeros(()))
 
     def _computed(self, piece: BatchSlice, rank: int, used: set[int]) -> tuple[Tensor, list[Tensor]]:
-        """A slice's mean loss, and its gradients times its share of the global batch. Adds to `used` what has one."""
+        """A slice's mean loss, and its gradients times its share of the global batch. Adds their parameters' indices to
+        `used`."""
         replica = self._replica
         versions = _versions(replica.model)
         seed_step(self._seed, piece.number, replica.step, "slice's model")
@@ -113,5 +114,4 @@ def _added_(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """How often each buffer has been written to."""
     return {name: buffer._version for name, buffer in model.named_buffers()}

@@ -1,1 +1,1 @@
-"""What is trained: parameters, their names, their owners."""
+"""The trained model: its parameters, their holders, and their random numbers."""

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks run the same thing?"""
+"""Comparisons between ranks before the first step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import polytempo
-from polytempo.core import Mismatch, Port, Strategy
+from polytempo.core import Bundle, Mismatch, Port, Strategy
+from polytempo.core.bundle import by_kind
 from polytempo.spec.text.plain_values import written
-from polytempo.training.model.divided_parameters import own_parameters
+from polytempo.training.model.parted_parameters import own_parameters
 from polytempo.training.model.ports import Ports, mesh_of
 from polytempo.worlds import ProcessWorld
 
@@ -82,12 +83,12 @@ def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any] | None:
 async def agree_to_train(
     ports: Ports, model: nn.Module, optimizer: Optimizer, strategy: Strategy, asked: Mapping[str, Any]
 ) -> None:
-    """Compare between ranks what they are about to train, how, and what `attach` was `asked` for besides.
+    """Compare the ranks' models, optimizers and strategies, and the options `asked` of `attach`.
 
-    All ranks have the same mesh, strategy and options; those along "data" the same model and optimizer, too.
+    All ranks have the same mesh, strategy and options; ranks along "data" the same model and optimizer, too.
 
     Parameters and buffers are compared by name, place, shape and dtype; optimizers by class, and each of their groups
-    by its options and the names of its parameters. Where rank 0's optimizer has state and another rank's has none (one
+    by its options and the names of its parameters. If rank 0's optimizer has state and another rank's has none (one
     rank has loaded a checkpoint), options are not compared between these two: they come from rank 0 with the state.
     """
     of_all = {"mesh": str(mesh_of(ports.whole)), **_software(strategy), **asked}
@@ -113,9 +114,9 @@ def _software(strategy: Strategy) -> dict[str, Any]:
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
-    """Names are compared as keys first, which names what one rank lacks, and then by place."""
+    """Names are compared as keys first, which shows missing names, and then by place."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    own = own_parameters(model)  # of which ranks have parts of other shapes
+    own = own_parameters(model)  # ranks have parts of other shapes
     shapes = {name: None if name in own else list(p.shape) for name, p in parameters.items()}
     return {
         "model": {n: json.dumps([shapes[n], str(p.dtype), p.requires_grad]) for n, p in parameters.items()},
@@ -136,3 +137,21 @@ def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             {key: written(value) for key, value in group.items() if key != "params"} for group in groups
         ],
     }
+
+
+async def broadcast_model(
+    port: Port,
+    model: nn.Module,
+    shared: frozenset[str] = frozenset(),
+    *,
+    source: int = 0,
+    into: frozenset[int] | None = None,
+) -> None:
+    """Give the parameters and buffers of `source` to the ranks in `into` (None: to all); not parameters in `shared`."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if name not in shared}
+    everything = parameters | dict(model.named_buffers())
+    for group in by_kind(everything).values():
+        bundle = Bundle(group)
+        flat = await port.broadcast(bundle.flat, source)
+        if port.rank != source and (into is None or port.rank in into):
+            torch._foreach_copy_(list(group.values()), list(bundle.with_flat(flat).views.values()))

@@ -1,4 +1,4 @@
-"""`LocalDecay`: weight decay as a part of the gradient, for workers that step by themselves and push what they did."""
+"""`LocalDecay`: weight decay as a part of the gradient, for workers that make steps of their own and push them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 class LocalDecay:
     """Takes the weight decay out of `optimizer`, and adds it to the gradients: g + λ w, w the worker's own weights.
 
-    So what is pushed holds the regularizer's gradient of every batch, as the local step does, whose bits stay the same.
-    AdamW's decay is no part of the gradient, and stays where it is.
+    So a push holds the regularizer's gradient of every batch, as the local step does, and the local step keeps its
+    bits. AdamW's decay is not a part of the gradient, and stays in the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -26,7 +26,7 @@ class LocalDecay:
 
     @torch.no_grad()
     def add_(self) -> None:
-        """To each gradient that is there."""
+        """Add it to each gradient."""
         for parameters, factor in self._decayed:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -34,7 +34,7 @@ class LocalDecay:
 
 
 def is_decoupled(optimizer: Optimizer) -> bool:
-    """Whether its weight decay multiplies the weights and is no part of the gradient, as AdamW's."""
+    """True if the weight decay multiplies the weights and is not a part of the gradient, as in AdamW."""
     decoupled = type(optimizer) is AdamW or any(g.get("decoupled_weight_decay") for g in optimizer.param_groups)
     if not decoupled and type(optimizer) not in (SGD, Adam, Adagrad) and any(_decaying(optimizer)):
         raise ValueError(
@@ -45,7 +45,7 @@ def is_decoupled(optimizer: Optimizer) -> bool:
 
 
 def coupled(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups whose weight decay is a part of the gradient. ValueError where that is not known."""
+    """The parameter groups with weight decay as a part of the gradient. ValueError for an unknown optimizer."""
     return [] if is_decoupled(optimizer) else list(_decaying(optimizer))
 
 

@@ -19,18 +19,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from polytempo.training.hooks.weak_hook import WeakHook
 
 _owned: WeakKeyDictionary[nn.Module, Ownership] = WeakKeyDictionary()
-"""Of the models that are attached."""
+"""Owners of the attached models."""
 
 
 class Ownership:
-    """Which optimizer a model is attached with, and how often that has made a step. It keeps neither alive."""
+    """The optimizer that a model is attached with, and the number of its steps. It keeps neither alive."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer, self._model = ref(optimizer), ref(model)
         self._stepping = False
         self._num_steps = 0
         self._steps_before: dict[int, int] = {}
-        """How many there were when a step of another optimizer began."""
+        """Steps so far at the beginning of another optimizer's step."""
         if not _hooks:
             _hooks.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
         _owned[model] = self
@@ -76,7 +76,7 @@ class Ownership:
         with_what = "an optimizer that is gone" if own is None else f"another optimizer ({type(own).__name__})"
         raise RuntimeError(
             f"{type(optimizer).__name__} has moved parameters of a model that is attached with {with_what}, and other "
-            "ranks do not hear of it; attach the optimizer whose step() is called, one for all parameters of the model "
+            "ranks do not hear of it; attach the optimizer that makes the steps, one for all parameters of the model "
             "(settings that differ go into parameter groups), or call detach() on the handle first"
         )
 
@@ -88,8 +88,8 @@ def check_hooks(optimizer: Optimizer) -> None:
     """Raise TypeError where a step of `optimizer` calls no hooks, so that nothing would happen after it."""
     if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
-            f"{type(optimizer).__name__}.step() calls no hooks, because its __init__ does not call that of "
-            "torch.optim.Optimizer; attach the optimizer that it wraps, whose step() it calls"
+            f"{type(optimizer).__name__}.step() calls no hooks, because its __init__ does not call "
+            "torch.optim.Optimizer's; attach the optimizer that it wraps, and calls the step() of"
         )
 
 
@@ -118,7 +118,7 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _owners(optimizer: Optimizer) -> list[Ownership]:
-    """Those that have to hear of a step: all, unless the optimizer is one that is attached itself."""
+    """The owners of this optimizer's model, or all if it has none."""
     owners = list(_owned.values())
     return [owner for owner in owners if owner.optimizer() is optimizer] or owners
 

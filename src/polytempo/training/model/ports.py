@@ -1,4 +1,4 @@
-"""`Ports`: the two groups that training deals with on one rank: those of the same parameters, and those of one model.
+"""`Ports`: the two groups of one rank in training: ranks with the same parameters, and ranks of one model.
 
              model 0          model 1
 data 0       rank 0 ◀─ model ─▶ rank 1        parts of one model; they see the same samples
@@ -42,8 +42,7 @@ def ports_of(whole: Port) -> Ports:
 
 
 def check_mesh(whole: Port) -> None:
-    """ValueError for a mesh that does not say which ranks hold the same parameters: under another name than "data" they
-    would train models that never meet."""
+    """ValueError for a mesh without the axis "data": along another axis ranks would train models that never meet."""
     mesh = mesh_of(whole)
     unknown = [axis for axis, length in mesh.axes if length > 1 and axis not in (MODEL, STAGE)]
     if DATA not in mesh.lengths and unknown:
@@ -56,5 +55,5 @@ def check_mesh(whole: Port) -> None:
 
 
 def mesh_of(whole: Port) -> Mesh:
-    """How a world is laid out; without a mesh, along the data axis alone."""
+    """The layout of a world; without a mesh, along the data axis alone."""
     return whole.mesh or Mesh(((DATA, whole.size),))

@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """What is drawn inside is as if it had not been: Python's, NumPy's and torch's global generators are set back."""
+    """Restore Python's, NumPy's and torch's global generators at the end of the block."""
     pythons, numpys = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -25,6 +25,6 @@ def kept_random_states() -> Iterator[None]:
 
 
 def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
-    """Seed torch for one step of one rank, so a resumed run and a virtual rank draw what a real one draws."""
+    """Seed torch for one step of one rank, so resumed runs and virtual ranks draw the same numbers as real ones."""
     digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest, "little"))

@@ -1,4 +1,4 @@
-"""What a strategy asks of the optimizer and the model that it meets. What does not fit is refused when it is built."""
+"""Checks that a strategy fits its optimizer and model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from polytempo.training.model.trainable_parameters import sparse_tables
 
 
 def fitted(strategy: Strategy, optimizer: Optimizer) -> Strategy:
-    """What `strategy` is with `optimizer`. Raises ValueError where it would not do with it what it says."""
+    """The strategy for this optimizer. Raises ValueError for a pair that would not do as the strategy says."""
     strategy = strategy.fit(strategy, optimizer)
     check_momentum(optimizer, strategy.momentum, str(strategy))
     if strategy.carries_optimizer and isinstance(optimizer, LBFGS):
         raise ValueError(
             f"{strategy} averages the optimizer's state, and {type(optimizer).__name__} keeps a history of its own "
-            "directions, of which there is no mean; use parameter_averaging(optimizer_state=False)"
+            "directions, which have no mean; use parameter_averaging(optimizer_state=False)"
         )
     return strategy
 
@@ -64,10 +64,10 @@ def check_served(
 
 
 def check_model(model: nn.Module, strategy: Strategy) -> None:
-    """Raise ValueError where workers compute a batch slice by slice, and a batch norm would see a slice for a batch.
+    """Raise ValueError for a batch norm in a model that computes batches in slices.
 
-    It would normalise by the slice's statistics, which is another model; and a slice of one sample it refuses itself.
-    One that is frozen (in eval mode) normalises every sample alike, and is let through.
+    It would normalise by the slice's statistics, which is another model; and a slice of one sample it refuses itself. A
+    frozen batch norm (in eval mode) normalises every sample alike, and passes.
     """
     if strategy.slices is not None:
         check_sliced(model, str(strategy))
@@ -78,9 +78,9 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
         if isinstance(module, _BatchNorm) and module.training:
             raise ValueError(
                 f"{strategy} computes a batch in up to {parts.slices} slices (grain={parts.grain}), and "
-                f"{type(module).__name__} {name!r} would normalise each slice by itself; use flexrr(grain=1.0, "
-                "first_offer=1.0, later_offers=1.0), which hands over whole batches, a norm that looks at one sample, "
-                "such as GroupNorm, or backup_workers(backups=0), which helps no one"
+                f"{type(module).__name__} {name!r} would normalise each slice separately; hand over whole batches by "
+                "flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), use a norm that looks at one sample, such as "
+                "GroupNorm, or do without help by backup_workers(backups=0)"
             )
 
 
@@ -91,20 +91,20 @@ def check_loss(loss: object, strategy: Strategy) -> None:
 
 
 def check_sliced(model: nn.Module, who: str) -> None:
-    """Raise ValueError for what would depend on which slices a rank has: running statistics, and gradients in rows."""
+    """Raise ValueError for results that would depend on a rank's slices: running statistics, and sparse gradients."""
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             raise ValueError(
                 f"{who} computes a batch in slices, and the running statistics of "
-                f"{type(module).__name__} {name!r} would depend on which worker has which; use a norm that looks at "
+                f"{type(module).__name__} {name!r} would depend on a worker's slices; use a norm that looks at "
                 "one sample, such as GroupNorm, track_running_stats=False, or another route"
             )
     if tables := sorted(sparse_tables(model)):
-        raise ValueError(f"{who} adds dense gradients, and those of {tables[0]!r} come as rows; use sparse=False")
+        raise ValueError(f"{who} adds dense gradients, and {tables[0]!r} has gradients by rows; use sparse=False")
 
 
 def _momentum_of(group: dict[str, Any]) -> tuple[str, float]:
-    """The momentum of a parameter group and what its optimizer calls it; 0 where it has none."""
+    """The momentum of a parameter group and its name in the optimizer; 0 without one."""
     betas = group.get("betas") or (0.0,)
     found = [("momentum", group.get("momentum")), ("beta1", betas[0]), ("beta1", group.get("beta1"))]
     return max(((name, float(value or 0.0)) for name, value in found), key=lambda each: each[1])

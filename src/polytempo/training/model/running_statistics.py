@@ -24,7 +24,7 @@ class Running:
             if isinstance(module, _NormBase)
             for buffer in module.buffers(recurse=False)
         ]
-        """In the order of the vector."""
+        """Buffers in the vector's order."""
         self._sizes = [buffer.numel() for buffer in self.buffers]
 
     def vector(self) -> Tensor | None:
@@ -36,7 +36,7 @@ class Running:
 
     @torch.no_grad()
     def place(self, vector: Tensor | None) -> None:
-        """Take over what `vector` returned of a model like this one; counts are rounded. None: nothing happens."""
+        """Take over the `vector` of a model like this one; counts are rounded. None: nothing happens."""
         if vector is None:
             return
         for buffer, values in zip(self.buffers, vector.split(self._sizes), strict=True):

@@ -16,17 +16,17 @@ _MOST_APART = 32
 class ModelTables:
     """`tables` by name, in the order of all parameters; each is a copy of the server's, row for row.
 
-    A local step changes some rows of it. What these were is remembered, for a pull brings only what has changed at the
-    server: what the worker changed by itself must go, as it does where a pull brings everything.
+    A local step changes some rows. Their former values are kept, because a pull brings only the rows that the server
+    has changed: the worker's own changes must go, as they do in a pull of everything.
     """
 
     def __init__(self, tables: Mapping[str, nn.Parameter]) -> None:
         self._tables = list(tables.values())
         self._before: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._tables]
-        """By table (rows, what they were before a local step), oldest first."""
+        """Table by table: (rows, values before a local step), oldest first."""
 
     def gradients(self) -> list[TableRows]:
-        """Each table's gradient, if it has one: rows ascending, each once. A dense one's rows that are not 0."""
+        """Each table's gradient, if it has one: rows ascending, each once; of a dense one rows with a value."""
         return [
             TableRows(number, *rows_of(table.grad))
             for number, table in enumerate(self._tables)
@@ -40,7 +40,7 @@ class ModelTables:
 
     @torch.no_grad()
     def remember(self, gradients: Sequence[TableRows]) -> None:
-        """The optimizer will use these gradients now: keep what their rows are."""
+        """Keep the rows that the optimizer will change by these gradients."""
         for table, rows, _ in gradients:
             changes = self._before[table]
             changes.append((rows, self._tables[table][rows]))
@@ -49,7 +49,7 @@ class ModelTables:
 
     @torch.no_grad()
     def place(self, pulled: Sequence[TableRows]) -> None:
-        """Become the server's tables, of which `pulled` is what has changed."""
+        """Become the server's tables; `pulled` has the rows that the server has changed."""
         for table, changes in zip(self._tables, self._before, strict=True):
             for rows, values in reversed(changes):
                 table[rows] = values
@@ -59,7 +59,7 @@ class ModelTables:
 
 
 def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows a table's gradient has, ascending, and their values; of a dense one those that are not 0."""
+    """Indices of a gradient's rows, ascending, and their values; of a dense gradient the rows that are not 0."""
     if gradient.layout is torch.sparse_coo:
         whole = gradient.coalesce()
         return whole.indices()[0], whole.values()
@@ -68,7 +68,6 @@ def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _earliest(changes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Of each row what it was first."""
     rows = torch.unique(torch.cat([rows for rows, _ in changes]))
     values = changes[0][1].new_empty(len(rows), changes[0][1].shape[1])
     for some, were in reversed(changes):

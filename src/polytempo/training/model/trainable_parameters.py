@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained, and which of them by rows."""
+"""The trained parameters of a model, and its parameters with sparse gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from polytempo.training.pipeline.stage_model import StageModel
 
 
 def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name: those that need gradients and that the optimizer holds.
+    """The trained parameters by name: they need gradients, and the optimizer holds them.
 
-    Errors: ValueError where there are none, but in a stage of a model, and for others that the optimizer holds.
+    Errors: ValueError for none, except in a stage of a model, and for others that the optimizer holds.
     """
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     found = {name: p for name, p in model.named_parameters() if id(p) in held}
@@ -21,19 +21,19 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
     if strangers:
         shapes = [list(p.shape) for key, p in held.items() if key in strangers]
         raise ValueError(
-            f"the optimizer trains {len(shapes)} tensors that are no parameters of the model, the first of shape "
+            f"the optimizer trains {len(shapes)} tensors that do not belong to the model, the first of shape "
             f"{shapes[0]}; no rank would exchange them. Put both into one module, e.g. nn.ModuleList([model, other])"
         )
     return found
 
 
 def is_frozen(model: nn.Module) -> bool:
-    """Whether none of its parameters is trained."""
+    """True if none of its parameters is trained."""
     return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def sparse_tables(model: nn.Module) -> frozenset[str]:
-    """The parameters whose gradients come as rows."""
+    """The parameters with sparse gradients."""
     return frozenset(
         f"{name}.weight".lstrip(".")
         for name, module in model.named_modules()

@@ -24,8 +24,7 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.spec.options import RunOptions
 from polytempo.training.checkpoint.background import Background
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, partial_folder
-from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
-from polytempo.training.job.goals import meets
+from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.observe.checkpoint_writer import about, complete, part_of, written_part
@@ -33,15 +32,15 @@ from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.worlds import ProcessWorld
 
 _MOST_WAITING = 2
-"""Copies of the model that may wait for a thread, besides the one that it works on."""
+"""Copies of the model that may wait for a thread, in addition to the copy in work."""
 _LOOK_S = 0.02
 _LOOK_AT_URL_S = 1.0
-"""Where a look is a request to another host."""
+"""A look under a URL is a request to another host."""
 _HASH_BYTES = 64
 
 
 class _Parts(NamedTuple):
-    """A checkpoint that is being written: where, by how many ranks, and what its manifest says."""
+    """A checkpoint under way: its place, the number of its ranks, and its manifest's notes."""
 
     root: Place
     size: int
@@ -53,13 +52,13 @@ class BackgroundObserver:
     """The observer of real ranks that write to one copy of the parameters on their own. See `training.Observer`.
 
     Rank 0 scores its view of the parameters when it has finished the step, with its own buffers; each rank writes its
-    own part of a checkpoint. Threads do both, of copies, so they may be late. Where scores take longer than epochs,
-    those are left out for which there is no room (`_MOST_WAITING`). A checkpoint is written by all ranks or by none:
-    where the disk is slower than what `checkpoint_every` asks for, training waits for room. The final model is scored
-    by all ranks together, when training is over.
+    own part of a checkpoint. Threads do both, of copies, so they may be late. If scores take longer than epochs, some
+    are left out for lack of room (`_MOST_WAITING`). A checkpoint is written by all ranks or by none: if the disk is
+    slower than `checkpoint_every`, training waits for room. The final model is scored by all ranks together, when
+    training is over.
 
-    With `until`, all ranks learn at the end of an epoch what rank 0 knew at the end of the one before, so that they
-    end at one step. It is then that a rank waits, if another is more than an epoch behind.
+    With `until`, all ranks learn at the end of an epoch rank 0's decision of the epoch before, so that they end at one
+    step. It is then that a rank waits, if another is more than an epoch behind.
 
     A test set that draws from torch's generator draws between the draws of rank 0's training.
     """
@@ -80,24 +79,24 @@ class BackgroundObserver:
         self._reached = False
         self._stops = False
         self._told: Work[Tensor] | None = None
-        """What rank 0 knew at the end of the last epoch, on its way."""
+        """Rank 0's decision at the end of the last epoch, on its way."""
         self._uncommitted: dict[int, _Parts] = {}
         self._looks = False
         self._look_s = 0.0
 
     def begins(self, rank: int, step: int) -> None:
-        """On rank 0, record the scores that have come; now and then have a thread complete what all ranks wrote."""
+        """Record new scores on rank 0; now and then have a thread complete checkpoints with all parts."""
         self._record_rows()
         if self._uncommitted and not self._looks and time.monotonic() >= self._look_s:
             self._looks = True
             self._write(self._look)
 
     def over(self, step: int) -> bool:
-        """When all ranks have heard that a score has reached what was asked for."""
+        """True once all ranks have heard that a score has reached the goal."""
         return self._stops
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
-        """On rank 0, have a copy of the model scored."""
+        """Have a copy of the model scored, on rank 0."""
         self._raise()
         self._record = context.record
         if port.rank == 0 and self._scores_room.acquire(blocking=False):
@@ -124,7 +123,7 @@ class BackgroundObserver:
         self._write(partial(self._write_part, parts, moment.step, port.rank, write), self._saves_room.release)
 
     async def leave(self, port: Port) -> None:
-        """Wait for the threads, and complete what they have written."""
+        """Wait for the threads, and complete their checkpoints."""
         await self._hear()
         for thread in (self._scorer, self._writer):
             if thread is not None:
@@ -187,7 +186,7 @@ class BackgroundObserver:
         self._looks = False
 
     def _commit(self) -> bool:
-        """Complete the checkpoints whose parts are all there, oldest first. Whether that was all."""
+        """Complete the checkpoints with all parts, oldest first. Returns True if these were all."""
         for step, parts in sorted(self._uncommitted.items(), key=lambda item: item[0]):
             files = [self._hash_file(parts.root, step, rank) for rank in range(parts.size)]
             if not all(file.exists() for file in files):
@@ -199,7 +198,7 @@ class BackgroundObserver:
         return True
 
     async def _hear(self) -> None:
-        """What rank 0 knew at the end of the last epoch."""
+        """Receive rank 0's decision at the end of the last epoch."""
         if self._told is not None:
             self._stops = bool(await self._told)
             self._told = None
@@ -209,5 +208,5 @@ class BackgroundObserver:
             raise self._error
 
     def _hash_file(self, root: Place, step: int, rank: int) -> Place:
-        """Where a rank says that its part is written; the token tells it from what an earlier run left."""
+        """The file that says that a rank's part is written; the token tells it from an earlier run's."""
         return partial_folder(root, step) / f"rank-{rank}.{self._token}.sha256"

@@ -1,4 +1,4 @@
-"""What a training run saves at a step: each rank its part, at once or when its exchanges have landed."""
+"""A training run's checkpoints: each rank saves its part, now or when its exchanges have landed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from polytempo.core import Mesh, NotFinite, Port, Work
 from polytempo.core.state import Late, Saved, Scalar, copied, settled
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
-from polytempo.training.checkpoint.checkpoint_files import (
-    CheckpointPart,
-    commit,
-    write_part,
-)
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, write_part
 from polytempo.training.checkpoint.checkpoint_folders import partial_folder
-from polytempo.training.checkpoint.optimizer_state import optimizer_saved
-from polytempo.training.checkpoint.schedule_state import schedule_saved
+from polytempo.training.checkpoint.optimizer_state import optimizer_saved, schedule_saved
+from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
 from polytempo.training.job.program import TrainingContext
-from polytempo.training.job.scored_average import AVERAGE, AVERAGED_STEPS
 from polytempo.training.model.agree import gather_json
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.step.guard import MODEL, check_saved
@@ -46,7 +41,7 @@ async def save(port: Port, context: TrainingContext, root: Place) -> None:
 
 
 def written_part(context: TrainingContext, root: Place, step: int, rank: int, part: CheckpointPart) -> str:
-    """`write_part` of what `context` saves, if that is finite: else it would take the place of a good checkpoint.
+    """`write_part` of the state, if it is finite: else it would take the place of a good checkpoint.
 
     Raises NotFinite before anything is written; where the run goes on (`allow_nan`), the answer is "" instead.
     """
@@ -73,7 +68,7 @@ def complete(root: Place, step: int, hashes: Sequence[str], notes: Mapping[str, 
 
 
 def part_of(port: Port, context: TrainingContext) -> CheckpointPart:
-    """A copy of what this rank saves at the present step. Nothing may be under way (see `Replica.settle`)."""
+    """A copy of this rank's part at the present step. Nothing may be under way (see `Replica.settle`)."""
     part = _part(context, context.replica.state(), whole=_writes_all(port, context))
     return CheckpointPart({name: tensor.clone() for name, tensor in part.tensors.items()}, part.scalars)
 
@@ -81,7 +76,7 @@ def part_of(port: Port, context: TrainingContext) -> CheckpointPart:
 async def write_when_landed(
     port: Port, context: TrainingContext, root: Place, written: Callable[[str], None]
 ) -> Work[None]:
-    """Write this rank's part of a checkpoint of the present step without finishing what is under way.
+    """Write this rank's part of a checkpoint of the present step without finishing exchanges under way.
 
     Exchanges that have not landed yet are copied when they land, before training uses them, and the part is written
     when the last one has; all else is as it is now. Then `written(sha256)` is called.
@@ -115,7 +110,7 @@ async def _landed(leaf: Late) -> tuple[Any]:
 
 
 def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
-    """What the manifest of a checkpoint says of the run."""
+    """Notes about the run for the manifest of a checkpoint."""
     more = context.holding.about()
     if context.average is not None:
         more["ema"] = context.average.decay
@@ -123,7 +118,7 @@ def about(port: Port, context: TrainingContext) -> dict[str, Scalar]:
 
 
 def _writes_all(port: Port, context: TrainingContext) -> bool:
-    """Whether this rank writes model and optimizer: one along "data" does for all where they are alike."""
+    """True if this rank writes model and optimizer for all."""
     alike = context.replica.strategy.synchronized and not context.replica.exchanges_parameters  # else optimizers differ
     return context.holding.data(port).rank == 0 or not alike
 

@@ -1,7 +1,7 @@
 """Ranks that work in step score and save in step, too: all stop, each does its part, all go on.
 
-rank 0   step │ its part of the test set │ step          the clock of training stands still meanwhile; what is
-rank 1   step │ its part of the test set │ step          drawn at random or sent for it counts nowhere
+rank 0   step │ its part of the test set │ step          the clock of training stands still meanwhile; random
+rank 1   step │ its part of the test set │ step          numbers and messages for it count nowhere
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core import Port, Program
-from polytempo.training.job.evaluate import Evaluation, Score, evaluate, of_first_part
-from polytempo.training.job.goals import meets
+from polytempo.training.job.evaluate import Evaluation, Score, evaluate, meets, of_first_part
 from polytempo.training.job.program import Moment, TrainingContext
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.randomness import kept_random_states
@@ -23,9 +22,9 @@ from polytempo.worlds import ProcessWorld
 
 
 class CollectiveObserver:
-    """The observer of real ranks whose strategy lets them wait for each other. See `training.Observer`.
+    """The observer of real ranks that wait for each other. See `training.Observer`.
 
-    Where a model lies in parts, the score is that of the ranks of its first part.
+    The ranks of a model's first part score a model in parts.
 
     Cost of a score: 1/N of the test set on each of N ranks; and the mean of the models where they differ.
     """
@@ -42,7 +41,7 @@ class CollectiveObserver:
         """All ranks go step by step, so there is nothing to remember."""
 
     def over(self, step: int) -> bool:
-        """As the last score says, which all ranks have."""
+        """The last score's answer, which all ranks have."""
         return bool(self._reached)
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
@@ -50,11 +49,11 @@ class CollectiveObserver:
         await self._outside(port, "score", self._score(port, context, moment, None))
 
     async def save(self, port: Port, context: TrainingContext, moment: Moment) -> None:
-        """Write a checkpoint, now. What is under way lands first, on the clock: training would have waited for it."""
+        """Write a checkpoint, now. Exchanges under way land first, on the clock: training would have waited."""
         out = context.options.out
         assert out is not None
         await context.replica.settle()
-        if context.replica.drift is not None:  # what has drifted never replaces a good checkpoint
+        if context.replica.drift is not None:  # a drifted model never replaces a good checkpoint
             context.replica.drift.check(buffers=True)
         await self._outside(port, "save", save(port, context, out / "checkpoint"))
 

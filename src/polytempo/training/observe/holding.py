@@ -22,14 +22,20 @@ from torch.optim import Optimizer
 from polytempo.core import Port
 from polytempo.core.state import Saved, Scalar
 from polytempo.core.system.url_path import Place
-from polytempo.partition.tensor.division import Division
+from polytempo.partition.tensor.division import PARTS, Division, cuts_of, described
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, read_part
 from polytempo.training.checkpoint.manifest import Manifest
-from polytempo.training.checkpoint.named_optimizer import NAMES, load_by_names, optimizer_names, under
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore
-from polytempo.training.model.divided_tensors import PARTS, cuts_of, described
 from polytempo.training.model.ports import DATA, mesh_of, ports_of
-from polytempo.training.observe.whole_checkpoint import take, take_state, whole_checkpoint
+from polytempo.training.observe.whole_checkpoint import (
+    NAMES,
+    load_by_names,
+    optimizer_names,
+    take,
+    take_state,
+    under,
+    whole_checkpoint,
+)
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, WholeModel
 from polytempo.training.step.guard import MODEL
@@ -141,7 +147,7 @@ class HeldStage:
         _check_divided(manifest, folder, f"{self.replica.strategy} cuts it")
 
     def goes_on(self, folder: Place, manifest: Manifest) -> bool:
-        """Never: `restore` takes over what is under way, too."""
+        """Never: `restore` also takes over messages under way."""
         return False
 
     def restore(self, folder: Place, manifest: Manifest) -> CheckpointPart:
@@ -204,7 +210,7 @@ class HeldParts:
         return {PARTS: self.divided.ports.model.size}
 
     def saved(self, *, whole: bool) -> CheckpointPart:
-        """How each tensor is cut, and the optimizer's names."""
+        """The strategy is the same, and the tensors' cuts are."""
         names = optimizer_names(self.replica.optimizer, self.replica.model)
         return CheckpointPart({}, {PARTS: self.divided.described(), NAMES: json.dumps(names)})
 
@@ -245,7 +251,7 @@ Holding = Whole | HeldStage | HeldParts
 def _check_divided(manifest: Manifest, folder: Place, ours: str) -> None:
     if PARTS not in manifest.about and "stages" not in manifest.about:
         raise ValueError(
-            f"{folder} was saved by {manifest.about.get('strategy')}, whose workers hold the whole model, and {ours}; "
+            f"{folder} was saved by {manifest.about.get('strategy')} with the whole model on each worker, and {ours}; "
             "resume with the strategy that saved it, or load its parameters in the job's model(): "
             "pt.checkpoint_model(folder)"
         )

@@ -1,4 +1,4 @@
-"""How a training run goes on from a checkpoint, also with another number of ranks that hold the same parameters."""
+"""A training run that goes on from a checkpoint, also with another number of ranks that hold the same parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from polytempo.core.system.url_path import Place
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 from polytempo.training.checkpoint.manifest import Manifest
-from polytempo.training.checkpoint.named_optimizer import under
-from polytempo.training.checkpoint.optimizer_state import optimizer_restore
-from polytempo.training.checkpoint.schedule_state import schedule_restore
+from polytempo.training.checkpoint.optimizer_state import optimizer_restore, schedule_restore
+from polytempo.training.job.evaluate import AVERAGE, AVERAGED_STEPS
 from polytempo.training.job.program import TrainingContext
-from polytempo.training.job.scored_average import AVERAGE, AVERAGED_STEPS
 from polytempo.training.model.agree import agree
 from polytempo.training.model.ports import DATA, mesh_of, ports_of
 from polytempo.training.observe.saved_model import mean_of
+from polytempo.training.observe.whole_checkpoint import under
 from polytempo.training.step.guard import MODEL
 
 V = TypeVar("V")
@@ -32,14 +31,13 @@ V = TypeVar("V")
 async def load(port: Port, context: TrainingContext, root: Place) -> int:
     """Go on from the newest checkpoint in `root`; returns its step. All ranks must see the same folder.
 
-    With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state
-    of saved rank r mod N; parameters are the saved ranks' mean where those differed. What saved ranks had held back
-    (residuals of error feedback) goes to exactly one rank each, so that their sum stays what it was. Another mesh
-    beside that is a ValueError.
+    With another number of ranks along "data" than saved, rank r of them takes the optimizer and the strategy's state of
+    saved rank r mod N; parameters are the saved ranks' mean where those differed. Each saved rank's residuals of error
+    feedback go to exactly one rank, so that their sum stays the same. Any other change of the mesh is a ValueError.
 
-    A learning rate that is given in the options replaces the saved one, in the proportions in which the job hands
-    it to its parameter groups. Under a schedule that would not last, so another one than saved is a ValueError, as are
-    another strategy and another job.
+    A learning rate that is given in the options replaces the saved one, in the proportions of the job's parameter
+    groups. Under a schedule that would not last, so another one than saved is a ValueError, as are another strategy and
+    another job.
     """
     folder = await _newest(port, root, context.replica.strategy)
     manifest = read_manifest(folder)
@@ -60,7 +58,7 @@ async def load(port: Port, context: TrainingContext, root: Place) -> int:
 
 @contextmanager
 def _fitting(folder: Place) -> Iterator[None]:
-    """What goes wrong inside with a whole checkpoint says that it is one of something else."""
+    """Inside, errors of a whole checkpoint become a ForeignCheckpoint."""
     try:
         yield
     except CheckpointError:
@@ -100,7 +98,7 @@ def _check(manifest: Manifest, folder: Place, context: TrainingContext) -> None:
 
 
 def _saved_ranks(folder: Place, saved: Mesh, port: Port) -> list[int]:
-    """The saved ranks that held what this rank holds, along "data"."""
+    """The saved ranks with the same parameters as this rank, along "data"."""
     mine = mesh_of(port)
     old, new = ({axis: n for axis, n in mesh.axes if axis != DATA and n > 1} for mesh in (saved, mine))
     if old != new:
@@ -113,7 +111,7 @@ def _saved_ranks(folder: Place, saved: Mesh, port: Port) -> list[int]:
 
 
 def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[int]) -> list[Any]:
-    """Take over what ranks `saved` that held the same. Returns the learning rates that were in force before."""
+    """Take over the state of the `saved` ranks with the same parameters. Returns the learning rates from before."""
     own = read_part(folder, saved[data.rank % len(saved)])
     synchronized = context.replica.strategy.synchronized
     whole = own if "optimizer" in own.scalars else read_part(folder, saved[0])
@@ -134,7 +132,7 @@ def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[
 
 
 def _take_position(context: TrainingContext, own: CheckpointPart) -> None:
-    """In the data, in time and in the schedule."""
+    """Take over the position in the data, in time and in the schedule."""
     context.shard.load_state_dict(json.loads(str(own.scalars["shard"])))
     context.seconds = float(own.scalars["seconds"] or 0.0)
     if context.scheduler is not None:
@@ -150,7 +148,7 @@ def _strategy(part: CheckpointPart) -> Saved:
 
 
 def _rates(optimizer: Optimizer) -> list[Any]:
-    """Each parameter group's learning rate; under a schedule, the one that it began with."""
+    """Each parameter group's learning rate; under a schedule, its first one."""
     return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
 
 

@@ -13,7 +13,7 @@ from polytempo.core.system.url_path import Place
 from polytempo.training.checkpoint.checkpoint_files import ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
 from polytempo.training.checkpoint.manifest import COMPLETE
-from polytempo.training.job.scored_average import AVERAGE
+from polytempo.training.job.evaluate import AVERAGE
 from polytempo.training.model.ports import DATA, STAGE
 from polytempo.training.step.guard import MODEL
 
@@ -66,14 +66,14 @@ def saved_model(folder: Place, prefix: str = MODEL) -> tuple[int, dict[str, Tens
 
 
 def saved_about(folder: Place) -> dict[str, Scalar]:
-    """What checkpoint `folder` says of the run that saved it: its job, its strategy, its ranks."""
+    """The notes of checkpoint `folder` about its run: job, strategy, ranks."""
     return read_manifest(folder).about
 
 
 def load_saved(model: nn.Module, folder: Place, *, average: bool = False) -> int:
-    """Let `model` have what checkpoint `folder` holds; returns its step. `average`: the moving average of its weights.
+    """Load checkpoint `folder` into `model`; returns its step. `average`: the moving average of its weights.
 
-    Errors: ForeignCheckpoint where it is of another model; CheckpointError where a run without `ema` saved it.
+    Errors: ForeignCheckpoint for another model's checkpoint; CheckpointError if a run without `ema` saved it.
     """
     step, tensors = saved_model(folder)
     if average:
@@ -86,6 +86,6 @@ def load_saved(model: nn.Module, folder: Place, *, average: bool = False) -> int
 
 
 def mean_of(tensors: list[Tensor]) -> Tensor:
-    """The mean of what several ranks saved; what cannot be averaged is the first one's."""
+    """The mean of several ranks' tensors; of tensors without a mean the first one."""
     same = len(tensors) == 1 or not tensors[0].is_floating_point()
     return tensors[0] if same else torch.stack(tensors).mean(dim=0)

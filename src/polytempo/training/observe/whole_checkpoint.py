@@ -1,4 +1,4 @@
-"""The whole model and its optimizer's state, of what the ranks of a model in stages, in parts of layers, or both saved.
+"""The whole model and its optimizer's state, from the files of ranks with stages, parts of layers, or both.
 
 ranks of a stage   [ part 0 | part 1 ]  joined by how each tensor was cut    stage 0 ─┐
                    [ part 0 | part 1 ]                                       stage 1 ─┴─▶ the model, by its own names
@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from polytempo.core import Mesh
-from polytempo.partition.tensor.division import Division
-from polytempo.training.checkpoint.checkpoint_files import CheckpointPart
-from polytempo.training.checkpoint.named_optimizer import NAMES, under
-from polytempo.training.model.divided_tensors import PARTS, cuts_of
-from polytempo.training.model.ports import STAGE
+from polytempo.core.system.url_path import Place, place
+from polytempo.partition.tensor.division import PARTS, Division, cuts_of
+from polytempo.spec.text.plain_values import typed
+from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
+from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.checkpoint.manifest import COMPLETE, Manifest
+from polytempo.training.checkpoint.optimizer_state import load_exactly
+from polytempo.training.model.ports import DATA, STAGE
 from polytempo.training.observe.saved_model import mean_of
 
 
 class WholeCheckpoint(NamedTuple):
-    """What all ranks have saved together."""
+    """The common checkpoint of all ranks."""
 
     tensors: dict[str, Tensor]
     """Parameters and buffers by the model's names."""
@@ -34,7 +39,7 @@ class WholeCheckpoint(NamedTuple):
 
 
 def whole_checkpoint(saved: Sequence[CheckpointPart], mesh: Mesh) -> WholeCheckpoint:
-    """Of the files of all ranks, which were laid out as `mesh`. ValueError where parts of the model are missing."""
+    """The model in the files of all ranks, which were laid out as `mesh`. ValueError for missing parts of the model."""
     tensors, state, groups = dict[str, Tensor](), dict[str, dict[str, Any]](), list[dict[str, Any]]()
     for holders in _by_stage(saved, mesh):
         tensors |= _joined_model(holders)
@@ -50,12 +55,12 @@ def whole_model(saved: Sequence[CheckpointPart], mesh: Mesh) -> dict[str, Tensor
 
 
 def take(cut: Mapping[str, Division], number: int, name: str, whole: Tensor) -> Tensor:
-    """Of the whole tensor `name` what part `number` holds, in memory of its own."""
+    """Part `number` of the whole tensor `name`, in memory of its own."""
     return cut[name].take(whole, number) if name in cut else whole.clone()
 
 
 def take_state(cut: Mapping[str, Division], number: int, whole: WholeCheckpoint) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of what part `number` holds: what is as large as its parameter is cut as that is."""
+    """The optimizer's state for part `number`: tensors of their parameter's size are cut like it."""
     shapes = {name: tensor.shape for name, tensor in whole.tensors.items()}
     return {
         name: {
@@ -67,7 +72,7 @@ def take_state(cut: Mapping[str, Division], number: int, whole: WholeCheckpoint)
 
 
 def _by_stage(saved: Sequence[CheckpointPart], mesh: Mesh) -> list[list[list[CheckpointPart]]]:
-    """For each stage its `holders_of`; a model without stages is one."""
+    """The `holders_of` each stage; a model without stages is one."""
     stages = mesh.lengths.get(STAGE, 1)
     found: list[list[CheckpointPart]] = [[] for _ in range(stages)]
     for rank, part in enumerate(saved):
@@ -76,7 +81,7 @@ def _by_stage(saved: Sequence[CheckpointPart], mesh: Mesh) -> list[list[list[Che
 
 
 def holders_of(saved: Sequence[CheckpointPart]) -> list[list[CheckpointPart]]:
-    """The ranks' files that hold a model, by the number of their part; those of one number are replicas."""
+    """The ranks' files with models, by the number of their part; files of one number are replicas."""
     found: dict[int, list[CheckpointPart]] = {}
     for part in saved:
         if "optimizer" in part.scalars:
@@ -121,3 +126,72 @@ def _joined(cut: Mapping[str, Division], name: str, several: Sequence[Tensor]) -
     if name not in cut:
         return several[0]
     return cut[name].join(several)
+
+
+NAMES = "optimizer parameters"
+"""The scalar that has the names of the optimizer's parameters, in its order."""
+
+
+def optimizer_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """The model's names of the optimizer's parameters, in its state's order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def load_by_names(
+    optimizer: Optimizer, names: list[str], state: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    """The optimizer's state by its parameters' names, and its groups' numbers by their order."""
+    now = optimizer.state_dict()
+    if len(groups) != len(now["param_groups"]):
+        raise ForeignCheckpoint(
+            f"the optimizer has {len(now['param_groups'])} parameter groups in this stage, and the saved one had "
+            f"{len(groups)}; resume with as many stages as saved it"
+        )
+    taken = [
+        {key: typed(value, old.get(key)) for key, value in group.items()} | {"params": old["params"]}
+        for group, old in zip(groups, now["param_groups"], strict=True)
+    ]
+    mine = {index: dict(state[name]) for index, name in enumerate(names) if name in state}
+    load_exactly(optimizer, {"state": mine, "param_groups": taken})
+
+
+def under(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries with names that begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
+
+
+def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
+    """The parameters and buffers of the model that a run has saved, by the names that the job's model has.
+
+        net.load_state_dict(pt.checkpoint_model("runs/mine"))
+
+    `path`: a run's folder, its `checkpoint` folder, or one step in it; without a step, the newest. For every strategy
+    and every cut the answer is the whole model: stages and parts of layers are put together, and where workers hold
+    models that differ, it is their mean. Memory: all that the checkpoint holds.
+
+    Errors: ValueError where there is no checkpoint, and for a checkpoint of `pt.init(mesh=…)` with parts that a job has
+    made; `CheckpointError` for a damaged one.
+    """
+    folder = _step(place(path))
+    manifest = read_manifest(folder)
+    saved = [read_part(folder, rank) for rank in range(len(manifest.parts))]
+    if PARTS not in manifest.about and "stages" not in manifest.about and _has_parts(manifest):
+        raise ValueError(
+            f"{folder} was saved by ranks in a {manifest.mesh}, and the job itself has made parts of a model; read "
+            "each rank's own file: rank-0.safetensors, …"
+        )
+    return whole_model(saved, manifest.mesh)
+
+
+def _step(given: Place) -> Place:
+    if COMPLETE.fullmatch(given.name):
+        return given
+    folder = latest(given) or latest(given / "checkpoint")
+    if folder is None:
+        raise ValueError(f"there is no checkpoint in {given}; give a run's folder, which has one if it was saved")
+    return folder
+
+
+def _has_parts(manifest: Manifest) -> bool:
+    return any(length > 1 for axis, length in manifest.mesh.axes if axis != DATA)

@@ -1,1 +1,1 @@
-"""How a user's own training loop meets parameter servers."""
+"""Training loops of a user with a parameter server."""

@@ -1,4 +1,4 @@
-"""`DealtEpochs`: the epochs of a loop of one's own whose batches a parameter server deals, and the end of that server.
+"""`DealtEpochs`: the epochs of a loop of one's own with batches from a parameter server, and the end of that server.
 
 for batch in pt.shard(…)   a ticket, and its batch       the server begins with the first epoch
                            no ticket is left             the epoch is done, by all ranks
@@ -20,13 +20,12 @@ from polytempo.data.plan import Deals
 from polytempo.data.shard import DataShard
 from polytempo.data.usage import of_tickets
 from polytempo.training.model.agree import agree
-from polytempo.training.own_loop.epoch_source import set_source
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.training.own_loop.ticket_loop import ServerLink, TicketLoop
 from polytempo.worlds import ProcessWorld
 
 ALONE_S = 300.0
-"""How long a world of one waits for its server."""
+"""Seconds that a world of one waits for its server."""
 
 
 class ServerStart(Protocol):
@@ -36,7 +35,7 @@ class ServerStart(Protocol):
         """Start, and connect this rank. All ranks call it, and all raise where that fails."""
 
     def cancel(self) -> None:
-        """It is not needed: end what was begun."""
+        """End a start that is not needed."""
 
 
 class JoinedLoop(NamedTuple):
@@ -49,9 +48,8 @@ class JoinedLoop(NamedTuple):
 class DealtEpochs:
     """The epochs of one rank. `join(shard, batches)` starts the server and connects this rank.
 
-    `replicas`: how many models are trained, to which the batches are dealt. `trains()`: whether a shard that is
-    iterated now is to be trained on. `moving()` is entered where the server's parameters are placed, `reading(ticket)`
-    where a batch is read.
+    `replicas`: the number of trained models that get batches. `trains()`: whether a shard that is iterated now is to be
+    trained on. `moving()` is entered where the server's parameters are placed, `reading(ticket)` where a batch is read.
     """
 
     def __init__(
@@ -71,14 +69,15 @@ class DealtEpochs:
         self.joined: JoinedLoop | None = None
         """None: the first epoch has not begun."""
         self.account: dict[str, Any] | None = None
-        """On rank 0 after the end: the ledger of samples, the staleness of gradients, what became of processes."""
+        """The account on rank 0 after the end: the ledger of samples, the staleness of gradients, the ends of
+        processes."""
         self._source: DataShard | None = None
         self.batches: Batches | None = None
-        """Those of the data; None before the first epoch."""
+        """Batches of the data; None before the first epoch."""
         self.done = 0
         """Epochs that this rank has been through."""
         self._within = False
-        set_source(world, self)
+        world.epoch_source = self
         atexit.register(self.at_exit)
 
     @property
@@ -88,7 +87,7 @@ class DealtEpochs:
 
     @property
     def within(self) -> bool:
-        """Whether an epoch is under way."""
+        """True while an epoch is under way."""
         return self._within
 
     # ------------------------------------------------------------------ a `EpochSource`
@@ -98,7 +97,7 @@ class DealtEpochs:
         return self._trains() if self._source is None else self._source is shard
 
     def is_within(self, shard: DataShard) -> bool:
-        """Whether an epoch of `shard` is under way."""
+        """True while an epoch of `shard` is under way."""
         return self._within and self._source is shard
 
     def epoch(self, shard: DataShard) -> Iterator[Any]:
@@ -122,7 +121,7 @@ class DealtEpochs:
         shard.epoch += 1
 
     def _begun(self, shard: DataShard) -> tuple[TicketLoop, Batches]:
-        """With the first epoch the server begins: it must know how many batches there are."""
+        """Begin the server with the first epoch: it must know the number of batches."""
         if self.joined is not None and self.batches is not None:
             return self.joined.loop, self.batches
         if shard.consumed:
@@ -139,7 +138,7 @@ class DealtEpochs:
             if loop.next_ticket() is not None:
                 raise PolytempoError(
                     f"rank {self._world.rank} has come back at epoch {shard.epoch}, and the run is still "
-                    f"{link.epochs_behind - epoch} before it; load what the others have loaded"
+                    f"{link.epochs_behind - epoch} before it; load the checkpoint that the others have loaded"
                 )
         self.joined, self.batches, self._source = JoinedLoop(loop, link), batches, shard
         return loop, batches
@@ -155,7 +154,7 @@ class DealtEpochs:
             self.joined.link.close(wait_s=self.timeout_s)
             self._take_account(self.joined.link)
         atexit.unregister(self.at_exit)
-        set_source(self._world, None)
+        self._world.epoch_source = None
 
     def _take_account(self, link: ServerLink) -> None:
         told = link.account

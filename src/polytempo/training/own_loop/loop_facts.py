@@ -1,7 +1,7 @@
-"""`LoopFacts`: all that a parameter server must know of a training loop, as values. No function of the loop travels.
+"""`LoopFacts`: a parameter server's knowledge of a training loop, as values. No function of the loop travels.
 
-rank 0    model, optimizer, strategy ──▶ LoopFacts ── JSON and vectors ──▶ the server's processes
-every rank                          the same arithmetic: which nodes there are, and what each shard holds
+rank 0 model, optimizer, strategy ──▶ LoopFacts ── JSON and vectors ──▶ the server's processes every rank the same
+arithmetic: the nodes, and each shard's parameters
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LOOP_FORMAT = "polytempo-loop-facts 1"
 
 @dataclass(frozen=True, eq=False)
 class LoopFacts:
-    """A loop of `workers` ranks whose parameters are at a server."""
+    """A loop of `workers` ranks with parameters at a server."""
 
     strategy: str
     hosts: tuple[int, ...]
     """The host of each rank; the server is on rank 0's."""
     parameters: tuple[Parameter, ...]
     rule: UpdateRule
-    """What the shards apply."""
+    """The shards' update rule."""
     allow_nan: bool
     batches_per_epoch: int
     timeout_s: float
@@ -52,9 +52,9 @@ class LoopFacts:
     first_epoch: int = 0
     """The epoch of the data that the run begins with."""
     servers: int = 0
-    """How many of the launcher's processes hold the shards; 0: those that rank 0 starts beside itself."""
+    """Number of the launcher's processes that hold the shards; 0: rank 0 starts its own."""
     stages: tuple[PlannedStage, ...] = ()
-    """Where the model is cut; (): every rank has all of it."""
+    """Stages of the model; (): every rank has all of it."""
     passed_bytes: int = 0
     """The largest tensor that passes from stage to stage."""
     states: tuple[bytes, ...] = ()
@@ -62,16 +62,16 @@ class LoopFacts:
     epochs_done: int = 0
     """The epochs that are in those states."""
     generation: int = 0
-    """How often a run has gone on from states."""
+    """Number of times that a run has gone on from states."""
 
     @property
     def workers(self) -> int:
-        """How many ranks train."""
+        """The number of ranks that train."""
         return len(self.hosts)
 
     @property
     def spread(self) -> bool:
-        """Whether they are on several hosts."""
+        """True if they are on several hosts."""
         return len(set(self.hosts)) > 1
 
     @cached_property
@@ -95,7 +95,7 @@ class LoopFacts:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it, but for the values of the vectors and the shards' states (`blobs`)."""
+        """Plain values for JSON, without the vectors and the shards' states (`blobs`)."""
         return {
             "format": LOOP_FORMAT,
             "strategy": self.strategy,
@@ -124,9 +124,9 @@ class LoopFacts:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], weights: bytes, running: bytes, states: bytes) -> LoopFacts:
-        """What `to_plain` and `blobs` gave. ValueError for another text."""
+        """The facts from `to_plain` and `blobs`. ValueError for another text."""
         if plain.get("format") != LOOP_FORMAT:
-            raise ValueError(f"these are no facts of a loop ({LOOP_FORMAT}): {str(plain)[:80]}")
+            raise ValueError(f"this text has no facts of a loop ({LOOP_FORMAT}): {str(plain)[:80]}")
         return cls(
             strategy=plain["strategy"],
             hosts=tuple(plain["hosts"]),
@@ -159,7 +159,7 @@ def facts_of_loop(
     first_epoch: int = 0,
     servers: int = 0,
 ) -> LoopFacts:
-    """The facts of a loop as it stands. Errors: ValueError for what a server cannot do."""
+    """The facts of a loop as it stands. Errors: ValueError for settings that a server does not support."""
     assert strategy.server is not None
     return LoopFacts(
         strategy=str(strategy),

@@ -1,4 +1,4 @@
-"""`ServedHandle`: what `attach` hangs on a loop's optimizer where the strategy has a parameter server.
+"""`ServedHandle`: the handle of `attach` for a strategy with a parameter server.
 
 for batch in pt.shard(…)   a ticket from the server's batch scheduler, and its batch
 loss.backward()            `.grad` is this rank's own gradient
@@ -47,7 +47,7 @@ class ServedHandle:
         self.world, self._model, self._optimizer, self._strategy = world, model, optimizer, strategy
         self._start, self._allow_nan = start, allow_nan
         self.attached = True
-        """Whether the hooks are on."""
+        """True while the hooks are on."""
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self._masters = masters_of(model, optimizer, precision)
@@ -78,7 +78,6 @@ class ServedHandle:
         return self._epochs.account
 
     def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
-        """Start the server, and connect this rank."""
         world = self.world
         with nullcontext() if self._masters is None else self._masters.in_float32():
             facts = facts_of_loop(
@@ -130,7 +129,7 @@ class ServedHandle:
             return
         if loop.replica.has_tables:
             raise ValueError(
-                f"{self._strategy} steps here and has parameters with sparse gradients, of which a look brings only "
+                f"{self._strategy} steps here and has parameters with sparse gradients, and a look brings only their "
                 "rows; evaluate the model at an epoch's end, where it is the server's"
             )
         self._step.lends = True
@@ -142,7 +141,7 @@ class ServedHandle:
 
     @property
     def _steps_here(self) -> bool:
-        """Whether ranks move their parameters by themselves, too."""
+        """True if ranks also move their parameters themselves."""
         assert self._strategy.server is not None
         loop = self._epochs.loop
         return self._strategy.server.decays == "workers" or (loop is not None and loop.replica.is_apart)
@@ -161,7 +160,7 @@ class ServedHandle:
         raise ValueError(
             f"the state of {self._strategy} is in its shards, which a loop of one's own does not save; save the "
             "model's inside handle.consensus() and the position of pt.shard between epochs, load both before attach, "
-            "and the shards' optimizer begins anew there; or make a job of it: pt.run(job, strategy, out=…) saves all"
+            "and the shards' optimizer begins again there; or make a job of it: pt.run(job, strategy, out=…) saves all"
         )
 
     def scaled(self, loss: Tensor) -> Tensor:

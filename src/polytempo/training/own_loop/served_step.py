@@ -1,6 +1,6 @@
-"""`ServedStep`: what an optimizer's `step` does before and after torch's own where the parameters are at a server.
+"""`ServedStep`: hooks before and after an optimizer's `step` for parameters at a server.
 
-before    checks ── weight decay, where workers add it ── gradients are pushed ── `.grad` is what the step here uses
+before    checks ── weight decay, if workers add it ── gradients are pushed ── `.grad` is for the step here
 after     parameters are pulled ── `.grad` is the loop's own again
 """
 
@@ -29,8 +29,8 @@ _AGAIN = "call detach() on the handle and attach again"
 class ServedStep:
     """The hooks of one rank's optimizer. `loop` is there as soon as batches are dealt.
 
-    What the server has been told once (the trained parameters, the optimizer's settings but for learning rates, the
-    weights) may not change under it: RuntimeError at the step.
+    The server learns the trained parameters, the optimizer's settings but for learning rates, and the weights once; a
+    later change is a RuntimeError at the step.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ServedStep:
         self._rule = shard_rule_of(self._service, optimizer)
         self.loop: TicketLoop | None = None
         self.lends = False
-        """Whether the model's tensors are the server's just now, inside `consensus`."""
+        """True inside `consensus`: the model's tensors are the server's."""
         self.num_steps = 0
         self._exchanged = False
         self._own: list[tuple[nn.Parameter, Tensor | None]] = []
@@ -80,7 +80,7 @@ class ServedStep:
     # ------------------------------------------------------------------ hooks
 
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._exchanged:  # an optimizer whose step calls its parent's runs all hooks twice for one step
+        if self._exchanged:  # an optimizer's step that calls its parent's runs all hooks twice
             return None
         self._check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -92,7 +92,7 @@ class ServedStep:
         return (args[0], self._evaluated(closure)), {n: value for n, value in kwargs.items() if n != "closure"}
 
     def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, followed by the exchange of what it has computed."""
+        """The closure, followed by the exchange of its gradients."""
 
         def evaluate() -> Any:
             if self._exchanged:
@@ -159,8 +159,8 @@ class ServedStep:
             )
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                f"{type(self._optimizer).__name__}(fused=True) takes the scale of a GradScaler off by itself, after "
-                "the push; make it with fused=False"
+                f"{type(self._optimizer).__name__}(fused=True) takes the scale of a GradScaler off after the push; "
+                "make it with fused=False"
             )
         if self._needing_gradients() != self._held:
             raise RuntimeError(f"other parameters are trained now than at attach, and the server has those; {_AGAIN}")
@@ -172,7 +172,7 @@ class ServedStep:
         self._check_weights()
 
     def _check_weights(self) -> None:
-        """Whether they are as the last pull, or the last step here, has left them."""
+        """Raise RuntimeError for weights that have changed since the last pull, or the last step here."""
         assert self.loop is not None
         if self._changes is not None and not self.loop.replica.is_apart and self._num_changes() != self._changes:
             raise RuntimeError(

@@ -9,31 +9,28 @@ from torch.utils.data import DataLoader, Dataset
 
 from polytempo.data.shard import DataShard
 from polytempo.training.model.ports import ports_of
-from polytempo.training.own_loop.epoch_source import source_of
 from polytempo.worlds import ProcessWorld, current
 
 
 class WorldShard:
-    """A `DataShard` that tells its world each batch's share of the global batch, so uneven batches weigh right.
+    """A `DataShard` that notes each batch's share of the global batch in its world, so uneven batches weigh right.
 
-    Batches may be taken before their turn, by a loader that looks ahead: an attached model recognises what it is given
-    by its tensors or, where the loop has moved them (`x.to(device)`), as the oldest batch with tensors of their shapes
-    that it has not been given. What it cannot recognise, and what a compiled model is given, has the share of the batch
-    that was taken last.
+    Batches may be taken before their turn, by a loader that looks ahead: an attached model recognises its inputs by
+    their tensors or, after a move (`x.to(device)`), as the oldest unused batch with tensors of their shapes. Other
+    inputs, and a compiled model's, have the share of the last batch.
 
-    Whatever else a script asks of it (`dataset`, `sampler`, `num_workers`, `collate_fn`, …) is the loader's that was
-    given. Three things are its own: `batch_size` (per rank, as `shard` was told), `len` (steps of a whole epoch, the
-    same on all ranks) and `set_epoch`. `dataset` and `sampler` are those of the whole data, not of this rank's part.
+    Other attributes (`dataset`, `sampler`, `num_workers`, `collate_fn`, …) are the given loader's. Three are the
+    shard's: `batch_size` (per rank), `len` (steps of a whole epoch, the same on all ranks) and `set_epoch`. `dataset`
+    and `sampler` belong to the whole data, not to this rank's part.
     """
 
     def __init__(self, world: ProcessWorld, inner: DataShard, ranks: tuple[int, ...]) -> None:
-        """`ranks`: those that are dealt batches of their own."""
+        """`ranks`: the ranks with batches of their own."""
         self._world, self._ranks = world, ranks
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches for the rest of the epoch."""
-        source = source_of(self._world)
+        source = self._world.epoch_source
         if source is not None and source.takes(self.inner):
             yield from source.epoch(self.inner)
             return
@@ -46,11 +43,10 @@ class WorldShard:
             self._world.shares.end(begun)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, the same on all ranks."""
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        """What the loader has that was given; where a data set was given, a plain loader of it."""
+        """An attribute of the given loader; for a data set, of a plain loader of it."""
         if (
             name.startswith("_") or name == "inner"
         ):  # a copy asks before it has any; a loader's private parts are its own
@@ -70,12 +66,14 @@ class WorldShard:
     def grow(self, batch_size: int) -> None:
         """Let steps have so many samples per rank from the next iteration on; all ranks call it.
 
-        The rest of an epoch is dealt anew, each sample once; a loop that is resumed says it again. ValueError where a
-        server deals the batches.
+        The rest of an epoch is dealt again, each sample once; a resumed loop calls it again. ValueError where a server
+        deals the batches.
         """
-        source = source_of(self._world)
+        source = self._world.epoch_source
         if source is not None and source.takes(self.inner):
-            raise ValueError("a parameter server deals the batches, whose size stays; begin with a larger batch_size")
+            raise ValueError(
+                "a parameter server deals the batches, and their size stays; begin with a larger batch_size"
+            )
         self.inner.grow(batch_size * self.inner.size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -93,7 +91,7 @@ class WorldShard:
         Where a parameter server deals the batches, between epochs: ValueError within one, where no rank knows which
         samples the others have had.
         """
-        source = source_of(self._world)
+        source = self._world.epoch_source
         if source is not None and source.is_within(self.inner):
             raise ValueError("a parameter server deals the batches, in no order; save the position between epochs")
         return self.inner.state_dict()

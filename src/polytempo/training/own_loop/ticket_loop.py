@@ -1,10 +1,10 @@
-"""`TicketLoop`: one rank's part of a loop whose parameters are at a server. The loop is the caller's own.
+"""`TicketLoop`: one rank's part of a loop with parameters at a server. The loop is the caller's own.
 
     next_ticket ──▶ batch ──▶ gradient ──▶ before_step ──▶ optimizer.step ──▶ after_step ──▶ next_ticket …
          │ None: the epoch is over                                                    leave: no more
 
-`training.served.worker_program` is the same with a loop of its own. Between the calls nothing happens: what arrives
-meanwhile waits in the mailbox.
+`training.served.worker_program` is the same with a loop of its own. Between the calls nothing happens: messages wait in
+the mailbox.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from polytempo.worlds.process.mail import Mail, MailWorld
 T = TypeVar("T")
 
 LEAVE = b'{"kind": "leave", "worker": %d}'
-"""The row with which a rank says that it wants no more batches."""
+"""The row of a rank that wants no more batches."""
 
 
 RETURN = '{{"kind": "return", "worker": {worker}, "process": {process}, "host": "{host}"}}'
-"""The row with which a rank says that it has come back, as which process of which host."""
+"""The row of a rank that has come back, with its process and host."""
 
 
 class ServerLink(Protocol):
@@ -47,7 +47,7 @@ class ServerLink(Protocol):
         """This rank's mailbox. Its `take` raises PolytempoError where the server has ended before its time."""
 
     def close(self, *, wait_s: float, reason: str = "") -> None:
-        """Let go of the server. On rank 0 it ends: by itself within `wait_s`, or, with a `reason`, at once."""
+        """Let go of the server. On rank 0 it ends: alone within `wait_s`, or, with a `reason`, immediately."""
 
     @property
     def greeting(self) -> tuple[bytes, ...]:
@@ -55,11 +55,11 @@ class ServerLink(Protocol):
 
     @property
     def epochs_behind(self) -> int:
-        """How many epochs of the run lie before the one at which this rank, which comes back, begins."""
+        """Epochs of the run before this rank's first one, if the rank comes back."""
 
     @property
     def account(self) -> dict[str, Any] | None:
-        """What the server has said at its end; on rank 0, after `close`."""
+        """The server's account at its end; on rank 0, after `close`."""
 
 
 class Dealt(NamedTuple):
@@ -72,7 +72,7 @@ class Dealt(NamedTuple):
 class TicketLoop:
     """Rank `rank` of a loop. `facts` are the same on all ranks. `life`: how many processes it has had.
 
-    Where the model is cut, `model` and `optimizer` are those of this rank's stage: see `train`.
+    In a pipeline, `model` and `optimizer` belong to this rank's stage: see `train`.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class TicketLoop:
         self._worker = ServedWorker(*given, masters=masters, decay=decay, stage=stage)
         self.replica = self._worker.replica
         self.dealt: list[Dealt] = []
-        """What the loop has been given since its last step."""
+        """Batches of the loop since its last step."""
         self.losses: list[Tensor] = []
-        """Of batches that have come back otherwise than by a step, since the loop has asked."""
+        """Losses of batches that came back without a step, since the loop last asked."""
         self._tickets: deque[Ticket] = deque()
         self._met = self._alone = False
 
@@ -195,7 +195,6 @@ class TicketLoop:
             await self._push_all()
 
     async def _push_all(self) -> None:
-        """Push all that is under way or held back."""
         self.losses += await self._worker.drain()
         self._count_dealt()  # batches that no step has used: their gradients are in `.grad`, or the loop left them out
         await self._worker.push_held()
@@ -221,9 +220,9 @@ class TicketLoop:
         return self._drive(self._stage.whole_model())
 
     def leave(self, *, fetch: bool) -> None:
-        """Push what is held back, want no more batches, and wait until no rank wants any; `fetch`: the final weights.
+        """Push held gradients, want no more batches, and wait until no rank wants any; `fetch`: the final weights.
 
-        Where a rank trains on, this waits for it.
+        If a rank trains on, this waits for it.
         """
         self._drive(self._leave(fetch=fetch))
 
@@ -252,7 +251,7 @@ class TicketLoop:
         return self._world.drive(interpreted(program, self._calls.perform))
 
     async def _among_stages(self, program: Program[T], messages: StageMessages) -> T:
-        """With what passes between the stages of the replica, which meet before the first of it."""
+        """Run the program with messages between the replica's stages, which meet before the first one."""
         if not self._met:
             self._met = True
             await messages.meet()

@@ -1,1 +1,1 @@
-"""Which part of a model is a rank's: stages, split layers, branches, hybrids."""
+"""Models in parts on several ranks."""

@@ -1,4 +1,4 @@
-"""`plan_layers`: what each layer of a model would send by data and by model parallelism, over a link."""
+"""`plan_layers`: the bytes of each layer of a model by data and by model parallelism, over a link."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polytempo.server.worker.transforms import server_price
 from polytempo.spec.text.catalogue import codec_of
 
 LATENCY_S = 50e-6
-"""From process to process, where a link is given by its rate alone."""
+"""Latency between processes for a link that is given by its rate alone."""
 
 
 def reductions(shards: int = 1) -> dict[str, Reduction]:
@@ -45,7 +45,7 @@ def plan_layers(
     activations: Codec | str | None = None,
     gradients: Codec | str | None = None,
 ) -> LayerPlan:
-    """Plan each layer of `model` by data or by model parallelism, the one that sends less; `pt.hybrid` takes the plan.
+    """Plan each layer of `model` by data or model parallelism, by the fewer bytes; `pt.hybrid` takes the plan.
 
         plan = pt.plan_layers(net, images, workers=32, link="10gbit", batch_size=1024)
         plan.model_parallel, plan.seconds_of("data"), plan.seconds_of("hybrid")

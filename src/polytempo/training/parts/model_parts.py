@@ -1,4 +1,4 @@
-"""`ModelParts`: what a run needs of a model whose layers lie in parts: its whole, and which part this rank has."""
+"""`ModelParts`: a model in parts, for a run: the whole of it, and this rank's part."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from torch import Tensor, nn
 
 from polytempo.core import Port
 from polytempo.partition.hybrid import HybridModel
-from polytempo.partition.tensor.division import Division
+from polytempo.partition.tensor.division import Cuts, Division, described
 from polytempo.partition.tensor.layers.layer import SplitLayer
 from polytempo.partition.tensor.parted_model import PartedModel, joined
-from polytempo.training.model.divided_tensors import Cuts, described
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.pipeline.pipeline_stage import WholeModel
 from polytempo.training.step.replica import Replica
 
 
 class ModelParts:
-    """One rank's parts. `names`: those of the whole model's parameters, in its order."""
+    """One rank's parts. `names`: the whole model's parameters, in its order."""
 
     def __init__(self, model: PartedModel, replica: Replica, port: Port, names: Sequence[str]) -> None:
         self.model, self.replica, self._names = model, replica, tuple(names)
         self.cut = model.parts
-        """How each parameter is cut that lies in parts."""
+        """The cuts of parameters in parts."""
         self.divisions = self.cut
         self.ports = held_by(model, port)
-        """Those that hold the same parts (data), and those that hold the parts of one model."""
+        """Ranks with the same parts (data), and ranks that hold the parts of one model."""
         self.number = self.place = self.ports.model.rank
 
     async def whole(self) -> WholeModel:
@@ -54,7 +53,7 @@ class ModelParts:
         )
 
     def report(self) -> list[dict[str, Any]]:
-        """Who holds which part of which layer, and what is sent for it in a step; see `Result.layers`."""
+        """Holders and traffic of each layer in a step; see `Result.layers`."""
         group, passes = self.model.group, max(1, self.model.group.passes)
         found = []
         for name, layer in _layers(self.model):
@@ -76,12 +75,12 @@ class ModelParts:
         return found
 
     def described(self) -> str:
-        """How the model is cut and which part this is, as a checkpoint has it: see `cuts_of`."""
+        """The cuts and the number of this part, as a checkpoint has them: see `cuts_of`."""
         return described(self.number, self.cut)
 
 
 def _layers(model: PartedModel) -> list[tuple[str, nn.Module]]:
-    """Split layers, each with all that lies in it, and other modules that have parameters themselves."""
+    """Split layers with all modules inside, and other modules with parameters of their own."""
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         within = any(isinstance(layer, SplitLayer) and name.startswith(f"{other}.") for other, layer in found)
@@ -96,7 +95,7 @@ def _whole_numel(numel: int, how: Division | None, number: int) -> int:
 
 
 def held_by(model: PartedModel, port: Port) -> Ports:
-    """Who holds the same parts as this rank, and who the other parts of its model.
+    """The ranks with the same parts as this rank, and the ranks with the other parts of its model.
 
     Of divided layers every rank has parts that no other has, and of all else the whole.
     """

@@ -1,4 +1,4 @@
-"""A job whose strategy has layers in parts on several ranks: one rank's model, and how its ranks are laid out."""
+"""A job with layers in parts on several ranks: one rank's model, and the ranks' layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.distillation import grouped
-from polytempo.training.model.divided_parameters import check_restorable, own_parameters
+from polytempo.training.model.parted_parameters import check_optimizer, check_restorable, own_parameters
 from polytempo.training.model.ports import DATA, MODEL, check_mesh, ports_of
-from polytempo.training.model.replicated_parameters import check_optimizer
 from polytempo.training.parts.layer_plan import plan_layers
 from polytempo.training.parts.staged_training import cut_of, sample_of, staged
 from polytempo.training.pipeline.pipeline_stage import laid_out
@@ -64,9 +63,9 @@ def laid_out_parts(port: Port, parted: Parted | None) -> Port:
 
 
 def parted_model(spec: RunSpec, model: nn.Module, data: Data, port: Port, drive: Drive) -> PartedModel:
-    """`model`, of whose layers the rank of `port`, which is laid out, keeps its parts. Sends nothing; changes `model`.
+    """This rank's parts of `model`; `port` is laid out. Sends nothing; changes `model`.
 
-    Errors: ValueError for rules and names that do not fit the model, and for a plan where the loss calls the model.
+    Errors: ValueError for rules and names that do not fit the model, and for a plan if the loss calls the model.
     """
     ports, parted = ports_of(port), spec.strategy.parted
     if isinstance(parted, SplitLayers):

@@ -14,6 +14,7 @@ from polytempo.cluster import Link
 from polytempo.cluster.rate import rate_of
 from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
+from polytempo.partition.branches.placed_model import PlacedModel, placed
 from polytempo.partition.plan import SplitPlan, given_plan, split_plan
 from polytempo.partition.tensor import ModelGroup, Rules, SplitModel, apply_rules
 from polytempo.partition.tensor.rules import EXAMPLE, matched
@@ -109,7 +110,6 @@ async def _begun_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> Non
 
 
 def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup) -> tuple[Rules, SplitPlan | None]:
-    """The rules by name, and the plan that has chosen them."""
     if isinstance(rules, Mapping):
         return rules, None
     if not isinstance(rules, str):
@@ -126,9 +126,7 @@ def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup)
 
 def _given(model: nn.Module, rules: Rules, sample: Any, group: ModelGroup) -> SplitPlan:
     if sample is None:
-        raise ValueError(
-            "what a split costs on a link depends on the batch; give sample=x, which the model is called with"
-        )
+        raise ValueError("a split's cost on a link depends on the batch; give sample=x, which the model is called with")
     return given_plan(model, sample, matched(model, rules), group.size)
 
 
@@ -150,7 +148,7 @@ def model_port(whole: Port) -> Port:
     if MODEL not in lengths:
         raise ValueError(
             f"a model is split along the axis {MODEL!r} of the mesh, and this one is {lengths or 'none'}; call "
-            f'pt.init(mesh={{"data": …, "{MODEL}": …}}), whose lengths multiply to {whole.size}'
+            f'pt.init(mesh={{"data": …, "{MODEL}": …}}) with lengths that multiply to {whole.size}'
         )
     return whole.along(MODEL)
 
@@ -160,3 +158,40 @@ async def take_first(port: Port, model: nn.Module) -> None:
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         tensor.detach().copy_(await port.broadcast(tensor.detach().clone().contiguous()))
+
+
+def place(model: nn.Module, *, sample: Any, world: ProcessWorld | None = None, port: Port | None = None) -> PlacedModel:
+    """Keep this rank's branches of `model`; returns the placed model, which takes the place of `model`.
+
+        pt.init(mesh={"data": 1, "model": 2})
+        model = pt.place(net, sample=x)
+        optimizer = torch.optim.AdamW(model.parameters())
+        pt.attach(model, optimizer, pt.strategies.sync_sgd())
+
+    The branches that `pt.threads` finds for threads go to the ranks along the axis "model" of the mesh instead, each
+    where it ends the soonest. A tensor that passes between two ranks is sent once to each that needs it, and its
+    gradient once back; the model's answer is on all ranks, which compute the same loss and all call backward. Every
+    rank makes the whole model and takes the parameters of the first; then it keeps its own branches' parameters, under
+    their names. `full_parameters()` and `full_gradients()` show the whole model's, `places` the rank of each branch.
+
+    `sample` holds the model's arguments; batches may have other sizes. `port`: this rank's place in another world
+    than a process world, such as a virtual one. There, `place`, forward and backward passes are called inside of
+    `await suspendable(…)` (`polytempo.core.suspension`).
+
+    The results equal one process's, except for random numbers: a dropout draws from its own rank's. Clipping
+    by `handle.clip_grad_norm_`, or by torch's, which all ranks call, is by the whole model's norm. The first pass with
+    inputs of new sizes sends the sizes.
+
+    Errors: `Mismatch` where ranks have other models; ValueError for a model without branches or that cannot be traced,
+    for a parameter that branches of two ranks would share, and, in a pass, for inputs that need a gradient.
+
+    Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 3: a model partitioned across
+    machines; each computes its nodes and sends values to the machines that need them. There the user places the nodes.
+    """
+    whole = port or (world or current()).port
+    group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive)
+    if group.size > 1:
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        group.drive(agree(group.port, {"model": shapes}))
+        group.drive(take_first(group.port, model))
+    return placed(model, sample, group)

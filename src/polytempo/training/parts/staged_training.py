@@ -1,4 +1,4 @@
-"""A job whose strategy cuts its model into stages: one rank's stage, its step, and what the job must be for it."""
+"""A job with a model in stages: one rank's stage, its step, and checks of the job."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def staged_step(stage: PipelineStage, job: Job) -> TakeStep:
 def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     """The job's model in the strategy's stages, of about as many operations each; the same on all ranks.
 
-    Errors: ValueError for a job whose loss calls the model itself, for a model that cannot be cut, or not in so many
-    stages, and for weights that several stages share where the schedule is late.
+    Errors: ValueError for a job with a loss that calls the model itself, for a model that cannot be cut, or not in so
+    many stages, and for weights that several stages share in a late schedule.
     """
     schedule = schedule_of(spec.strategy)
     return cut(model, schedule.stages * schedule.parts, sample=sample_of(spec.job, data, spec.batch_size, spec.seed))
 
 
 def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any]:
-    """The input of a batch, which is what the job's model is called with."""
+    """The input of a batch, for a call of the job's model."""
     return (first_batch(job, data, batch_size, seed)[0],)
 
 
@@ -71,8 +71,8 @@ def first_batch(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[A
     """Input and target of one."""
     if isinstance(job.loss, OfBatch):
         raise ValueError(
-            f"job {job.name}: its loss is called with the model and the whole batch, so it is not known what the model "
-            "itself is called with; a model can be cut where a batch is a pair (input, target): write the loss as "
+            f"job {job.name}: its loss is called with the model and the whole batch, which hides the model's own "
+            "arguments; a model can be cut where a batch is a pair (input, target): write the loss as "
             "loss(output, target), without pt.of_batch"
         )
     with kept_random_states():

@@ -19,12 +19,12 @@ from polytempo.training.pipeline.stage_program import MicroBatch
 
 
 class MicroBatches:
-    """Cuts batches along their first dimension, which is that of samples, into parts as equal as can be.
+    """Cuts batches along their first dimension, the samples', into parts as equal as can be.
 
-    The loss of a part counts by what it divides by (`spec.loss_divisor`), so the sum over parts is the batch's. Of a
-    loss of which that is not known, the mean over samples is assumed, and a UserWarning says so where the first two
-    micro-batches have another one together. Dropout draws from a seed of its own in every part of the model, for every
-    micro-batch, step and replica.
+    The loss of a part counts by its divisor (`spec.loss_divisor`), so the sum over parts is the batch's. A loss without
+    a known divisor counts as a mean over samples, and a UserWarning says so if the first two micro-batches have another
+    one together. Dropout draws from a seed of its own in every part of the model, for every micro-batch, step and
+    replica.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class MicroBatches:
     def _head(
         self, target: Any, number: int, shares: Callable[[], list[float]], sizes: Sequence[int]
     ) -> Callable[[Any], Tensor]:
-        """The loss of a micro-batch as its part of the batch's."""
 
         def head(output: Any) -> Tensor:
             share = shares()[number]
@@ -112,7 +111,7 @@ class MicroBatches:
                 )
 
     def seeded(self, step: int, number: int) -> Callable[[int], None]:
-        """Sets the random state with which micro-batch `number` of `step` enters a part of the model."""
+        """A function that sets the random state of micro-batch `number` of `step` at a part of the model."""
         return partial(self._seed_part, step, f"micro-batch {number} of a pipeline, part ")
 
     def _layouts_of(self, inputs: tuple[Any, ...]) -> dict[str, Layout]:
@@ -130,7 +129,7 @@ def _is_cut(leaf: Any) -> bool:
 
 
 def _of_samples(values: Any, samples: int) -> bool:
-    """Whether all of them are tensors with a row for each sample, so that two micro-batches can be joined."""
+    """True if all are tensors with a row for each sample, so that two micro-batches can be joined."""
     return all(_is_cut(leaf) and len(leaf) == samples for leaf in tree_flatten(values)[0])
 
 

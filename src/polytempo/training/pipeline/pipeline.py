@@ -1,4 +1,4 @@
-"""`Pipeline`: one rank's part of a model whose layers lie on several ranks, trained in a loop of one's own."""
+"""`Pipeline`: one rank's part of a model with layers on several ranks, trained in a loop of one's own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,9 @@ from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.hooks.drift_watch import watch
-from polytempo.training.model.agree import agree, gather_json, next_series
-from polytempo.training.model.model_broadcast import broadcast_model
+from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
-from polytempo.training.pipeline.pipeline_stage import (
-    Loss,
-    PipelineStage,
-    laid_out,
-    of_parameters,
-    schedule_of,
-)
+from polytempo.training.pipeline.pipeline_stage import Loss, PipelineStage, laid_out, of_parameters, schedule_of
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import ProcessWorld
 
@@ -177,7 +170,6 @@ class Pipeline:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What a state must be of to be this rank's."""
         return self._told | {"rank": self._world.rank, "ranks": self._world.size}
 
 
@@ -205,7 +197,7 @@ def agreed_cut(
     seed: int,
     max_norm: float | None,
 ) -> tuple[Cut, dict[str, Any]]:
-    """The same cut on all ranks of `port`, and what they have agreed about. All call it. Errors: `Mismatch`."""
+    """The same cut on all ranks of `port`, and the facts that they have agreed on. All call it. Errors: `Mismatch`."""
     schedule = schedule_of(strategy)
     found = cut(model, schedule.stages * schedule.parts, sample=sample, by=by)
     if not isinstance(by, str) and port.rank == 0:
@@ -221,14 +213,13 @@ def agreed_cut(
 
 
 def _warn_unbalanced(found: Cut) -> None:
-    """A cut by hand may be far from the best."""
     if said := unbalanced(found.costs, [cost.operations for cost in found.costs], most=1.5):
         warnings.warn(f"{said}, by the operations counted; cut by other names, or by='operations'", stacklevel=5)
 
 
 def strategy_of(schedule: Schedule | Strategy | str, inner: Strategy | None, wires: Wires = AS_THEY_ARE) -> Strategy:
-    """The strategy of a pipeline that is given as one, or as its schedule and what replicas of a stage do, with codecs
-    between its stages. ValueError for one that cuts nothing, and for what is said twice."""
+    """The strategy of a pipeline: given as one, or as its schedule, the `inner` strategy of a stage's replicas, and
+    codecs between stages. ValueError for a strategy that cuts nothing, and for a double answer."""
     return _wired(_staged(schedule if isinstance(schedule, Schedule) else strategy_from(schedule), inner), wires)
 
 

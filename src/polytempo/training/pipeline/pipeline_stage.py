@@ -1,4 +1,4 @@
-"""`PipelineStage`: one rank's parts of a model, their optimizer, and what becomes of their gradients, in any world.
+"""`PipelineStage`: one rank's parts of a model, their optimizer, and the way of their gradients, in any world.
 
 batch ──▶ micro-batches ──▶ StageProgram ──▶ gradients ──▶ replicas of this stage ──▶ clipping ──▶ optimizer.step
 """
@@ -10,29 +10,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from polytempo.core import Port, Strategy, is_idle
+from polytempo.core import Bundle, Port, Strategy, is_idle
+from polytempo.core.bundle import by_kind
 from polytempo.core.errors import JobFailed
 from polytempo.core.state import Saved
-from polytempo.partition.cut import Cut
+from polytempo.partition.cut import Cut, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.facts import StageFacts, facts, steps_late
-from polytempo.partition.tensor.parted_model import refuse_norms
+from polytempo.partition.tensor.division import Cuts
+from polytempo.partition.tensor.parted_model import joined, refuse_norms
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.loss_divisor import DividedLoss, divisor_of
 from polytempo.spec.precision import Precision
-from polytempo.training.model.divided_tensors import Cuts
+from polytempo.training.model.parted_parameters import align, counted_elsewhere
 from polytempo.training.model.ports import DATA, MODEL, STAGE, Ports, check_mesh, ports_of
-from polytempo.training.model.replicated_parameters import align, counted_elsewhere
 from polytempo.training.model.trainable_parameters import is_frozen
-from polytempo.training.pipeline.gathered import gathered
 from polytempo.training.pipeline.late.estimators import estimators_of
 from polytempo.training.pipeline.late.late_stage import late_stage
-from polytempo.training.pipeline.mail.delay_mail import DelayMail
-from polytempo.training.pipeline.mail.loss_mail import LossMail
 from polytempo.training.pipeline.mail.stage_mail import own_messages
+from polytempo.training.pipeline.mail.step_reports import DelayMail, LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.program_state import restored_state, saved_state
 from polytempo.training.pipeline.shared_gradients import SharedGradients
@@ -59,7 +59,7 @@ class WholeModel(NamedTuple):
 class PipelineStage:
     """The stage that rank `port.rank` has of `model`, which is cut as `parts` says. It begins nothing itself.
 
-    `strategy` has the schedule; `port` is laid out (`laid_out`). `optimizer` makes that of the stage's model.
+    `strategy` has the schedule; `port` is laid out (`laid_out`). `optimizer` makes the optimizer of the stage's model.
     `series`: its number among the models that a world trains (`next_series`).
     """
 
@@ -83,9 +83,9 @@ class PipelineStage:
         self.number = self.ports.model.rank
         self._stages = own_messages(self.ports.model)
         self.split = isinstance(strategy.parted, SplitLayers)
-        """Whether the layers of stages are split."""
+        """True if the layers of stages are split."""
         self.holders = _holders(port) if self.split else port.among([port.rank])
-        """Those that hold this stage together: this rank alone, where its layers are whole."""
+        """The ranks that hold this stage together: this rank alone if its layers are whole."""
         if isinstance(strategy.parted, SplitLayers):
             parts = split_stage(model, parts, strategy.parted, self.number, self.schedule.stages, self.holders)
         self._whole, self._max_norm = model, max_norm
@@ -109,7 +109,7 @@ class PipelineStage:
         self._losses = LossMail(self.late)
         self._delays = DelayMail(self.late)
         self._shares: deque[float | None] = deque()
-        """Of the batches whose gradients have made no update yet."""
+        """Shares of the batches that wait for an update."""
         flops = flops_per_sample / self.holders.size
         replica = self.ports.data.rank
         self._batches = MicroBatches(self.cut, self.schedule, self._checked(loss), seed, replica, flops)
@@ -137,11 +137,11 @@ class PipelineStage:
         return loss
 
     def micro_batches(self, inputs: Sequence[Any], target: Any) -> list[MicroBatch]:
-        """What the next step would make of a batch."""
+        """The next step's micro-batches of a batch."""
         return self._batches.of(inputs, target, self.program.step_number)
 
     async def reported(self, loss: Tensor | None) -> Tensor | None:
-        """The loss of the batch that is back at the first stage, there; `loss` is what `step` has answered."""
+        """The loss of the batch that is back at the first stage, there; `loss` is the answer of `step`."""
         return await self._losses.step(self._stages, loss)
 
     async def delays(self) -> list[float | None]:
@@ -162,16 +162,16 @@ class PipelineStage:
 
     @property
     def late(self) -> int:
-        """Steps after its own in which a batch's last gradient is back at all stages."""
+        """The number of later steps until a batch's last gradient is back at all stages."""
         return steps_late(self.schedule)
 
     @property
     def facts(self) -> StageFacts:
-        """What the schedule lets this stage hold, and how late its updates are."""
+        """The schedule's bounds on this stage's memory and delays."""
         return facts(self.schedule, self.number)
 
     def state(self) -> Saved:
-        """What is under way here after a step; see `ProgramState`."""
+        """The state under way here after a step; see `ProgramState`."""
         buffers = self.replica.buffers
         about = {"shares": list(self._shares), "passed": buffers.passed}
         found = saved_state(self.program.state(), about)
@@ -184,7 +184,7 @@ class PipelineStage:
         return Saved(tensors, scalars)
 
     def restore(self, source: Saved) -> None:
-        """Go on from what `state` answered, in the same stage of the same schedule. Parameters are loaded before."""
+        """Go on from the result of `state`, in the same stage of the same schedule. Parameters are loaded before."""
         state, about = restored_state(source)
         micro_batches = self.schedule.micro_batches
         self.program.restore(state, lambda number: self._batches.seeded(*divmod(number, micro_batches)))
@@ -202,7 +202,7 @@ class PipelineStage:
         self.program.begin(step)
 
     def report(self) -> dict[str, Any]:
-        """What this stage did, as plain values; see `Result.stages`."""
+        """Delays and memory of this stage, as plain values; see `Result.stages`."""
         return stage_report(self.program, self.cut, self.schedule, self.number, self.model)
 
     async def whole(self) -> WholeModel:
@@ -213,7 +213,7 @@ class PipelineStage:
         return self.named(found)
 
     def named(self, found: dict[str, Tensor]) -> WholeModel:
-        """The stages' tensors in the model's order; what no stage computes with is as it was made."""
+        """The stages' tensors in the model's order; a tensor that no stage uses is as it was made."""
         return WholeModel(
             {name: found.get(name, p.detach()) for name, p in self._whole.named_parameters()},
             {name: found.get(name, buffer) for name, buffer in self._whole.named_buffers()},
@@ -221,17 +221,18 @@ class PipelineStage:
 
     @property
     def holder(self) -> int:
-        """Which of those this rank is that hold the stage together."""
+        """This rank's number among the ranks that hold the stage together."""
         return self.holders.rank
 
     @property
     def place(self) -> int:
-        """The number of what this rank holds of the model: of all holders of the first stage, then of the next one."""
+        """The number of this rank's share of the model: all holders of the first stage come first, then the next
+        stage's."""
         return self.number * self.holders.size + self.holder
 
     @property
     def divisions(self) -> Cuts:
-        """How the parameters of this stage are cut, by the whole model's names."""
+        """Cuts of the parameters of this stage, by the whole model's names."""
         return cut_parameters(self.model) if self.split else {}
 
     def of_all(self, found: Mapping[int, Mapping[str, Tensor]], cuts: Mapping[int, Cuts]) -> WholeModel:
@@ -294,14 +295,14 @@ class PipelineStage:
 
 
 def _advise(replica: Replica, schedule: Schedule) -> None:
-    """What becomes infinite with estimates names a learning rate."""
+    """Name a learning rate in the error for infinite values with estimates."""
     if schedule.estimation is not None and replica.guard is not None:
         lr = replica.optimizer.param_groups[0]["lr"]
         replica.guard.remedy = f"estimates need a smaller learning rate: a fifth of this one is {lr / 5:g}"
 
 
 def _optimizer(make: MakeOptimizer, stage: nn.Module, whole: nn.Module) -> Optimizer:
-    """The stage's; one that does nothing where all of its parameters are frozen and there is none of no parameters."""
+    """The stage's optimizer; SGD with rate 0 if all its parameters are frozen and `make` takes no such model."""
     if is_frozen(whole):
         raise ValueError("no parameter of the model needs a gradient, so there is nothing to train; unfreeze some")
     if len(list(stage.parameters())) < len(list(whole.parameters())):
@@ -329,7 +330,7 @@ def shares_of(parts: Cut) -> list[float]:
 def stage_report(
     program: StageProgram, parts: Cut, schedule: Schedule, number: int, model: StageModel
 ) -> dict[str, Any]:
-    """What stage `number` did, as plain values; see `Result.stages`."""
+    """Delays and memory of stage `number`, as plain values; see `Result.stages`."""
     delays = program.delays
     return {
         "stage": number,
@@ -344,7 +345,7 @@ def stage_report(
 
 
 def laid_out(port: Port, stages: int, ranks: int = 1) -> Port:
-    """The ranks as replicas of so many stages, each of which so many hold together. ValueError where they cannot be."""
+    """The ranks as replicas of so many stages, with so many ranks for each. ValueError for other numbers."""
     check_mesh(port)
     if port.mesh is not None:
         lengths = port.mesh.lengths
@@ -371,7 +372,7 @@ def _stage_ports(port: Port) -> Ports:
 
 
 def _holders(port: Port) -> Port:
-    """Those that hold a split stage together: one rank where layers have one part."""
+    """The ranks that hold a split stage together: one rank if layers have one part."""
     held = port.mesh is not None and MODEL in port.mesh.lengths
     return port.along(MODEL) if held else port.among([port.rank])
 
@@ -379,3 +380,31 @@ def _holders(port: Port) -> Port:
 def of_parameters(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> MakeOptimizer:
     """An optimizer's function of parameters as one of the stage's model."""
     return lambda model: optimizer(model.parameters())
+
+
+async def gathered(
+    ports: Ports, replica: Replica, cut: Cut, num_stages: int, holders: Port | None
+) -> dict[str, Tensor]:
+    """The mean over replicas where they differ; in the order of the parts. Cost: every stage broadcasts once.
+
+    `holders`: the ranks that hold this stage's split layers together, where it has such.
+    """
+    await replica.settle()
+    mine = await replica.consensus(ports.data) | dict(replica.model.named_buffers())
+    mine |= await replica.consensus_buffers(ports.data)
+    if holders is not None:
+        mine = await joined(holders, mine, cut_parameters(replica.model))
+    with replica.in_float32():  # what other stages have in 16 bits is float32 here
+        likes = [_tensors(cut.stages[stage::num_stages]) for stage in range(num_stages)]
+    found: dict[str, Tensor] = {}
+    for stage, tensors in enumerate(likes):
+        for group in by_kind(tensors).values():
+            bundle = Bundle({name: mine[name] if stage == ports.model.rank else t for name, t in group.items()}).copy()
+            flat = await ports.model.broadcast(bundle.flat, stage)
+            found |= {name: torch.clone(view) for name, view in bundle.with_flat(flat).views.items()}
+    return found
+
+
+def _tensors(parts: Iterable[Stage]) -> dict[str, Tensor]:
+    modules = [part.module for part in parts]
+    return {n: t.detach() for module in modules for n, t in [*module.named_parameters(), *module.named_buffers()]}

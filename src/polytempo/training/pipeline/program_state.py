@@ -1,8 +1,8 @@
-"""`ProgramState`: what a stage has under way between two steps, and how it is saved.
+"""`ProgramState`: a stage's passes and messages between two steps, and their saved form.
 
 A late pipeline always has some batches between their forward and their backward pass. A checkpoint holds their inputs
-and the versions of the parameters that they began with; their forward pass is computed anew when the run goes on. Where
-a schedule holds no old versions ("current"), it holds what autograd keeps instead.
+and the versions of the parameters that they began with; their forward pass is computed again when the run goes on. For
+a schedule without old versions ("current"), it holds autograd's tensors instead.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class ProgramState(NamedTuple):
 
     step: int
     updates: int
-    """How many the parameters have had: their version."""
+    """The parameters' version: the number of their updates."""
     num_entered: int
     entered: dict[int, int]
-    """Of steps that had a batch: how many of those came before."""
+    """For each step with a batch: the number of such steps before it."""
     older: dict[int, list[Tensor]]
-    """Versions of the parameters besides the present one."""
+    """Versions of the parameters but for the present one."""
     under_way: dict[tuple[int, int], UnderWay]
-    """By part and micro-batch."""
+    """Passes by part and micro-batch."""
     layouts: dict[int, dict[str, Layout]]
     sent: list[SentTensor]
-    """What was sent and is not used yet."""
+    """Messages that are sent and not used yet."""
     gradients: list[Tensor | None] | None
-    """Of micro-batches whose update is still to come."""
+    """Gradients of micro-batches before their update."""
 
 
 def saved_state(state: ProgramState, about: Mapping[str, Any]) -> Saved:
@@ -84,7 +84,7 @@ def saved_state(state: ProgramState, about: Mapping[str, Any]) -> Saved:
 
 
 def restored_state(source: Saved) -> tuple[ProgramState, dict[str, Any]]:
-    """What `saved_state` was given."""
+    """The arguments of `saved_state`."""
     plain = json.loads(str(source.scalars[_PATH]))
     tensors = source.tensors
     under_way = {}

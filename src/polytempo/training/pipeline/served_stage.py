@@ -1,12 +1,11 @@
-"""`ServedStage`: one process's stage of a replica whose parameters are at parameter servers, a server for each stage.
+"""`ServedStage`: one process's stage of a replica with parameters at parameter servers, a server for each stage.
 
 ticket ──▶ micro-batches ──▶ StageProgram ──▶ `.grad` of this stage's parameters ──▶ its worker pushes and pulls
 
-Where the schedule is late the gradient is of an older ticket. What it was computed with is a version of what was pulled
-then; the present parameters are as the last pull, or the worker's own step, has left them.
+In a late schedule the gradient is of an older ticket, computed with a version that was pulled then. The present
+parameters come from the last pull, or from the worker's own step.
 
-    one_f_one_b    F 5  B 5  push 5, pull
-    ddg            F 5  B 4  push 4, pull                  a stage of which gradients are one step late
+    one_f_one_b F 5 B 5 push 5, pull ddg F 5 B 4 push 4, pull a stage with gradients one step late
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Bundle, Port, Program, Strategy
+from polytempo.core.bundle import by_kind
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.facts import steps_late
 from polytempo.server.layout import Parameter
 from polytempo.server.message import Ticket
-from polytempo.training.model.tensor_groups import by_kind
 from polytempo.training.pipeline.late.estimators import estimators_of
 from polytempo.training.pipeline.late.late_stage import late_stage
-from polytempo.training.pipeline.mail.loss_mail import LossMail
+from polytempo.training.pipeline.mail.step_reports import LossMail
 from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import Loss, MakeOptimizer, schedule_of, shares_of, stage_report
-from polytempo.training.pipeline.priced_work import PricedWork
+from polytempo.training.pipeline.priced_stage import PricedWork
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.training.pipeline.stage_work import computed
@@ -38,7 +37,7 @@ _CHANNEL = 970
 
 
 class StagedTraining(NamedTuple):
-    """What the stages of a model are trained by."""
+    """The training of a model's stages."""
 
     strategy: Strategy
     optimizer: MakeOptimizer
@@ -47,27 +46,27 @@ class StagedTraining(NamedTuple):
     """A batch as the model's inputs and the target."""
     seed: int
     who: str
-    """Whose model it is, as errors say it."""
+    """The model's owner in errors."""
     priced: Any = None
     """The batch of every step where parameters have no values and nothing is computed; None: all is."""
 
 
 class LateGradient(NamedTuple):
-    """What is in `.grad` at an update of a stage."""
+    """The gradient in `.grad` at an update of a stage."""
 
     ticket: Ticket
-    """Its batch."""
+    """The batch's ticket."""
     samples: int
     versions: tuple[int, ...]
-    """Of each shard the version of the parameters that it was computed with."""
+    """Each shard's version of the parameters that it was computed with."""
 
 
 class ServedStage:
-    """The stage of `model`, cut as `parts` says, that position `stages.rank` of the replica's processes has.
+    """The stage of `model`, cut as `parts` says, at position `stages.rank` of the replica's processes.
 
-    `own`: each stage's trained parameters, in the order in which its workers push them. Estimators of gradients are the
-    replica's own: they are at no server, and begin anew with it. `priced`: what every step takes where parameters have
-    no values; then nothing is computed.
+    `own`: each stage's trained parameters, in the order of a push. Estimators of gradients are the replica's own: they
+    are at no server, and begin again with it. `priced`: the batch of every step for parameters without values; then
+    nothing is computed.
     """
 
     def __init__(
@@ -82,12 +81,12 @@ class ServedStage:
     ) -> None:
         schedule = self._schedule = schedule_of(training.strategy)
         self.whole = model
-        """The whole model; `collected` makes the first stage's that of all stages."""
+        """The whole model; `collected` fills the first stage's with all stages' parameters."""
         self.number, self._parts, self._own, self._training, self._port = stages.rank, parts, own, training, stages
         self.model = StageModel(parts.stages[self.number :: schedule.stages])
         self.optimizer = training.optimizer(self.model)
         self.late = steps_late(schedule)
-        """Steps after its own in which a batch's last gradient is back at all stages."""
+        """The number of later steps until a batch's last gradient is back at all stages."""
         parameters, computes = list(self.model.parameters()), priced is None
         self.program = StageProgram(
             parts,
@@ -103,13 +102,13 @@ class ServedStage:
         self._priced = priced
         self._losses = LossMail(self.late)
         self._entered: deque[tuple[Ticket, int]] = deque()
-        """The tickets, with their samples, whose gradients have made no update yet."""
+        """Tickets, with their samples, that wait for an update."""
         self._under_way = False
         self._computed_with: dict[int, tuple[int, ...]] = {}
         """The shards' versions that each version of this stage's parameters is of."""
 
     def serve(self, exchange: Callable[[LateGradient], Program[None]], versions: Callable[[], tuple[int, ...]]) -> None:
-        """Before the first step: what happens at an update, and the shards' versions of the present parameters."""
+        """Set, before the first step, the function of an update, and the shards' versions of the present parameters."""
         self._exchange, self._versions = exchange, versions
 
     async def step(self, batch: Any, ticket: Ticket, samples: int) -> Tensor | None:
@@ -125,7 +124,7 @@ class ServedStage:
         return await self._losses.step(self._port, loss)
 
     def micro_batches(self, batch: Any, number: int) -> list[MicroBatch]:
-        """What the step on ticket `number` makes of its batch."""
+        """The micro-batches of the step on ticket `number`."""
         if self._priced is not None:
             return self._priced
         return self._batches.of(*self._training.pair(batch), number)
@@ -139,7 +138,6 @@ class ServedStage:
         return await self._losses.rest()
 
     async def _update(self) -> None:
-        """The gradients of this stage are there."""
         program, (ticket, samples) = self.program, self._entered.popleft()
         await self._exchange(LateGradient(ticket, samples, self._computed_with[program.last_version]))
         self._computed_with[program.versions.current] = self._versions()
@@ -180,5 +178,5 @@ class ServedStage:
         return found
 
     def report(self) -> dict[str, Any]:
-        """What this stage did, as plain values; see `Result.stages`."""
+        """Delays and memory of this stage, as plain values; see `Result.stages`."""
         return stage_report(self.program, self._parts, self._schedule, self.number, self.model)

@@ -17,13 +17,13 @@ _CHANNEL = 900
 class SharedGradients:
     """Adds up the gradients of tied weights before each update. Every stage that holds one takes part.
 
-    Raises ValueError for a schedule whose stages update by different batches, where there would be no such sum.
+    Raises ValueError for a schedule with stages that update by different batches: there would be no such sum.
     """
 
     def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
         self._groups: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
         self.counted_elsewhere: list[nn.Parameter] = []
-        """Those that an earlier stage has as well: the norm of the whole gradient has each once."""
+        """Parameters that an earlier stage has as well: the norm of the whole gradient has each once."""
         for name, users in cut.shared.items():
             stages = tuple(sorted({part % schedule.stages for part in users}))
             if len(stages) == 1:
@@ -44,7 +44,7 @@ class SharedGradients:
     async def summed(self, port: Port) -> None:
         """`.grad` of each shared weight becomes the sum over its stages; the same bits on all of them.
 
-        It stays None where no stage has one: with each weight travels a number that counts those that have.
+        It stays None if no stage has one: a number beside each weight counts the stages with a gradient.
         """
         for number, (stages, parameters) in enumerate(self._groups):
             for parameter in parameters:

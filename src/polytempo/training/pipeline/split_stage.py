@@ -1,4 +1,4 @@
-"""Stages whose layers are split: each stage of a replica is on several ranks, which compute it together.
+"""Stages with split layers: each stage of a replica is on several ranks, which compute it together.
 
              stage 0          stage 1            along "stage": activations and their gradients, as in every pipeline
 model 0      rank 0 ────────▶ rank 2             along "model": what split layers exchange
@@ -30,7 +30,7 @@ from polytempo.partition.tensor.way import SplitLayers, Way
 
 
 def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stage: int, stages: int, holders: Port) -> Cut:
-    """The cut in which the parts of `stage` have split layers, in modules of their own; others are whole.
+    """The cut with split layers in the parts of `stage`, in modules of their own; other parts are whole.
 
     `holders`: the ranks that hold the stage together.
 
@@ -56,7 +56,7 @@ def split_stage(model: nn.Module, cut: Cut, split: SplitLayers, stage: int, stag
 
 
 def _checked(model: SplitModel, part: int) -> SplitModel:
-    """With a look, the first time, whether what the part answers is whole on all ranks of its stage."""
+    """Check once that the part's answer is whole on all ranks of its stage."""
 
     def look(_: nn.Module, __: tuple[Any, ...], answer: Any) -> None:
         handle.remove()
@@ -83,7 +83,7 @@ def _check_shared(cut: Cut, ways: Mapping[str, Way], stages: int) -> None:
 
 
 def cut_parameters(model: nn.Module) -> dict[str, Division]:
-    """How the parameters of a stage's model are cut, by the whole model's names."""
+    """Cuts of the parameters of a stage's model, by the whole model's names."""
     found: dict[str, Division] = {}
     for each in split_models(model):
         found |= each.parts

@@ -20,7 +20,7 @@ class StageModel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module, by the whole model's names; parameters and buffers follow from it."""
+        """Modules by the whole model's names; parameters and buffers follow from them."""
         memo = set() if memo is None else memo
         for part in self.parts:
             yield from part.named_modules(memo, prefix, remove_duplicate)

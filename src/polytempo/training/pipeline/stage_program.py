@@ -1,6 +1,6 @@
 """`StageProgram`: one stage's part in every step of a pipeline, a coroutine that performs the actions of a schedule.
 
-    receives of the next actions are begun ──▶ action ──▶ what it made is on its way, while the next action computes
+    receives of the next actions are begun ──▶ action ──▶ its tensors are on their way, while the next action computes
 
 Each tensor that crosses a cut is sent once to each part that uses it. Messages of one tensor keep the order of their
 micro-batches, so they need no numbers.
@@ -33,31 +33,31 @@ from polytempo.training.pipeline.program_state import ProgramState
 from polytempo.training.pipeline.stage_work import Head, MakeWork, computed
 
 _RECEIVES_AHEAD = 2
-"""How many actions ahead a receive is begun."""
+"""A receive begins so many actions ahead."""
 
 
 class MicroBatch(NamedTuple):
-    """What a stage needs of a micro-batch besides what other stages send."""
+    """A stage's view of a micro-batch, without other stages' tensors."""
 
     inputs: tuple[Any, ...]
     """All inputs of the model."""
     layouts: Mapping[str, Layout]
-    """Of every tensor that crosses a cut."""
+    """Layout of every tensor that crosses a cut."""
     head: Head
     """The model's output to its part of the batch's loss."""
     seeded: Callable[[int], None]
     """Sets the random state that the forward pass of a part begins with."""
     flops: float = 0.0
-    """Of its forward and backward passes through the whole model."""
+    """Operations of its forward and backward passes through the whole model."""
     target: Any = None
-    """What the head compares the output with; of use to estimators that are given labels."""
+    """The target of the loss; estimators take labels from it."""
 
 
 class StageProgram:
-    """One stage. `update` is what happens to its parameters once their gradients are there.
+    """One stage. `update` updates its parameters once their gradients are there.
 
-    `shares`: of the model's operations, by part, which a virtual world charges; None: equal ones. `suspends`: layers
-    wait for other ranks while they compute.
+    `shares`: each part's share of the model's operations, for a virtual world's charges; None: equal ones. `suspends`:
+    layers wait for other ranks while they compute.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class StageProgram:
     ) -> None:
         self._cut, self._schedule, self._stage, self._update, self._shares = cut, schedule, stage, update, shares
         self.estimators = estimators
-        """Of the gradients of this stage's outputs, where the schedule has them."""
+        """Estimators of the gradients of this stage's outputs, if the schedule has them."""
         self.late = late
-        """What is done about late gradients, where the schedule has something."""
+        """The correction of late gradients, if the schedule has one."""
         self._suspends = suspends
         own: list[Stage] = [cut.stages[part] for part in range(stage, len(cut.stages), schedule.stages)]
         self._parts = {part.index: part for part in own}
@@ -94,14 +94,14 @@ class StageProgram:
         self._begun: set[Turn] = set()
         self.step_number = self._num_entered = 0
         self._entered: dict[int, int] = {}
-        """The numbers of steps that had a batch, without those that had none."""
+        """Numbers of steps, without steps that had no batch."""
         self._has_gradient = False
         self.last_version = 0
-        """The version of the parameters with which the last gradient was computed."""
+        """The version of the parameters that the last gradient was computed with."""
         self.passed = False
-        """Whether there was a forward pass since the last update."""
+        """True if there was a forward pass since the last update."""
         self.delays: Counter[int] = Counter()
-        """How often an update came so many updates after the parameters that its gradient was computed with."""
+        """Number of updates by their delay, counted in updates since their gradient's parameters."""
         self._sent = SentAhead(cut, schedule, stage)
         self.most_held = self.most_versions = 0
         """The most micro-batches' parts between their passes, and the most versions of the parameters, so far."""
@@ -109,7 +109,7 @@ class StageProgram:
     async def step(self, port: Port, batches: Sequence[MicroBatch]) -> Tensor | None:
         """Take the micro-batches of one batch. The stage of the last part answers with the batch's loss.
 
-        `port` is that of the stages. With fewer micro-batches than the schedule has, the others are left out.
+        `port` spans the stages. With fewer micro-batches than the schedule has, the others are left out.
         """
         await self._sent.again(port, self._mail)
         first = self.step_number * self._schedule.micro_batches
@@ -154,7 +154,7 @@ class StageProgram:
         self.versions.forget()
 
     async def _begin_receives(self, port: Port, turn: Turn) -> None:
-        """Begin to receive what `turn` needs of other stages."""
+        """Begin to receive the tensors that `turn` needs of other stages."""
         if turn in self._begun:
             return
         self._begun.add(turn)
@@ -183,7 +183,7 @@ class StageProgram:
         self._next = next(self._turns)
 
     def state(self) -> ProgramState:
-        """What is under way after a step; its tensors are those that are used."""
+        """The passes and messages under way after a step; its tensors are the used ones."""
         under_way = [((part, n), kept) for part, work in self._work.items() for n, kept in work.under_way.items()]
         return ProgramState(
             step=self.step_number,
@@ -198,7 +198,7 @@ class StageProgram:
         )
 
     def restore(self, state: ProgramState, seeded: Callable[[int], Callable[[int], None]]) -> None:
-        """Go on from what `state` had; parameters and buffers are there. `seeded`: of each micro-batch of the run."""
+        """Go on from `state`; parameters and buffers are there. `seeded`: of each micro-batch of the run."""
         self.begin(state.step)
         self._num_entered, self._entered = state.num_entered, dict(state.entered)
         self.versions.restore(state.updates, state.older)
@@ -213,7 +213,7 @@ class StageProgram:
             parameter.grad = gradient
 
     async def settle(self) -> None:
-        """Wait until what was sent has been received."""
+        """Wait until all messages have been received."""
         await self._mail.settle()
 
     # ------------------------------------------------------------------ actions
@@ -294,14 +294,14 @@ class StageProgram:
             self._end(turn)
 
     async def _compute(self, port: Port, work: Callable[[], Any], flops: float, what: str) -> Any:
-        """What `work` returns. Layers that exchange meanwhile are charged their operations before."""
+        """The result of `work`. Layers that exchange meanwhile are charged their operations before."""
         if not self._suspends:
             return await port.compute(work, flops, what)
         await port.compute(lambda: None, flops, what)
         return await suspendable(work)
 
     async def _learn(self, port: Port, turn: Turn, part: int) -> None:
-        """Train the estimators by what the stages behind have sent."""
+        """Train the estimators by the gradients of the stages behind."""
         assert self.estimators is not None
         found = {name: await self._gradient(name) for name in self._parts[part].gives}
         known = {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -311,7 +311,6 @@ class StageProgram:
         self._end(turn)
 
     async def _gradient(self, name: str) -> Tensor | None:
-        """The sum over all parts that use a tensor, in their order."""
         total: Tensor | None = None
         for target in self._back(name):
             gradient = await self._mail.take(name, target, "backward")

@@ -1,4 +1,4 @@
-"""`StageWork`: what one part of a model computes for its micro-batches. It neither sends nor receives."""
+"""`StageWork`: the computations of one part of a model for its micro-batches. It neither sends nor receives."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from polytempo.training.pipeline.late.parameter_versions import ParameterVersion
 from polytempo.training.pipeline.weight_gradients import Gradient, apart, at_once, layers_of
 
 Head = Callable[[Any], Tensor]
-"""From the model's own output to the loss that is descended; only the last part has one."""
+"""Loss of the model's own output; only the last part has one."""
 LayoutsOf = Callable[[int], Mapping[str, Layout]]
-"""Of every tensor of a micro-batch that crosses a cut."""
+"""Layouts of every tensor of a micro-batch that crosses a cut."""
 
 
 @dataclass
 class UnderWay:
-    """What is held of a micro-batch between its forward and its backward pass."""
+    """A micro-batch between its forward and its backward pass."""
 
     inputs: tuple[Any, ...]
     taken: list[Tensor]
-    """What other parts have sent; leaves of the graph."""
+    """Tensors from other parts; leaves of the graph."""
     given: list[Tensor]
-    """What others use, with their graph; empty where it is computed anew."""
+    """Tensors for other parts, with their graph; empty if it is computed again."""
     version: int
     head: Head | None
     seeded: Callable[[], None]
     loss: Tensor | None = None
     later: deque[Gradient] = field(default_factory=deque)
     saved: list[Tensor] | None = None
-    """What autograd keeps of it; None: it can be computed anew, for the parameters of its forward pass are held."""
+    """Tensors that autograd keeps; None: they can be computed again, with the held parameters of the forward pass."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those that its forward pass has changed, as they were before, where it may be computed anew."""
+    """Buffers that its forward pass has changed, with their former values, if it may be computed again."""
 
 
 class PartWork(Protocol):
-    """What `StageWork` has; `PricedWork` is another one."""
+    """The interface of `StageWork` and `PricedWork`."""
 
     under_way: dict[int, UnderWay]
     last_version: int
@@ -74,7 +74,7 @@ MakeWork = Callable[[Stage, ParameterVersions, Schedule, LayoutsOf], PartWork]
 
 
 def splits(schedule: Schedule, part: Stage) -> bool:
-    """Whether the part's backward passes leave the weights' gradients to an action of their own."""
+    """True if the part's backward passes leave the weights' gradients to an action of their own."""
     return any(action.kind == "weight" for action in schedule.actions(part.index % schedule.stages))
 
 
@@ -102,7 +102,7 @@ class StageWork:
         self.under_way: dict[int, UnderWay] = {}
         """Micro-batches between their passes."""
         self.last_version = 0
-        """With which the last gradient was computed."""
+        """The version that the last gradient was computed with."""
 
     def forward(
         self,
@@ -113,9 +113,9 @@ class StageWork:
         seeded: Callable[[], None],
         head: Head | None = None,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """What other parts use of micro-batch `number`, and, of the last part, its loss.
+        """The tensors of micro-batch `number` for other parts, and, at the last part, its loss.
 
-        `taken` is what other parts have given for it. `seeded` sets the random state that the pass begins with.
+        `taken`: other parts' tensors for it. `seeded` sets the random state that the pass begins with.
         """
         leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in taken]
         kept = UnderWay(inputs, leaves, [], version, head, seeded)
@@ -166,7 +166,7 @@ class StageWork:
         self._done(number)
 
     def resume(self, number: int, kept: UnderWay) -> None:
-        """Go on as behind the forward pass of which `kept` was saved: its graph is made anew. Buffers stay."""
+        """Go on as behind the forward pass that saved `kept`: its graph is made again. Buffers stay."""
         keep = as_it_is if kept.saved is None else partial(_next_of, iter(kept.saved))
         with self._versions.forward(kept.version, keep):
             if not self._recomputes:
@@ -198,7 +198,6 @@ def _next_of(saved: Iterator[Tensor], tensor: Tensor) -> Tensor:
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """By all of their names."""
     return list(module.named_buffers(remove_duplicate=False))
 
 

@@ -1,7 +1,7 @@
-"""Linear and convolution layers whose weights' gradients a stage adds up itself: in place, and when it suits.
+"""Linear and convolution layers with weight gradients that a stage adds up itself: in place, and when it suits.
 
-    backward pass      ∂L/∂x = Wᵀ ∂L/∂y          at once: the stage before waits for it
-    weight gradient    W.grad += ∂L/∂yᵀ x         at once or later; one matrix product that adds to what is there
+    backward pass ∂L/∂x = Wᵀ ∂L/∂y now: the stage before waits for it weight gradient W.grad += ∂L/∂yᵀ x now or later;
+    one matrix product that adds to the present gradient
 
 autograd would write each micro-batch's gradient to memory of its own and add that: three times the traffic. Parameters
 of other layers (norms, embeddings) keep autograd's way. A late gradient is the second half of a backward pass, which
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 Gradient = Callable[[], None]
 Take = Callable[[Gradient], None]
-"""What is done with a weight gradient that can be computed now."""
+"""Takes a weight gradient that can be computed now."""
 _CONVOLUTIONS: dict[type, Callable[..., Tensor]] = {
     nn.Conv1d: nn.functional.conv1d,
     nn.Conv2d: nn.functional.conv2d,
@@ -30,10 +30,10 @@ _convolution_backward = torch.ops.aten.convolution_backward.default
 
 @contextmanager
 def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
-    """Inside, forward passes of `layers` build graphs whose backward passes hand their weight gradients to `take`.
+    """Inside, forward passes of `layers` build graphs that hand their weight gradients to `take` in the backward pass.
 
-    `layers`: those of `layers_of`. Of them convolutions only where `take` is not `at_once`: they cannot add in place,
-    and two halves cost more than a whole. Nor where the input needs no gradient: then there is one half only.
+    `layers`: from `layers_of`. Convolutions take part only if `take` is not `at_once`: they cannot add in place, and
+    two halves cost more than a whole. A convolution's input must need a gradient: else there is one half only.
     """
     kinds: dict[type, Callable[[Any, Take], Callable[[Tensor], Tensor]]] = {nn.Linear: _linear}
     if take is not at_once:
@@ -49,7 +49,7 @@ def apart(layers: Sequence[nn.Module], take: Take) -> Iterator[None]:
 
 
 def _adds_itself(layer: Any) -> bool:
-    """Whether its weight is a parameter that is trained, and nothing hooks the gradients that autograd would add."""
+    """True if its weight is a trained parameter, and nothing hooks the gradients that autograd would add."""
     held = [each for each in (layer.weight, layer.bias) if each is not None]
     hooked = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in held)
     return isinstance(layer.weight, nn.Parameter) and layer.weight.requires_grad and not hooked
@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _ConvolutionGradient:
-    """The gradient of a convolution's weight and bias, once that of its output is known."""
+    """The gradient of a convolution's weight and bias, once the output's gradient is known."""
 
     __slots__ = ("_layer", "_of_output", "_take", "_version", "_x")
 

@@ -1,1 +1,1 @@
-"""Models of 16-bit parameters with float32 masters: who has which bits, and when."""
+"""Training in 16 bits."""

@@ -1,7 +1,4 @@
-"""`LossScaling`: what losses are multiplied by, and what becomes of that after each step. Decisions only.
-
-S = 2^16 ── a gradient overflows: no step, S / 2 ── 2,000 steps without: 2 S ──▶ …
-"""
+"""`LossScaling`: the factor of losses, and its changes after each step. Decisions only."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ class LossScaling(NamedTuple):
 
     @classmethod
     def of(cls, precision: Precision) -> LossScaling:
-        """Before the first step."""
+        """The scaling before the first step."""
         if precision.is_dynamic:
             return cls(_FIRST, dynamic=True)
         return cls(1.0 if precision.loss_scale is None else float(precision.loss_scale), dynamic=False)
 
     def after(self, *, overflowed: bool) -> LossScaling:
-        """After a step whose gradients were all finite, or that was left out because they `overflowed`."""
+        """The scaling after a step with finite gradients, or that was left out because they `overflowed`."""
         if not self.dynamic:
             return self
         if overflowed:

@@ -6,8 +6,8 @@
 
 A step that is itself an exchange of both, as with a parameter server, is a `whole_step`.
 
-The parameters stay the same objects, so optimizers, hooks and names know them as before. What changes is the memory
-that they lie in: 16 bits, or, inside `in_float32`, the masters.
+The parameters stay the same objects, so optimizers, hooks and names know them as before. Their memory changes: 16 bits,
+or, inside `in_float32`, the masters.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from polytempo.core.state import Scalar
 from polytempo.spec.precision import Precision
 from polytempo.training.checkpoint.optimizer_state import plain_step, steps_each_by_itself
 from polytempo.training.hooks.weak_hook import KeepingHook, WeakHook
-from polytempo.training.model.clipping import EPSILON
+from polytempo.training.model.parted_parameters import EPSILON
 from polytempo.training.precision.loss_scaling import LossScaling
 from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
 
 SCALING = "loss scaling"
-"""What its state is saved under."""
+"""Name of the state in a checkpoint."""
 
 _CHUNK_BYTES = 32 * 2**20
-"""Of float32 gradients that there are at a time in a step."""
+"""Bytes of float32 gradients that a step makes at a time."""
 
 
 class _Gradient(NamedTuple):
     parameter: nn.Parameter
     value: Tensor
-    """As backward and the strategy have left it."""
+    """The gradient after backward and the strategy's exchange."""
 
 
 class Masters:
@@ -48,8 +48,8 @@ class Masters:
 
     `called`: the modules that are called with batches; the model itself, unless it is made of stages.
 
-    Memory: 4 bytes for each parameter, of which `forward` and `backward` see 2 more. Errors: ValueError for a model
-    whose parameters are not float32, and for an optimizer that calls a closure.
+    Memory: 4 bytes for each parameter, plus 2 for `forward` and `backward`. Errors: ValueError for parameters that are
+    not float32, and for an optimizer that calls a closure.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Masters:
         check(model, optimizer, precision)
         self.precision, self.scaling = precision, LossScaling.of(precision)
         self.overflowed = False
-        """Whether all workers leave out the coming step."""
+        """True if all workers leave out the coming step."""
         self.left_out = False
-        """Whether all have left out the last one."""
+        """True if all have left out the last one."""
         self._model, self._optimizer = model, optimizer
         wide = kept_wide(model)
         self._parameters = [p for p in model.parameters() if p.is_floating_point() and id(p) not in wide]
         self._masters = [parameter.data for parameter in self._parameters]
         self._low: list[Tensor] = []
-        """The 16-bit memory, while parameters lie in float32."""
+        """The 16-bit memory, while parameters are float32."""
         self._depth = 0
         self._gradients: list[_Gradient] | None = None
-        """Of a step that is being made."""
+        """Gradients of the present step."""
         self._clip = 1.0
         self._scaled = False
         for parameter in self._parameters:
@@ -82,7 +82,7 @@ class Masters:
         self._hooks.append(optimizer.register_load_state_dict_post_hook(WeakHook(self._end_float32)))
 
     def _watched(self, module: nn.Module) -> list[RemovableHandle]:
-        """States are saved and loaded in float32, of single layers, too, and when the optimizer is gone."""
+        """Save and load states in float32, of single layers, too, and when the optimizer is gone."""
         begin, end = KeepingHook(self._begin_float32), KeepingHook(self._end_float32)
         return [
             module.register_state_dict_pre_hook(begin),
@@ -92,8 +92,8 @@ class Masters:
         ]
 
     def watch(self) -> list[RemovableHandle]:
-        """Hook the optimizer's steps, behind the hooks that it has: these have made `.grad` what the step is made of.
-        Hooks that are registered after these find the parameters in 16 bits again."""
+        """Hook the optimizer's steps behind its other hooks, which prepare `.grad`. Later hooks find the parameters in
+        16 bits again."""
         return [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -103,7 +103,7 @@ class Masters:
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Inside, the parameters are the float32 ones. What is written to them there is rounded at the end."""
+        """Inside, the parameters are the float32 ones. At the end changes are rounded to 16 bits."""
         self._begin_float32()
         try:
             yield
@@ -136,10 +136,8 @@ class Masters:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Inside, parameters and their gradients are float32, these without the loss scale and as `clip` has said; at
-        the end there are no gradients. Instead of `watch`: what happens inside is the step, the optimizer's own
-        included.
-        """
+        """Inside, parameters and their gradients are float32, gradients without the loss scale and clipped; at the end
+        there are no gradients. It takes the place of `watch`: the block is the step, the optimizer's own included."""
         with self.in_float32():
             self._widen_gradients()
             try:
@@ -149,7 +147,7 @@ class Masters:
                     parameter.grad = None
 
     def _widen_gradients(self) -> None:
-        """While parameters are float32."""
+        """Called while parameters are float32."""
         every = [_Gradient(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         factor, self._clip = self._clip / self.scaling.scale, 1.0
         _give(every, factor)
@@ -162,11 +160,11 @@ class Masters:
         return loss if self.scaling.scale == 1 else loss * self.scaling.scale
 
     def finite(self) -> bool:
-        """Whether all gradients that the step is to be made of are finite. One pass over them."""
+        """True if all gradients for the step are finite. One pass over them."""
         return all(bool(_values(gradient.value).isfinite().all()) for gradient in self._present())
 
     def clip(self, norm: Tensor, max_norm: float) -> Tensor:
-        """Let the coming step have a gradient of norm at most `max_norm`. `norm`: that of what `.grad` holds now."""
+        """Limit the norm of the coming step's gradient to `max_norm`. `norm`: the norm of `.grad` now."""
         own = norm.cpu() / self.scaling.scale
         self._clip = min(1.0, max_norm / (float(own) + EPSILON))
         return own
@@ -177,22 +175,22 @@ class Masters:
 
     @property
     def row(self) -> dict[str, float]:
-        """What a row of metrics says of a loss scale that changes."""
+        """Values for rows of metrics, if the loss scale changes."""
         if not self.scaling.dynamic:
             return {}
         return {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
 
     def report(self) -> dict[str, Any]:
-        """What a result says; see `Result.precision`."""
+        """Values for `Result.precision`."""
         scaling = {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
         return {"dtype": str(self.precision)} | bytes_of(self._model) | scaling
 
     def saved(self) -> dict[str, Scalar]:
-        """What a run that goes on has to know beside the parameters."""
+        """The state of a run beside its parameters."""
         return {SCALING: json.dumps(self.scaling._asdict())}
 
     def restore(self, scalars: Mapping[str, Scalar]) -> None:
-        """Go on from what `saved` returned, if losses were scaled alike then."""
+        """Go on from the result of `saved`, if losses were scaled alike then."""
         if SCALING in scalars:
             found = LossScaling(**json.loads(str(scalars[SCALING])))
             if found.dynamic and self.scaling.dynamic:
@@ -202,7 +200,7 @@ class Masters:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the step of all chunks of the gradients but the last; torch's own step makes that."""
-        if self._gradients is not None:  # an optimizer whose `step` calls its parent's runs all hooks twice
+        if self._gradients is not None:  # an optimizer's `step` that calls its parent's runs all hooks twice
             return
         if len(args) > 1 or kwargs.get("closure") is not None:
             raise self.closure()
@@ -227,7 +225,7 @@ class Masters:
         _give(last, factor)
 
     def closure(self) -> ValueError:
-        """The error where a step is given one."""
+        """The error for a step with a closure."""
         return ValueError(
             f"precision={self.precision}: {type(self._optimizer).__name__}.step was given a closure, which would "
             "compute with float32 parameters; call backward() before step()"
@@ -245,7 +243,7 @@ class Masters:
         self.left_out, self.overflowed = self.overflowed, False
 
     def _chunks(self, gradients: Sequence[_Gradient]) -> list[list[_Gradient]]:
-        """Those that are converted together; the last chunk may be empty."""
+        """Gradients that are converted together; the last chunk may be empty."""
         if not steps_each_by_itself(self._optimizer):
             return [list(gradients)]
         chunks: list[list[_Gradient]] = [[]]
@@ -278,7 +276,7 @@ def masters_of(
 
 
 def bytes_of(model: nn.Module) -> dict[str, int]:
-    """What a model takes of 16-bit parameters, and of the float32 masters of those that have some."""
+    """Bytes of a model's 16-bit parameters, and of their float32 masters."""
     wide = kept_wide(model)
     every = [p.numel() * (1 if id(p) in wide else -1) for p in model.parameters() if p.is_floating_point()]
     kept, low = sum(n for n in every if n > 0), -sum(n for n in every if n < 0)
@@ -307,7 +305,6 @@ def _take_edits_(master: Tensor, low: Tensor) -> None:
 
 
 def _give(gradients: Sequence[_Gradient], factor: float) -> None:
-    """`.grad` becomes float32, times `factor`."""
     for parameter, value in gradients:
         wide = value.to(torch.float32)
         if factor != 1:

@@ -1,6 +1,6 @@
 """A model's `forward` in 16 bits: its operations by autocast, its answer in float32.
 
-input ──▶ [ autocast: matrix products and convolutions in 16 bits, what needs it in float32 ] ──▶ float32 ──▶ loss
+input ──▶ [ autocast: matrix products and convolutions in 16 bits, others in float32 ] ──▶ float32 ──▶ loss
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polytempo.spec.precision import Precision
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _OWN_DTYPE = (nn.RNNBase, nn.Bilinear, DividedLayer)
-"""Layers that take what comes in the dtype of their parameters, and of which autocast on the CPU knows nothing."""
+"""Layers that take inputs in their parameters' dtype, and that autocast on the CPU ignores."""
 
 
 def dtype_of(precision: Precision) -> torch.dtype:
@@ -30,7 +30,7 @@ def dtype_of(precision: Precision) -> torch.dtype:
 
 
 def kept_wide(model: nn.Module) -> frozenset[int]:
-    """Identities of parameters that stay float32: those of normalization layers, which torch computes in float32."""
+    """Identities of parameters that stay float32: normalization layers' parameters, which torch computes in float32."""
     return frozenset(
         id(parameter)
         for module in model.modules()
@@ -40,7 +40,7 @@ def kept_wide(model: nn.Module) -> frozenset[int]:
 
 
 class ReducedForward:
-    """Takes the place of the `forward` of a model and of its copies, around the one that it had."""
+    """Takes the place of the `forward` of a model and of its copies, around the former one."""
 
     __name__ = "forward"
 
@@ -48,7 +48,6 @@ class ReducedForward:
         self._dtype, self.inner = dtype, inner
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own `forward` answers in 16 bits, as float32."""
         device = next((p.device.type for p in model.parameters()), "cpu")
         with torch.autocast("cpu" if device == "meta" else device, dtype=self._dtype):
             answer = self.inner(model, *args, **kwargs)
@@ -56,7 +55,7 @@ class ReducedForward:
 
 
 def install(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Let calls of `model` compute in `dtype`, unless they do. Returns what takes that back."""
+    """Let calls of `model` compute in `dtype`, unless they do. Returns a function that undoes it."""
     before = vars(model).get("forward")
     if before is not None and isinstance(before.__func__, ReducedForward):
         return lambda: None

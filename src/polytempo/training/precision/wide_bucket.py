@@ -2,8 +2,8 @@
 
 .grad   16 bits · S ──▶ float32, / S ──▶ transform ──▶ float32 ──▶ · S, 16 bits ──▶ .grad
 
-For transforms that compute with gradients, or remember some: their arithmetic is that of a float32 model. A plain mean
-takes 16-bit gradients as they are, in a `Bucket`.
+For transforms that compute with gradients, or remember some: their arithmetic is a float32 model's. A plain mean takes
+16-bit gradients as they are, in a `Bucket`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Bundle
-from polytempo.training.model.tensor_groups import by_kind
+from polytempo.core.bundle import by_kind
 from polytempo.training.step.bucket import Bucket
 
 
 class ScaleNow(NamedTuple):
-    """What losses of the present step are multiplied by, and whether a gradient that is not finite ends no run."""
+    """The factor of the present step's losses, and `dynamic`: a gradient that is not finite ends no run."""
 
     factor: float
     dynamic: bool
@@ -32,12 +32,12 @@ class Widened(Mapping[str, Tensor]):
 
     def __init__(self, gradients: Mapping[str, Tensor], factor: float) -> None:
         self.gradients = gradients
-        """As they were."""
+        """The gradients in their own dtypes."""
         self._factor = factor
         self._made: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """In memory of its own, unless it is float32 and the factor 1."""
+        """The gradient in memory of its own, unless it is float32 and the factor 1."""
         if name not in self._made:
             own = self.gradients[name]
             wide = own.to(torch.float32)
@@ -47,11 +47,9 @@ class Widened(Mapping[str, Tensor]):
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Their names."""
         return iter(self.gradients)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.gradients)
 
 
@@ -63,7 +61,7 @@ class WideBucket(Bucket):
         super().__init__(index, parameters)
         self._scale = scale
         self.overflowed = False
-        """Whether this rank's gradient was not finite, and zeros were exchanged in its place."""
+        """True if this rank's gradient was not finite, and zeros were exchanged in its place."""
 
     def gathered(self, share: float | None) -> Bundle:
         """The gradients in float32. Where the scale is dynamic and one is not finite, zeros: the step is left out."""

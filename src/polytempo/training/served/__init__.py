@@ -1,1 +1,1 @@
-"""How a worker of a parameter server trains."""
+"""Workers of a parameter server."""

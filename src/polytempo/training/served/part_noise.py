@@ -35,10 +35,10 @@ class PartNoise:
         self._job, self._model, self._trainable, self._every = job, model, trainable, every
         self._copy = copied_modules(model)
         self.sends = True
-        """Whether it goes with the worker's rows. A virtual world takes it from here: longer messages take time."""
+        """True if it goes with the worker's rows. A virtual world takes it from here: longer messages take time."""
 
     def look(self, step: int, batch: Any, samples: int) -> None:
-        """The gradient of `batch` has been computed: compare it with that of a part, if it is time to.
+        """The gradient of `batch` has been computed: compare it with a part's gradient, at the steps of a look.
 
         Raises ValueError for a batch whose tensors do not all have a row for each sample.
         """
@@ -52,7 +52,7 @@ class PartNoise:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What rows of metrics say of it."""
+        """Values for rows of metrics."""
         return noise_row(self.noise)
 
     def _gradients(self) -> list[Tensor]:

@@ -3,7 +3,7 @@
     ticket   0 1 2 3   4 5 6 7   8 9 …      3 workers, 4 batches an epoch, so the schedule has 1 step an epoch
     step     0 0 0 0   1 1 1 1   2 2 …      of it, whichever worker takes a ticket, however often it is dealt
 
-So the rates of a run do not depend on which worker is slow, on a worker's lives, or on where the run was resumed.
+So the rates of a run do not depend on slow workers, on a worker's lives, or on the step of a resume.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PROBED_STEPS = 2
 class RateSchedule:
     """The schedule that `make` makes for `optimizer`, with `steps_per_epoch` of its steps in an epoch's `batches`.
 
-    A schedule of torch goes forwards only, so it is stepped to where a batch asks for it, and what it set on the way
-    (learning rates; momentum or betas, where it moves them) is remembered. Memory: 8 bytes a number and step. A worker
-    that begins late steps through all that it missed: some 10 µs a step.
+    A schedule of torch goes forwards only, so it is stepped to a batch's place, and its numbers on the way (learning
+    rates; momentum or betas, if it moves them) are remembered. Memory: 8 bytes a number and step. A worker that begins
+    late steps through all missed steps: some 10 µs a step.
 
     `movable`: the options that the schedule may move, None for any. Where the optimizer runs in the shards that is the
     learning rate alone, as nothing else travels with a push.
 
-    Errors: ValueError for a schedule that waits for a metric, and for one that moves what it may not.
+    Errors: ValueError for a schedule that waits for a metric, or moves other options.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class RateSchedule:
         self._remember()
 
     def step_of(self, epoch: int, batch: int) -> int:
-        """The step of the schedule to which batch number `batch` of an epoch belongs."""
+        """The schedule's step for batch number `batch` of an epoch."""
         return epoch * self._steps_per_epoch + batch * self._steps_per_epoch // self._batches
 
     def go_to(self, step: int) -> None:
-        """Set the optimizer's parameter groups to what they are in `step` (the first is 0)."""
+        """Set the optimizer's parameter groups to their numbers in `step` (the first is 0)."""
         known = len(self._remembered) // self._width
         if step >= known:
             self._write(known - 1)  # many schedules go on from the rate that they find
@@ -77,12 +77,12 @@ class RateSchedule:
         if list(self._read(fixed=True)) != self._fixed:
             raise ValueError(
                 f"{type(self._scheduler).__name__} moves more than {', '.join(self._movable or ())}, and the parameter "
-                "server hears of nothing else; use cycle_momentum=False, or easgd, whose workers step by themselves"
+                "server hears of nothing else; use cycle_momentum=False, or easgd, with steps of the workers' own"
             )
         self._remembered.extend(self._read())
 
     def _read(self, *, fixed: bool = False) -> Iterator[float]:
-        """The groups' numbers, or those that the schedule may not move."""
+        """The groups' numbers; `fixed`: the ones outside of `movable`."""
         for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
             for name in names:
                 if not fixed or (self._movable is not None and name not in self._movable):
@@ -102,14 +102,13 @@ class RateSchedule:
 def check_schedule(optimizer: Optimizer, make: Make, steps_per_epoch: int, movable: Collection[str] | None) -> None:
     """Raise where `RateSchedule` would, as far as a few steps show it. `optimizer` is given away.
 
-    `steps_per_epoch`: those of the run, since a schedule may warm up for a part of them, and divide by it.
+    `steps_per_epoch`: the run's, because a schedule may warm up for a part of them, and divide by it.
     """
     schedule = RateSchedule(optimizer, make, steps_per_epoch=steps_per_epoch, batches=steps_per_epoch, movable=movable)
     schedule.go_to(min(_PROBED_STEPS, steps_per_epoch))
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[str]:
-    """The options of a parameter group that a schedule may move."""
     for name, value in group.items():
         parts = value if isinstance(value, tuple) else (value,)
         if name not in ("params", "initial_lr") and all(_is_number(part) for part in parts):

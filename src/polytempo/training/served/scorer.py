@@ -19,7 +19,7 @@ from polytempo.training.model.trainable_parameters import trainable
 
 class Scorer:
     """Scores on the test set of `data`, which must have one, in the 16 bits of a `precision`. `model` is the scorer's
-    own; `optimizer` says what trains. It draws no number that others miss, and touches no tensor of theirs.
+    own; `optimizer` holds the trained parameters. It draws no number that others miss, and touches no tensor of theirs.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Scorer:
 
     @property
     def numel(self) -> int:
-        """How many elements the trained parameters have."""
+        """Elements of the trained parameters."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`ServedContext`: what the worker of a parameter server is given for its part of a run."""
+"""`ServedContext`: a worker's arguments for its part of a run with a parameter server."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class ServedContext:
     batches: Batches
     compute_gradients: ComputeGradients
     reads: bool = True
-    """Whether batches are read; False where tensors have no values."""
+    """False for tensors without values: batches are not read."""
     seed: int = 0
     schedule: RateSchedule | None = None
     decay: LocalDecay | None = None
     guard: Guard | None = None
-    """Looks for what is not finite; None: it may be."""
+    """Looks for values that are not finite; None: they may be."""
     noise: PartNoise | None = None
     """Measures the gradient noise scale; None: nothing does."""
     masters: Masters | None = None
-    """Of the model, where it computes in 16 bits."""
+    """The float32 parameters of a 16-bit model."""
     stage: ServedStage | None = None
-    """This process's stage, where the model is cut; `model` is then that of the stage."""
+    """This process's stage of a pipeline; `model` is then the stage's."""
     trained: Trained | None = None
-    """Of `model`; None: the worker looks it up."""
+    """The trained parameters of `model`; None: the worker looks them up."""
 
     @property
     def whole(self) -> nn.Module:
-        """The whole model: that of the first stage has all stages' final weights when its work is over."""
+        """The whole model: the first stage's has all stages' final weights when its work is over."""
         return self.model if self.stage is None else self.stage.whole
 
     def sha256(self) -> str:
-        """Of the whole model's float32 parameters, as results have it."""
+        """The hash of the whole model's float32 parameters, for results."""
         with nullcontext() if self.masters is None else self.masters.in_float32():
             return parameters_sha256(self.whole.parameters())

@@ -1,4 +1,4 @@
-"""`ServedReplica`: one worker's copy of a model whose parameters are at a server, and what a step exchanges.
+"""`ServedReplica`: one worker's copy of a model with parameters at a server, and a step's exchanges.
 
     gradients ──▶ strategy.gradients ──▶ .grad ──▶ optimizer.step, if there is an answer
                                                         │
@@ -30,30 +30,30 @@ from polytempo.training.served.shard_rule import parameters_of
 
 
 class ServersModel(NamedTuple):
-    """What the server holds: parameters by name, and the running statistics of norms (None: there are none)."""
+    """The server's model: parameters by name, and the running statistics of norms (None: there are none)."""
 
     values: Mapping[str, Tensor]
     running: Tensor | None
 
 
 class Trained(NamedTuple):
-    """What a worker trains of a model; workers that share a model without values share this, too."""
+    """A worker's trained parameters; workers that share a model without values share this, too."""
 
     parameters: dict[str, nn.Parameter]
-    """Those that are no tables."""
+    """Parameters but for tables."""
     tables: dict[str, nn.Parameter]
-    """Those that travel by rows."""
+    """Parameters that travel by rows."""
     values: dict[str, Tensor]
     """`parameters` without autograd."""
     running: Running
     numel: int
-    """How many elements `parameters` have."""
+    """Elements of `parameters`."""
 
 
 def trained_of(
     model: nn.Module, optimizer: Optimizer, strategy: Strategy, parameters: Sequence[Parameter] | None = None
 ) -> Trained:
-    """Errors: ValueError for what cannot be pushed. `parameters`: as shards know them, where they are known."""
+    """Errors: ValueError for parameters that cannot be pushed. `parameters`: as shards know them, if known."""
     found = parameters_of(model, optimizer, strategy) if parameters is None else parameters
     by_name = trainable(model, optimizer)
     dense = {p.name: by_name[p.name] for p in found if not p.row_width}
@@ -67,10 +67,10 @@ def _detached(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 class ServedReplica:
-    """The replica of `client`'s worker. Errors: ValueError for what cannot be pushed.
+    """The replica of `client`'s worker. Errors: ValueError for parameters that cannot be pushed.
 
-    `masters`: of the model, where it computes in 16 bits: what is pulled goes there, and is rounded. Gradients that are
-    not empty are exchanged inside of their `whole_step`, as float32. `trained`: of the model, where it is known.
+    `masters`: the float32 parameters of a 16-bit model: pulls go there, and are rounded. Gradients that are not empty
+    are exchanged inside of their `whole_step`, as float32. `trained`: the model's trained parameters, if known.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class ServedReplica:
         with self._in_float32():
             found = trained or trained_of(model, optimizer, strategy)
         self.has_tables = bool(found.tables)
-        """Whether some parameters travel by rows."""
+        """True if some parameters travel by rows."""
         self._tables = ModelTables(found.tables)
         self._parameters = found.parameters
         self.values = found.values
         """The parameters but for tables, without autograd."""
         self.has_values = not any(value.is_meta for value in self.values.values())
-        """Whether anything is computed; else gradients are as parameters are, and nothing is written to either."""
+        """False for tensors without values: gradients are as parameters are, and nothing is written to either."""
         self.numel = found.numel
-        """How many elements the parameters have, but for tables."""
+        """Elements of the parameters, but for tables."""
         self._running = found.running
         client.running = self._running.vector
         self._gradients: State = None
@@ -104,17 +104,17 @@ class ServedReplica:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether shards have come or gone since the last fetch: gradients count from versions that those know."""
+        """True if shards have come or gone since the last fetch: gradients count from their versions."""
         return self._layout != self._client.layout
 
     @property
     def is_apart(self) -> bool:
-        """Whether the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of
-        the shards must leave them as they are. A copy may as well become a newer one."""
+        """True if the worker's parameters are its own (elastic averaging), not a copy of the server's: then news of the
+        shards must leave them alone. A copy may as well become a newer one."""
         return is_idle(self._strategy.gradients, self._port.size + 1)
 
     def look_up(self) -> None:
-        """The parameters may lie in other memory than before."""
+        """Look up the parameters again, after a change of their memory."""
         with self._in_float32():
             self.values = _detached(self._parameters)
 
@@ -133,7 +133,7 @@ class ServedReplica:
         self._place(Bundle(self.values).with_flat(await self._port.pull(clock)))
 
     async def renew(self, clock: int) -> None:
-        """Fetch the weights, but leave parameters as they are that are the worker's own."""
+        """Fetch the weights, but keep the worker's own parameters."""
         if not self.is_apart:
             await self.fetch(clock)
             return
@@ -174,7 +174,8 @@ class ServedReplica:
                 self._running.place(running)
 
     async def exchange_gradients(self, *, empty: bool) -> bool:
-        """Before the optimizer's step; whether it is to make one. An `empty` exchange is one of no gradient: zeros."""
+        """Exchange before the optimizer's step; returns True if it is to make one. An `empty` exchange has zeros for
+        gradients."""
         bundle = Bundle(self._computed(empty=empty) if self.has_values else self.values)
         rows = [] if empty else self._tables.gradients()
         for one in rows:
@@ -195,7 +196,7 @@ class ServedReplica:
             return {name: torch.zeros_like(p) if empty or p.grad is None else p.grad for name, p in found}
 
     async def exchange_parameters(self) -> None:
-        """After the optimizer's step."""
+        """Exchange after the optimizer's step."""
         values = Bundle(self.values)
         changed, self._states = await self._strategy.parameters.apply(self._port, values, self._states)
         if changed is not None and changed is not values:
@@ -207,7 +208,6 @@ class ServedReplica:
         self._states = await settled(self._states)
 
     def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
-        """Let the optimizer see the answer, if there is one."""
         if (answer is given and not given.packed) or not self.has_values:
             return
         for name, parameter in self._parameters.items():

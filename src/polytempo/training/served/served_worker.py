@@ -1,7 +1,7 @@
 """`ServedWorker`: a worker's steps with a parameter server, whether the loop around them is a job's or the caller's.
 
     begin ──▶ client.begin ──▶ before_step ──▶ optimizer.step ──▶ after_step ──▶ … push_held ──▶ settled
-              what is pushed   └──────────────── step ────────────────┘
+              the push's facts └──────────────── step ────────────────┘
 
 It performs nothing itself: its methods are coroutines for `server.worker.server_calls`.
 """
@@ -57,16 +57,16 @@ class ServedWorker:
         self._masters, self._decay, self._guard, self._stage = masters, decay, guard, stage
         self.replica = ServedReplica(port, model, optimizer, strategy, client, masters, trained)
         self.clock = 0
-        """How many gradients it has exchanged."""
+        """Exchanged gradients."""
         self.begun_s: float | None = None
-        """When it got its first work."""
+        """Time of its first work."""
         self.idle_s = 0.0
-        """How long it has waited for the server or for work since then."""
+        """Seconds that it has waited for the server or for work since then."""
         if stage is not None:
             stage.serve(self._exchange_late, lambda: tuple(client.versions))
 
     def step_of(self, ticket: Ticket) -> int:
-        """Which step of the run the ticket's batch belongs to, as if all workers took their steps together."""
+        """The run's step of the ticket's batch, as if all workers took their steps together."""
         return ticket.number // self._port.size
 
     @property
@@ -84,9 +84,9 @@ class ServedWorker:
         return answer
 
     async def begin(self) -> None:
-        """With the first work: fetch the weights. Before that others may have trained them.
+        """Fetch the weights at the first work. Before that others may have trained them.
 
-        And when shards have come or gone: gradients count from versions that those know.
+        Fetch also when shards have come or gone: gradients count from their versions.
         """
         if self.begun_s is None:
             self.begun_s = await self._port.now()
@@ -133,10 +133,10 @@ class ServedWorker:
             self._guard.gradients(self.step_of(late.ticket), self._client.worker)
         await self.step()
 
-    # ------------------------------------------------------------------ what is under way
+    # ------------------------------------------------------------------ batches under way
 
     async def drain(self) -> list[Tensor]:
-        """Take back what is under way in the stages: the losses of their batches."""
+        """Take back the batches under way in the stages; returns their losses."""
         return [] if self._stage is None else await self._stage.drain()
 
     async def push_held(self) -> None:
@@ -155,4 +155,4 @@ class ServedWorker:
 
 
 def _no_step() -> None:
-    """Of parameters without values."""
+    """The step of parameters without values."""

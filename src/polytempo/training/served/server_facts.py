@@ -1,4 +1,4 @@
-"""What a run with a parameter server says of itself: how stale its gradients were, and how its workers fared."""
+"""A run's report about its parameter server: staleness of gradients, and its workers' steps and waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def facts_of(
     """The `server` field of a `Result`, ready for JSON. `bytes_sent`: by all copies of all shards.
 
     Staleness is counted where it arises, so a gradient counts once in each shard; so do those dropped and refused.
-    What is said of a worker is of its last life: one that was killed leaves nothing.
+    Facts about a worker cover its last life: a killed worker leaves nothing.
     """
     staleness = Counter[int]()
     for shard in statistics:

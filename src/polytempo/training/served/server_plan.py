@@ -52,9 +52,9 @@ class PlannedStage(NamedTuple):
     """A stage of a model that is cut, as its shards know it."""
 
     parameters: tuple[str, ...]
-    """The names of its trained parameters, in the order in which its workers push them."""
+    """The names of its trained parameters, in the order of a push."""
     running: int
-    """How many numbers the running statistics of its norms are."""
+    """Numbers in the running statistics of its norms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class ServerPlan:
     """The parameter server of a run, and how its workers meet it. The same in every process of the run."""
 
     service: Service
-    """With the optimizer that the shards apply, and the number of all shards."""
+    """The service with the shards' optimizer, and the number of all shards."""
     topology: Topology
     parameters: tuple[Parameter, ...]
     weights: Tensor
@@ -70,13 +70,13 @@ class ServerPlan:
     running: Tensor | None
     """The running statistics of norms, float64; None where the model has none. Of stages: one after the other."""
     timing: Timing
-    """How long the machines wait for each other."""
+    """Timeouts between the machines."""
     stages: tuple[PlannedStage, ...] = ()
-    """Where the model is cut; (): every worker has all of it."""
+    """Stages of a cut model; (): every worker has all of it."""
     passed_bytes: int = 0
     """The largest tensor that passes from stage to stage."""
     spare_lives: int = 0
-    """How many processes may take another one's place."""
+    """Processes that may take another one's place."""
     incarnation: int = 1
     """The first life of every worker: above all that a resumed run has known."""
 
@@ -84,12 +84,12 @@ class ServerPlan:
 
     @property
     def most_lives(self) -> int:
-        """How many processes the run may have in all, with those that take another one's place."""
+        """Processes of the run in all, replacements included."""
         return self.topology.num_nodes + self.spare_lives + 1
 
     @property
     def hosts(self) -> list[int]:
-        """The host of each node, with those that are started later."""
+        """The host of each node, later ones included."""
         return [self.topology.host_of(node) for node in range(self.most_lives)]
 
     @property
@@ -103,7 +103,7 @@ class ServerPlan:
         dense_bytes = sum(each.numel for each in without_tables(self.parameters)) * self.weights.itemsize
         return (len(self.topology.workers) + _SPARE_BUFFERS + SNAPSHOTS) * dense_bytes + _SPARE_BYTES
 
-    # ------------------------------------------------------------------ which shard holds what
+    # ------------------------------------------------------------------ the shards' contents
 
     @cached_property
     def spans(self) -> tuple[Spans, ...]:
@@ -113,7 +113,7 @@ class ServerPlan:
         return tuple(shard.whole for stage in self._stage_shards for shard in stage)
 
     def pushed_by(self, worker: int) -> tuple[tuple[Parameter, ...], tuple[Spans, ...]]:
-        """The parameters that a worker pushes, and of each shard what it holds of their vector."""
+        """The parameters that a worker pushes, and each shard's ranges of their vector."""
         if not self.stages:
             return self.parameters, self.spans
         stage = self.topology.stage_of(worker)
@@ -121,7 +121,7 @@ class ServerPlan:
         return self._own[stage], tuple(shard.own if number == stage else () for number, shard in found)
 
     def running_at(self, shard: int) -> Tensor | None:
-        """The running statistics that a shard begins with: with stages, those of its own."""
+        """The running statistics that a shard begins with: with stages, its own stage's."""
         if not self.stages or self.running is None:
             return self.running
         found = self.running.split([each.running for each in self.stages])[shard // self._shards_of_each]
@@ -129,7 +129,7 @@ class ServerPlan:
 
     def first_worker(self, shard: int) -> int:
         """The node of the first worker that a shard serves; the others follow it."""
-        if not self.stages:  # every shard serves all, also one that comes later
+        if not self.stages:  # every shard serves all, later ones too
             return 0
         return shard // self._shards_of_each * len(self.topology.firsts)
 
@@ -139,13 +139,11 @@ class ServerPlan:
 
     @cached_property
     def _own(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The parameters of each stage."""
         known = {parameter.name: parameter for parameter in self.parameters}
         return tuple(tuple(known[name] for name in stage.parameters) for stage in self.stages)
 
     @cached_property
     def _stage_shards(self) -> tuple[tuple[StageSpans, ...], ...]:
-        """The shards of each stage."""
         return tuple(stage_spans(self.parameters, own, self._shards_of_each) for own in self._own)
 
     # ------------------------------------------------------------------ machines
@@ -190,7 +188,7 @@ class ServerPlan:
     def shard(
         self, number: int, spans: Sequence[Spans] | None = None, empty: Empty | None = None, native: bool | None = None
     ) -> Shard:
-        """Shard `number` as the run begins. `spans`: what each shard holds by now; one that it lacks holds nothing."""
+        """Shard `number` as the run begins. `spans`: each shard's present ranges; a missing shard holds nothing."""
         present = self.spans if spans is None else spans
         held = present[number] if number < len(present) else ()
         weights, running = part(self.weights, held).clone(), self.running_at(number)
@@ -237,7 +235,7 @@ class ServerPlan:
         evaluator: int | None = None,
         incarnation: int | None = None,
     ) -> Coordinator:
-        """The coordinator of all nodes. `incarnation`: where that of the plan is not the present one."""
+        """The coordinator of all nodes. `incarnation`: the present one, if the plan's is not."""
         topology = self.topology
         return Coordinator(
             Nodes(topology.coordinator, topology.firsts, topology.chains, evaluator),
@@ -250,5 +248,5 @@ class ServerPlan:
 
 
 def timing_of_processes(weights: Tensor, timeout_s: float) -> Timing:
-    """How long processes wait for each other whose shards hold `weights`: a copy says nothing during an update."""
+    """Timeouts between processes with shards of `weights`: a copy says nothing during an update."""
     return Timing(deadline_s=timeout_s).of_processes(weights.nbytes / _SLOWLY_BYTES_PER_S)

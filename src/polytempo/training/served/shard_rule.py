@@ -19,16 +19,17 @@ from polytempo.training.model.trainable_parameters import sparse_tables, trainab
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 _APART = ("params", "lr", "initial_lr", "foreach", "fused")
-"""What parameter groups may differ in: the learning rate travels with each push, the last two do not change results."""
+"""Options that may differ between parameter groups: the learning rate travels with each push, the last two do not
+change results."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What shards can update and messages can carry."""
+"""Dtypes that shards can update and messages can carry."""
 _REMEDY = "use sync_sgd(), which takes any optimizer"
 
 
 def update_rule_of(optimizer: Optimizer) -> UpdateRule:
     """The optimizer for the shards to apply. Its learning rates stay with the worker and travel with each push.
 
-    Raises ValueError, naming the optimizer or the option, for what a shard does not know.
+    Raises ValueError for an optimizer or an option that a shard does not know.
     """
     name = type(optimizer).__name__
     if type(optimizer) not in (SGD, Adam, AdamW, Adagrad):
@@ -81,13 +82,12 @@ def _rule(optimizer: Optimizer, group: dict[str, Any]) -> UpdateRule:
 
 
 def shard_rule_of(service: Service, optimizer: Optimizer) -> UpdateRule:
-    """What the shards apply: the optimizer that the service names, or the job's own.
+    """The shards' update rule: the optimizer that the service names, or the job's own.
 
-    Where the workers add weight decay to their gradients (`LocalDecay`) it is in what they push, and a shard adds none.
-    AdamW's, which is no part of the gradient, is the shards' if they apply AdamW. A named optimizer goes uphill if the
-    job's does.
+    Workers that add weight decay to their gradients (`LocalDecay`) push it, and a shard adds none. AdamW's decay is not
+    a part of the gradient; the shards apply it if they apply AdamW. A named optimizer goes uphill if the job's does.
 
-    Raises ValueError for what a shard does not know, and for decoupled weight decay where the shards would drop it.
+    Raises ValueError for options that a shard does not know, and for decoupled weight decay that the shards would drop.
     """
     if service.decays == "shards":
         rule = update_rule_of(optimizer) if service.optimizer is None else service.optimizer
@@ -101,7 +101,7 @@ def shard_rule_of(service: Service, optimizer: Optimizer) -> UpdateRule:
     if service.optimizer is None:
         rule = update_rule_of(optimizer)
         return rule if rule.kind == "adamw" else replace(rule, weight_decay=0.0)
-    coupled(optimizer)  # refuses what is not known
+    coupled(optimizer)  # refuses unknown optimizers
     uphill = {bool(group.get("maximize")) for group in optimizer.param_groups}
     decays = {float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups}
     if len(uphill) > 1:

@@ -1,11 +1,11 @@
 """A worker's share of a step where workers help each other (FlexRR): its batch in slices, by any worker.
 
-    own slices ──▶ summed ────────────────────────────────▶ the push that closes the share, left to the strategy
-    slices of others, contested ones ──▶ each pushed at once, a part (`server.rules.coverage`)
+    own slices ──▶ summed ────────────────────────────────▶ the push that closes the share, left to the strategy slices
+    of others, contested ones ──▶ each pushed directly, a part (`server.rules.coverage`)
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
-torch from (seed, ticket, slice), so it is the same work on every worker. A slice is collated by itself, so batches may
-be of any form; what looks at a batch as a whole, such as padding, sees a slice instead. Batch norms are refused
+torch from (seed, ticket, slice), so it is the same work on every worker. A slice is collated alone, so batches may be
+of any form; padding, which looks at a batch as a whole, sees a slice instead. Batch norms are refused
 (`training.requirements`), and a loss must be a mean over samples.
 """
 
@@ -35,7 +35,7 @@ RatesAt = Callable[[Ticket], tuple[float, ...]]
 
 
 class Done(NamedTuple):
-    """What one worker did in one step, for itself and for others."""
+    """One worker's work in one step, for itself and for others."""
 
     loss: Tensor | None
     """The mean over its samples; None if it had none to do."""
@@ -45,8 +45,6 @@ class Done(NamedTuple):
 
 
 class _Share:
-    """One step so far."""
-
     def __init__(self, ticket: Ticket, samples: int, clock: int) -> None:
         self.ticket, self.samples, self.clock = ticket, samples, clock
         self.own: list[Slice] = []
@@ -54,12 +52,12 @@ class _Share:
         self.sums: list[Tensor] = []
         self.losses: Tensor | None = None
         self.computed = self.counted = 0
-        """Samples whose gradient this worker computed, and those of them that the shards did not have already."""
+        """Samples with a gradient of this worker, and the part of them that the shards did not have already."""
         self.busy_s = 0.0
 
 
 class Reassigned:
-    """What a worker remembers between steps: its peers, their batches, and how often it helped and was helped."""
+    """A worker's state between steps: its peers, their batches, and how often it helped and was helped."""
 
     def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkClient) -> None:
         service = context.strategy.server
@@ -79,8 +77,8 @@ class Reassigned:
         """Slices of its own that others did, and slices of others that this worker did."""
 
     async def gradients(self, ticket: Ticket, rates_at: RatesAt, step: int) -> Done:
-        """Do the batch of `ticket` together with others. What this worker summed is on the parameters' `.grad` then,
-        and its numbers with the client, for the push that closes the share of its step number `step`.
+        """Do the batch of `ticket` together with others. This worker's sum is on the parameters' `.grad` then, and its
+        numbers are with the client, for the push that closes the share of its step number `step`.
 
         Each slice is pushed with the rates of its own ticket, on whichever worker.
         """
@@ -91,19 +89,20 @@ class Reassigned:
         if clock > self._clock:
             self._clock = clock
             await covered_step(self._port, self._peer, clock, samples, self._work, ticket)
-        else:  # what its peers know of this clock is that it is covered, so none would help
+        else:  # its peers know that this clock is covered, so none would help
             await self._by_itself(clock, ticket, samples)
         self._close(share)
         loss = None if share.losses is None else share.losses / share.computed
         return Done(loss, share.counted, share.busy_s)
 
     def _global_clock(self, ticket: Ticket) -> int:
-        """What peers compare: where all take steps together the version, else the step that the batch is of."""
+        """The clock for comparisons between peers: the version if all take steps together, else the
+        step of the batch."""
         return ticket.number // self._context.batches.size if self._is_apart else self._client.versions[0]
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each batch is an update of its own (bounded staleness)."""
+        """True if each batch is an update of its own (bounded staleness)."""
         return self._constants.slack > 0
 
     async def _by_itself(self, clock: int, ticket: Ticket, samples: int) -> None:
@@ -124,10 +123,10 @@ class Reassigned:
         share.counted += do.slice.samples
 
     async def _keep(self, pieces: list[Slice]) -> None:
-        """What was summed goes with the push that closes the share."""
+        """The push that closes the share has the sum."""
 
     async def _push_alone(self, do: Do) -> None:
-        """A part. It is answered at once, so a caller that hears of its end may close the share."""
+        """A part. It has its answer when it ends, so a caller may then close the share."""
         assert do.ticket is not None
         share, client = self._share, self._client
         flat = Bundle(dict(zip(self._parameters, await self._compute(do), strict=True))).flat
@@ -166,7 +165,7 @@ class Reassigned:
         return gradients
 
     def _samples(self, ticket: Ticket) -> Samples:
-        """The samples of the whole batch; those that were needed last are kept."""
+        """The samples of the whole batch; the most recently used are kept."""
         if ticket.number not in self._batches:
             while len(self._batches) > self._constants.helpers:
                 del self._batches[next(iter(self._batches))]
@@ -206,6 +205,6 @@ class Reassigned:
             return
         for worker, life in self._lives.items():
             if lives.get(worker, life) != life and worker in self._peer.helpers:
-                self._peer.lost(worker)  # those that are gone, `regroup` finds
+                self._peer.lost(worker)  # `regroup` finds lost peers
         self._lives = lives
         self._peer.regroup([*(lives.keys() | {self._client.worker})])

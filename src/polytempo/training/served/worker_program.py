@@ -26,8 +26,7 @@ from polytempo.server.worker.work_client import WorkClient
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of
-from polytempo.training.job.meter import Meter
-from polytempo.training.job.program import ROWS_PER_EPOCH
+from polytempo.training.job.program import ROWS_PER_EPOCH, Meter
 from polytempo.training.model.randomness import seed_step
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.served.served_context import ComputeGradients, ServedContext
@@ -38,17 +37,17 @@ from polytempo.training.step.step_cost import StepCost
 
 
 class Attendance(NamedTuple):
-    """How one worker fared."""
+    """One worker's part of a run."""
 
     worker: int
     steps: int
     samples: int
     begin_s: float
-    """When it got its first ticket, on the world's clock."""
+    """Time of its first ticket, on the world's clock."""
     end_s: float
-    """When its last step was done."""
+    """End of its last step."""
     idle_s: float
-    """Of that, the time that it waited for the server or for work."""
+    """The part of this time in which it waited for the server or for work."""
     helped: int = 0
     """Slices of others' batches that it did."""
     given: int = 0
@@ -62,16 +61,16 @@ async def work(
     leaves: Callable[[], bool] = lambda: False,
     stages: Port | None = None,
 ) -> Attendance:
-    """Train on what the coordinator deals until it says that the run is over. The model holds the final weights then.
+    """Train on the coordinator's tickets until the run is over. The model holds the final weights then.
 
-    Once `leaves()` is true it ends after the present batch, with all that it has pushed; what it was dealt besides is
-    dealt to others when its process has ended.
+    Once `leaves()` is true it ends after the present batch, with all its pushes; its other tickets are dealt to others
+    when its process has ended.
 
     `port`: the group of all workers; run it by `server.worker.server_calls`. Each step reseeds torch from (seed,
     ticket), so a ticket that is dealt again is computed alike.
 
-    Where the model is cut, `port` is the group of those that hold the same stage, and `stages` that of the replica's
-    stages, who take their tickets together (`server.worker.stage_work`).
+    In a pipeline, `port` is the group of ranks with the same stage, and `stages` the replica's stages, which take their
+    tickets together (`server.worker.stage_work`).
     """
     work_client = work_of(client, stages, 0 if context.stage is None else context.stage.late)
     worker = _TicketWorker(port, context, client, work_client)
@@ -116,9 +115,9 @@ def performed_work(
     stages: Port | None,
     leaves: Callable[[], bool] = lambda: False,
 ) -> Program[Attendance]:
-    """`work` in the world of `port`, which performs its pushes and pulls, and what passes between stages.
+    """`work` in the world of `port`, which performs its pushes and pulls, and messages between stages.
 
-    Where the model is cut, the process does not leave by itself: its replica could not go on.
+    In a pipeline, the process does not leave alone: its replica could not go on.
     """
     if stages is None:
         return through(client, port, work(group, context, client, leaves))
@@ -159,8 +158,6 @@ def _loss_without_value() -> Tensor:
 
 
 class _TicketWorker:
-    """What `work` does for one ticket, and what it remembers between tickets."""
-
     def __init__(self, port: Port, context: ServedContext, client: Client, work_client: WorkSource) -> None:
         self._port, self._context, self._client = port, context, client
         server = context.strategy.server
@@ -188,7 +185,7 @@ class _TicketWorker:
 
     @property
     def attendance(self) -> Attendance:
-        """How this worker has fared so far."""
+        """This worker's part of the run so far."""
         begin_s = self._end_s if self.served.begun_s is None else self.served.begun_s
         fared = Attendance(self._client.worker, self._steps, self._samples, begin_s, self._end_s, self._idle_at_end_s)
         helps = self._reassigned
@@ -206,7 +203,7 @@ class _TicketWorker:
             check_final(self.served.replica.values, (), max(1, int(self._position["step"])))
 
     async def train(self, ticket: Ticket) -> None:
-        """One step on the ticket's batch. What was lost with another worker is pushed by itself."""
+        """One step on the ticket's batch. A batch that was lost with another worker is pushed separately."""
         if ticket.again:
             await self.push_all()
         self._client.alone = ticket.again
@@ -264,7 +261,6 @@ class _TicketWorker:
         return samples
 
     def _note(self, loss: Tensor | None, ticket: Ticket) -> None:
-        """The loss of a batch, as far as this stage hears of it."""
         if self._context.guard is not None and loss is not None:
             self._context.guard.loss(loss, self.served.step_of(ticket), self._client.worker)
         self._meter.add(loss if self._context.reads else None)
@@ -292,7 +288,7 @@ class _TicketWorker:
             schedule.go_to(schedule.step_of(ticket.epoch, ticket.batch))
         return self.served.rates
 
-    # ------------------------------------------------------------------ waiting, and what is told of it
+    # ------------------------------------------------------------------ rows of metrics
 
     def taken_rows(self) -> list[bytes]:
         """The rows of metrics that have not been taken yet."""
@@ -300,7 +296,7 @@ class _TicketWorker:
         return rows
 
     def _remember(self, ticket: Ticket) -> None:
-        """Where the run is, as far as this worker knows, and now and then a row about it."""
+        """Note the run's position, as far as this worker knows, and now and then write a row about it."""
         batches = self._context.batches
         stop = batches.pick(ticket.batch).stop
         self._position = {

@@ -1,4 +1,4 @@
-"""`Bucket`: some parameters whose gradients are exchanged together, through one flat buffer.
+"""`Bucket`: parameters that exchange their gradients together, in one flat buffer.
 
 parameters   [ ... layer 1 ... | ... layer 2 ... | ... layer 3 ... ]
 buckets                [        1        ][         0         ]       backward fills bucket 0 first
@@ -25,11 +25,11 @@ Empty = Callable[[int, torch.dtype], Tensor]
 
 
 class _Exchange(NamedTuple):
-    """What an exchange left that no optimizer step has used yet."""
+    """The result of an exchange that no optimizer step has used yet."""
 
     state: State
     answered: bool
-    """Whether the transform did something, so that `.grad` is an answer, and no more what this rank computed."""
+    """True if the transform did something, so `.grad` is an answer and not this rank's gradient."""
 
 
 class Bucket:
@@ -45,28 +45,28 @@ class Bucket:
         self.parameters = dict(parameters)
         self.numel = sum(p.numel() for p in parameters.values())
         self.state: State = None
-        """As the last optimizer step left it."""
+        """The state after the last optimizer step."""
         self._tentative: _Exchange | None = None
         self._free: list[Tensor] = []
-        """Memory of residuals that the next exchange may write to."""
+        """Residuals' memory for the next exchange."""
         self.unused: set[str] = set()
-        """Parameters for which this rank had no gradient in the last exchange."""
+        """Parameters without a gradient on this rank in the last exchange."""
         self.silent: list[str] = []
-        """Trained parameters for which the last answer has nothing: perhaps no rank had a gradient."""
+        """Trained parameters that are zero in the last answer: perhaps no rank had a gradient."""
         self._witnesses: Tensor | None = None
-        """For each parameter an element of the flat buffer that was not 0 when it was last looked for; int64."""
+        """An index into the flat buffer for each parameter, at an element that was not 0 at its last check; int64."""
         self.withheld = False
-        """Whether the coming step must have no update at all of these parameters."""
+        """True if the coming step must not update these parameters."""
         self.sparse_tables: frozenset[str] = frozenset()
-        """Parameters whose gradient is sparse, though a step that leaves them out does not show it."""
+        """Parameters with sparse gradients, known also in a step that leaves them out."""
         self._memory: Bundle | None = None
         self._placed: tuple[Mapping[str, Tensor], Tensor, int] | None = None
-        """What was put into `.grad` since the last exchange answered something, its flat buffer, and a version."""
+        """The last answer's views in `.grad`, its flat buffer, and that buffer's version."""
         self._row_sparse: set[str] = set()
         self._frozen: set[str] = set()
 
     async def agree(self, port: Port) -> None:
-        """What ranks must know of each other's gradients before `gathered`: nothing, if all are dense."""
+        """Exchange facts that `gathered` needs. Dense gradients need none."""
 
     def gathered(self, share: float | None) -> Bundle:
         """The gradients as a bundle, packed when its flat buffer is asked for. Unused parameters count as zero."""
@@ -78,14 +78,14 @@ class Bucket:
         if memory is None:
             return Bundle(gradients, share, into=self._fresh(gradients))
         places = [g.data_ptr() == v.data_ptr() for g, v in zip(gradients.values(), memory.views.values(), strict=True)]
-        if all(places):  # accumulated where the last answer lay: nothing to copy
+        if all(places):  # accumulated in the last answer's memory: nothing to copy
             memory.share = share
             return memory
         taken = any(places) or _most_references(memory.views.values()) > _UNSHARED  # the loop has kept a `.grad`
         return Bundle(gradients, share, into=self._fresh(gradients) if taken else memory)
 
     def _begin_exchange(self) -> Bundle | None:
-        """Forget the last answer; returns the memory in which it lies."""
+        """Forget the last answer; returns its memory."""
         memory, self._memory = self._memory, None
         self._placed = None
         self._frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
@@ -93,20 +93,19 @@ class Bucket:
         return memory
 
     def _fresh(self, gradients: Mapping[str, Tensor]) -> Bundle | None:
-        """Memory to pack into, where it has to be of a certain kind."""
         like = next(iter(self.parameters.values()))
         if self._empty is None or like.device.type != "cpu":
             return None
         return Bundle(gradients, flat=self._empty(self.numel, like.dtype))
 
     def lend(self, flat: Tensor) -> None:
-        """`.grad` are views of `flat` from now on, as if an answer lay there."""
+        """Make `.grad` views of `flat`, as if it were the last answer."""
         self._memory = Bundle(self.parameters, flat=flat)
         for parameter, view in zip(self.parameters.values(), self._memory.views.values(), strict=True):
             parameter.grad = view
 
     def lies_in(self, flat: Tensor) -> bool:
-        """Whether `.grad` are views of `flat`: the last answer came back in the memory that was lent."""
+        """True if `.grad` are views of `flat`: the last answer came back in the memory that was lent."""
         changed = self._frozen or self._row_sparse or self.unused
         return self._memory is not None and self._memory.flat is flat and not changed
 
@@ -117,7 +116,8 @@ class Bucket:
         self.state, self._tentative, self._free = state, None, []
 
     async def spendable(self) -> State:
-        """The state of the last step, for an exchange to spend. What an exchange since then has left is dropped."""
+        """A copy of the last step's state for an exchange to spend. Drops the result of an exchange that no step has
+        used."""
         if self._tentative is not None:
             dropped, self._tentative = await settled(self._tentative.state), None
             self._free = list(residual_tensors(dropped))
@@ -125,16 +125,16 @@ class Bucket:
         return duplicate(self.state, free)
 
     def propose(self, state: State, *, answered: bool) -> None:
-        """The state after the step, if that uses the present exchange."""
+        """Set the state for a step that uses the present exchange."""
         self._tentative = _Exchange(state, answered)
 
     @property
     def answered(self) -> bool:
-        """Whether the last exchange did something, and no step was made of it yet."""
+        """True if the last exchange did something, and no step has used it yet."""
         return self._tentative is not None and self._tentative.answered
 
     def commit(self) -> bool:
-        """An optimizer step was made of the last exchange. Returns whether that did something."""
+        """An optimizer step has used the last exchange. Returns True if that exchange did something."""
         if self._tentative is None:
             return False
         self._free = list(residual_tensors(self.state))
@@ -146,8 +146,8 @@ class Bucket:
     def place(self, answer: Bundle | None, *, answered: bool) -> None:
         """Point every parameter's `.grad` at its part of `answer`; None: no gradient in this step.
 
-        A frozen parameter has none, whatever late answer or residual there is for it. `answered`: the transform did
-        something, so that this is no more what the rank computed.
+        A frozen parameter gets none, even if a late answer or a residual has a value. `answered`: the transform did
+        something, so `.grad` is not this rank's own gradient any more.
         """
         self._placed = None
         if answer is None:
@@ -157,7 +157,7 @@ class Bucket:
         self._show(answer.views, answer, answered=answered)
 
     def _show(self, views: Mapping[str, Tensor], answer: Bundle, *, answered: bool) -> None:
-        """Let `.grad` be `views`, which lie in `answer`, or their rows where gradients come as rows."""
+        """Let `.grad` be `views` of `answer`, or their rows for parameters with sparse gradients."""
         rows = {name: _rows(views[name]) for name in self._row_sparse}
         self._point({**views, **rows} if rows else views, answer, answered=answered)
 
@@ -172,10 +172,11 @@ class Bucket:
             self._placed = views, answer.flat, answer.flat._version
 
     def listen(self, answer: Bundle | None, *, alike: bool) -> None:
-        """Find out for which parameters the answer has nothing. `alike`: all ranks have the same answer, and find the
-        same; else, and on accelerators, where a look would make the host wait, these are all trained parameters.
+        """Find the parameters that are zero in the answer.
 
-        Cost: one element of each parameter, and a pass over those where that is 0.
+        `alike`: all ranks have the same answer, and find the same. Without it, and on accelerators, where a look would
+        make the host wait, these are all trained parameters. Cost: one element of each parameter, and a pass over
+        parameters with a 0 there.
         """
         names = [name for name, p in self.parameters.items() if p.numel() and name not in self._frozen]
         if answer is None or answer.flat.is_meta or not names:
@@ -202,7 +203,7 @@ class Bucket:
         return found
 
     def leave(self, name: str) -> None:
-        """The optimizer leaves this parameter alone, unless the answer has something for it: a late gradient."""
+        """Remove this parameter's gradient, unless the answer has a late gradient."""
         parameter = self.parameters[name]
         if parameter.grad is None or _any(parameter.grad):
             return
@@ -212,15 +213,15 @@ class Bucket:
 
     @property
     def dropped(self) -> bool:
-        """Whether nothing is left of the last answer: all gradients are None."""
+        """True if all gradients of the last answer are None."""
         return self._placed is not None and all(self.parameters[name].grad is None for name in self._placed[0])
 
     def holds_answer(self, arrived: Tensor | None) -> bool:
-        """Whether `.grad` still holds the last answer, so that what comes now is added to it.
+        """True if `.grad` still holds the last answer, so that new gradients are added to it.
 
-        To be asked when the first gradient since the exchange has `arrived` (None: none has). Dropped is a gradient
-        that is another tensor or None, or that was set to zero: then all the others, to which nothing has come yet, are
-        zero. Cost: a look at each parameter; one pass over the gradients where they were changed in place.
+        Asked when the first gradient since the exchange has `arrived` (None: none has). A loop drops an answer by
+        another tensor, by None, or by zeros: then all gradients but the arrived one are zero. Cost: a look at each
+        parameter; one pass over gradients that were changed in place.
         """
         if self._placed is None:
             return False
@@ -250,16 +251,15 @@ def _most_references(tensors: Iterable[Tensor]) -> int:
 
 
 _UNSHARED = _most_references({"view": torch.empty(0)}.values())
-"""How many references there are to a tensor that one dictionary holds, and nothing else."""
+"""References to a tensor that one dictionary holds, and nothing else."""
 
 
 def _are(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor]) -> bool:
-    """Whether each `.grad` is that very tensor."""
     return all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
 
 
 def _first_value(flat: Tensor) -> int | None:
-    """The place of the first element that is not 0; None: all are 0."""
+    """Index of the first element that is not 0; None: all are 0."""
     for i, part in enumerate(flat.split(_PART)):
         least, most = (torch.view_as_real(part) if part.is_complex() else part).aminmax()  # many times as fast as any()
         if least != 0 or most != 0:
@@ -268,7 +268,7 @@ def _first_value(flat: Tensor) -> int | None:
 
 
 def _any(gradient: Tensor) -> bool:
-    """Whether a gradient, dense or coalesced, is anywhere not 0."""
+    """True if a dense or coalesced gradient has an element that is not 0."""
     values = gradient if gradient.layout is torch.strided else gradient.values()
     return values.numel() > 0 and _first_value(values.reshape(-1)) is not None
 

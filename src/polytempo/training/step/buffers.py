@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, State, Transform, averaging, native
-from polytempo.training.model.tensor_groups import by_kind
+from polytempo.core.bundle import by_kind
 
 BufferRule = Literal["average", "broadcast", "leave"]
 
@@ -22,23 +22,23 @@ BUFFER_CHANNEL = 1010
 
 
 class AppliedTransform(NamedTuple):
-    """A transform by which ranks have exchanged something, and the state that it was applied in."""
+    """The transform of an exchange, and the state that it was applied in."""
 
     transform: Transform
     state: State
 
 
 class MemberWeight(NamedTuple):
-    """How much this rank counts where ranks may leave a `join`."""
+    """This rank's weight while ranks may leave a `join`."""
 
     weight: float | None = None
-    """Its part of a mean over models (None: equal parts): 0 once it has left."""
+    """Weight in a mean over models (None: equal parts): 0 once it has left."""
     source: int = 0
-    """The rank whose buffers count where they cannot be averaged: the first that has not left."""
+    """The rank that provides buffers without a mean: the first that has not left."""
 
 
 class ModelBuffers:
-    """The buffers of `model` by one rule. Raises ValueError for a rule that there is none of."""
+    """The buffers of `model` by one rule. Raises ValueError for an unknown rule."""
 
     def __init__(self, model: nn.Module, rule: BufferRule) -> None:
         if rule not in ("average", "broadcast", "leave"):
@@ -48,10 +48,10 @@ class ModelBuffers:
         self._norms = {name: module for name, module in model.named_modules() if isinstance(module, _NormBase)}
         self._met = False
         self.passed = False
-        """Whether forward passes have changed them since ranks met: a pipeline computes some behind its last update."""
+        """True after forward passes behind the last meeting: a pipeline computes some after its last update."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that meet. Only running statistics are averaged; others are constants or the model's affair."""
+        """The buffers that meet. Only running statistics are averaged; others are constants or the model's affair."""
         if self.rule != "average":
             return dict(self._model.named_buffers())
         return {
@@ -61,17 +61,17 @@ class ModelBuffers:
         }
 
     def averaged(self) -> dict[str, Tensor]:
-        """Those that a mean of models averages."""
+        """The buffers that a mean of models averages."""
         found = self.tensors() if self.rule == "average" else {}
         return {name: buffer for name, buffer in found.items() if buffer.is_floating_point()}
 
     def equal(self) -> dict[str, Tensor]:
-        """Those that synchronized ranks hold equal right after a step: those that met in it."""
+        """The buffers that synchronized ranks hold equal right after a step, because they met in it."""
         found = self.tensors() if self._met and not self.passed else {}
         return {name: b for name, b in found.items() if self.rule == "broadcast" or b.is_floating_point()}
 
     async def meet(self, data: Port, applied: AppliedTransform | None, member: MemberWeight) -> None:
-        """After a step: if ranks have met in it, by `applied`, their buffers do, too."""
+        """Let buffers meet after a step, if ranks have met in it by `applied`."""
         self._met, self.passed = applied is not None and data.size > 1 and self.rule != "leave", False
         if self._met and self.tensors():
             agreed = await self.agreed(data, applied, member)
@@ -79,10 +79,10 @@ class ModelBuffers:
                 buffer.copy_(agreed[name])
 
     async def agreed(self, data: Port, applied: AppliedTransform | None, member: MemberWeight) -> dict[str, Tensor]:
-        """What ranks make of their buffers by the rule, in memory of its own.
+        """The ranks' common buffers by the rule, in memory of their own.
 
-        With a `applied` they meet beside it, by its messages' way, and talk to no other ranks. Counts of batches, which
-        grow alike, stay as they are. Else, and in a `join`, where ranks have counted differently, all hear one rank's.
+        With `applied` buffers use its `beside` and its messages' way, and reach no other ranks. Counts of batches grow
+        alike and stay. Without it, and in a `join`, where ranks have counted differently, all take one rank's.
         """
         groups, out = by_kind(self.tensors()), dict[str, Tensor]()
         if not groups:

@@ -1,4 +1,4 @@
-"""`Guard`: looks for NaN and infinities in what one rank computes, before another rank or a disk gets it.
+"""`Guard`: looks for NaN and infinities in one rank's values, before another rank or a disk gets them.
 
 loss ──▶ gradients ──▶ exchange ──▶ update ──▶ parameters ──▶ exchange         each ──▶ is looked at by the rank that
                                                                                 made the value, so the error names it
@@ -60,7 +60,8 @@ def unfinite_names(model: nn.Module) -> frozenset[str]:
 
 
 def check_saved(tensors: Mapping[str, Tensor], unchecked: Collection[str], step: int, rank: int | None) -> None:
-    """Raise NotFinite for what is to be saved after `step` steps; `unchecked` tensors of the model may be anything."""
+    """Raise NotFinite for tensors of a checkpoint after `step` steps; `unchecked` tensors of the model may have any
+    value."""
     kept = {f"{MODEL}{name}" for name in unchecked}
     bad = first_bad((name, tensor) for name, tensor in tensors.items() if name not in kept)
     if bad is not None:
@@ -71,7 +72,7 @@ def check_saved(tensors: Mapping[str, Tensor], unchecked: Collection[str], step:
 
 
 def check_final(parameters: Mapping[str, Tensor], unchecked: Collection[str], step: int) -> None:
-    """Raise NotFinite for a final model, after `step` steps, that has a value which is not finite."""
+    """Raise NotFinite for a value in the final model, after `step` steps, that is not finite."""
     bad = first_bad((name, tensor) for name, tensor in parameters.items() if name not in unchecked)
     if bad is not None:
         where = f"parameter {bad.name!r} after the last step"
@@ -88,13 +89,16 @@ def check_score(loss: float | None, step: int) -> None:
 
 
 class Guard:
-    """Looks on behalf of one replica of `model` whose trained `parameters` are known by name. Each look may raise
-    NotFinite, which names `step`, `rank` and the parameter. Gradients that `overflow` are another's affair."""
+    """Checks the values of one replica of `model` with trained `parameters` by name.
+
+    Each check may raise NotFinite, which names `step`, `rank` and the parameter. With `overflow` a loss scale handles
+    gradients that are not finite.
+    """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, overflow: bool = False) -> None:
         self._model, self._parameters, self._overflow = model, parameters, overflow
         self.remedy = ""
-        """What a strategy is known to need."""
+        """The strategy's known remedy."""
         self._losses: list[tuple[int, Tensor]] = []
 
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
@@ -118,7 +122,7 @@ class Guard:
         if bundle.packed and (bundle.flat.device.type != "cpu" or first_bad([("", bundle.flat)]) is None):
             return
         found = bundle.views if bundle.packed else bundle.tensors
-        if isinstance(found, Widened):  # what is not finite in float32 is not in 16 bits, and these are there
+        if isinstance(found, Widened):  # its 16-bit gradients are not finite in the same places
             found = found.gradients
         self._look_at_gradients(found.items(), step, rank)
 
@@ -148,7 +152,7 @@ class Guard:
             self._raise(bad, f"the gradient of {bad.name!r}", step, rank)
 
     def _refuse(self, loss: Tensor, step: int, rank: int) -> None:
-        """Say what made the loss what it is: parameters that are not finite, or else which gradients come of it."""
+        """Name the cause of the loss: parameters that are not finite, or else the gradients that follow."""
         value = next(float(each) for each in loss.detach().reshape(-1) if not bool(each.isfinite()))
         bad = first_bad((name, p.detach()) for name, p in self._model.named_parameters())
         name: str | None
@@ -170,7 +174,7 @@ class Guard:
         raise NotFinite("", bad.element, bad.value, where, step=step, rank=rank, parameter=bad.name, advice=advice)
 
     def _bad_gradients(self, loss: Tensor) -> list[str]:
-        """The parameters whose gradients are not finite. Leaves every `.grad` as it is."""
+        """The parameters with such gradients. Leaves every `.grad` as it is."""
         if not loss.requires_grad:  # its backward pass is over
             named = [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
             return [name for name, g in named if first_bad([(name, g)]) is not None]
@@ -187,7 +191,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its real values in one row; nothing of what holds no such number."""
+    """The real values in one row; empty for tensors without floating-point values."""
     values = tensor.detach()
     if values.layout != torch.strided:
         values = values._values() if values.layout == torch.sparse_coo else values.to_dense()

@@ -1,8 +1,8 @@
-"""What each operator of a job's forward and backward asks of a processor: launches, bytes, operations, and seconds.
+"""A profile of a job's operators in forward and backward: launches, bytes, operations, and seconds.
 
-One batch runs under a dispatch mode, which sees each operator that torch performs, those of the backward pass, too.
-Counted are the bytes of tensors that an operator reads and writes, and the operations of products, convolutions and
-attention (`torch.utils.flop_counter`). A view costs a launch and no bytes.
+One batch runs under a dispatch mode, which sees each operator that torch performs, in the backward pass, too. Counted
+are the bytes of tensors that an operator reads and writes, and the operations of products, convolutions and attention
+(`torch.utils.flop_counter`). A view costs a launch and no bytes.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class OperatorCost(NamedTuple):
     """All calls of one operator in one pass."""
 
     operator: str
-    """As torch calls it: `aten.mm`."""
+    """Torch's name: `aten.mm`."""
     use: KernelUse
     seconds: float
-    """Measured, on this machine, with one batch; the median where several were taken."""
+    """Measured on this machine with one batch; the median of several."""
 
 
 class JobProfile(NamedTuple):
-    """Of a batch of so many samples."""
+    """The profile of a batch of `samples` samples."""
 
     samples: int
     forward: tuple[OperatorCost, ...]
     backward: tuple[OperatorCost, ...]
     saved_bytes: int
-    """What the forward pass keeps for the backward pass, without parameters: the activations."""
+    """Bytes of activations: the forward pass keeps them for the backward pass. Without parameters."""
     seconds: float
-    """Of forward and backward together, without what the profiler adds; the median where several were taken."""
+    """Seconds of forward and backward together, without the profiler's overhead; the median of several."""
 
     def uses(self, which: Pass, samples: float) -> Uses:
-        """What a pass over so many samples takes: bytes and operations go with the samples, launches do not."""
+        """Kernel uses of a pass over `samples` samples: bytes and operations grow with the samples, launches do not."""
         share = samples / self.samples
         found = together(each.use for each in (self.forward if which == "forward" else self.backward))
         return tuple(use._replace(num_bytes=use.num_bytes * share, flops=use.flops * share) for use in found)
@@ -103,18 +103,17 @@ def untouched(model: nn.Module) -> Generator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts what passes through torch's dispatcher, timed by `clock`."""
+    """Counts operators in torch's dispatcher, timed by `clock`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._clock = clock
         self.calls: list[tuple[str, KernelUse, float]] = []
-        """Operator, what it asks for, and seconds."""
+        """Operator, its use, and seconds."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Perform it, and count it."""
         begin_s = self._clock()
         out = func(*args, **(kwargs or {}))
         seconds = self._clock() - begin_s
@@ -140,7 +139,7 @@ def _kind(operator: str) -> str:
 
 
 class _Saved:
-    """Adds up what autograd keeps between forward and backward, each storage once, parameters left out."""
+    """Adds up the tensors that autograd keeps between forward and backward, each storage once, parameters left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -148,11 +147,10 @@ class _Saved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it."""
         return sum(self._found.values())
 
     def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which what is kept is seen."""
+        """A context that sees all kept tensors."""
         return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -163,7 +161,7 @@ class _Saved:
 
 
 def _costs(runs: list[Operators]) -> tuple[OperatorCost, ...]:
-    """The calls of the first run, by operator; of each the median of all runs' times, where they did the same."""
+    """The calls of the first run by operator, each with the median time of all runs that made the same calls."""
     found: dict[tuple[str, str], list[tuple[KernelUse, float]]] = defaultdict(list)
     alike = [run for run in runs if len(run.calls) == len(runs[0].calls)]
     for i, (name, use, _) in enumerate(runs[0].calls):

@@ -1,4 +1,4 @@
-"""`LossScale`: what a `GradScaler` multiplied losses by, and how ranks agree on the steps that it skips.
+"""`LossScale`: the factor of a `GradScaler`, and the ranks' agreement on skipped steps.
 
 scaler.scale(loss).backward()    .grad = S g
 exchange                         S g ─ / S ─▶ g ─ transform ─▶ answer ─ · S ─▶ .grad      S may change, g may not
@@ -30,7 +30,7 @@ class LossScale:
         self._overflowed = False
 
     def take_off_(self, bundle: Bundle) -> None:
-        """bundle ← bundle / S. Where it is not finite zeros go in its place: this step will be skipped."""
+        """bundle ← bundle / S. A bundle that is not finite becomes zeros: this step will be skipped."""
         flat = bundle.flat.mul_(1.0 / self._scaler.get_scale())
         if not bool(flat.isfinite().all()):
             self._overflowed = True
@@ -46,7 +46,8 @@ class LossScale:
         self._overflowed = self._overflowed or not all(bool(g.isfinite().all()) for g in _gradients(parameters))
 
     async def agree(self, port: Port, parameters: Iterable[nn.Parameter]) -> None:
-        """If a gradient of any rank was not finite, let all be infinite on all ranks, so that all scalers skip alike.
+        """Make all gradients infinite on all ranks if a gradient of any rank was not finite, so that all scalers skip
+        alike.
 
         All ranks call it. Cost: one number to all.
         """
@@ -59,14 +60,14 @@ class LossScale:
 
 
 def facts(scaler: GradScaler | None) -> list[float] | None:
-    """What ranks must agree on, so that their scalers stay alike."""
+    """The settings that ranks must share, so that their scalers stay alike."""
     if scaler is None:
         return None
     return [scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
 
 
 def calls_step() -> bool:
-    """Whether a `GradScaler` is what calls `optimizer.step` just now. It leaves no other trace."""
+    """True if a `GradScaler` calls `optimizer.step` now. It leaves no other trace."""
     frame: Any = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame is None:

@@ -1,4 +1,4 @@
-"""How ranks bring together what they have seen of their gradients: between processes, and in a virtual world."""
+"""Exchanges of the ranks' measurements of gradient noise: between processes, and in a virtual world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polytempo.worlds import ProcessWorld, beside
 
 
 class ProcessNoisePost:
-    """Between processes: an all-gather in a second world, begun after a look and heard before the next one."""
+    """An all-gather between processes, in a second world: begun after a look and received before the next one."""
 
     def __init__(self, world: ProcessWorld, data: Port) -> None:
         self._world, self._data = beside(world), data
@@ -28,7 +28,7 @@ class ProcessNoisePost:
         self._pending = self._world.launch(_gathered(self._data, row))
 
     def finish(self, watch: NoiseWatch) -> None:
-        """See `NoisePost`. A rank that is lost is named by the run's own exchanges."""
+        """See `NoisePost`. The run's own exchanges name a rank that is lost."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with suppress(PolytempoError):
@@ -36,7 +36,7 @@ class ProcessNoisePost:
 
 
 class VirtualNoiseBoard:
-    """In a virtual world: a place that all ranks of a group read, without an op and without time."""
+    """A board in a virtual world that all ranks of a group read, without an op and without time."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -45,11 +45,11 @@ class VirtualNoiseBoard:
         self._posted: dict[int, int] = {}
 
     def of(self, rank: int) -> VirtualNoisePost:
-        """One rank's end."""
+        """One rank's post."""
         return VirtualNoisePost(self, rank)
 
     def put(self, rank: int, watch: NoiseWatch, row: Tensor) -> None:
-        """A rank's next row; the last rank that puts its n-th one lets all watches take these."""
+        """Add a rank's next row; with the last rank's n-th row all watches take the n-th rows."""
         self._watches[rank] = watch
         number = self._posted.get(rank, 0)
         self._posted[rank] = number + 1
@@ -84,13 +84,13 @@ async def _gathered(port: Port, row: Tensor) -> list[Tensor]:
 
 
 def check_measured(strategy: Strategy, workers: int, *more: str) -> None:
-    """`Incompatible` for a run whose noise scale cannot be measured. `more`: further features of it."""
+    """`Incompatible` for a run that cannot measure its noise scale. `more`: further features of it."""
     alone = {"one worker"} if strategy.server is None and workers // strategy.groups < 2 else set()
     refuse(strategy.features | {"noise scale", *more} | alone, strategy=strategy, option="noise_scale")
 
 
 def watch_noise(world: ProcessWorld, data: Port, replica: Replica, probe: NoiseProbe | None) -> NoiseWatch | None:
-    """The watch of an attached loop; None where none is asked for. Errors: ValueError where there is none."""
+    """The watch of an attached loop; None without a probe. Errors: ValueError for numbers below 1."""
     if probe is None:
         return None
     if probe.batch_size < 1 or probe.every < 1:

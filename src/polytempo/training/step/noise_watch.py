@@ -2,8 +2,8 @@
 
 step k, all ranks at the same parameters    |gᵢ|² and a sketch of gᵢ ──▶ all ranks ──▶ |G|², tr Σ ──▶ averages
 
-What a strategy makes of the gradients does not matter: they are looked at before. Ranks whose models differ between
-their meetings are looked at in the step after a meeting, and say with a hash that they hold the same parameters.
+A look comes before the strategy's transform, so any transform will do. If models differ between meetings, looks come in
+the step after a meeting, and ranks prove by a hash that they hold the same parameters.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import Bundle, Strategy
-from polytempo.core.bundle import pack
+from polytempo.core.bundle import by_kind, pack
 from polytempo.large_batch.noise_scale import NoiseScale, of_workers, sketch
 from polytempo.training.checkpoint.fingerprint import fingerprint
-from polytempo.training.model.tensor_groups import by_kind
 
 KEEPS = 0.95
-"""Of the averages with each new look: they look back over some twenty. With few workers fewer looks would be noise, and
-more would hide how gradients shrink."""
+"""Part of the averages that each new look keeps: they cover some twenty looks. With few workers fewer looks would be
+noise, and more would hide how gradients shrink."""
 _HASHES = 2**53
-"""What float64 holds of a hash."""
+"""Hashes below this are exact in float64."""
 
 
 class NoisePost(Protocol):
     """Brings the rows of all ranks together, outside of the run's own messages."""
 
     def post(self, watch: NoiseWatch, row: Tensor) -> None:
-        """One rank's row. Each watch takes all ranks' rows, in their order, at once or with the next `post`."""
+        """Send one rank's row. Each watch takes all ranks' rows, in their order, now or with the next `post`."""
 
     def finish(self, watch: NoiseWatch) -> None:
-        """No more rows come: let the watch take those that are under way."""
+        """No more rows come: let the watch take the rows under way."""
 
 
 class NoiseWatch:
     """One rank's part. All ranks make one, and take their steps together.
 
-    `every`: steps between two looks. `samples` is what the next gradient is the mean of. A look costs one pass over the
-    gradients with three operations an element, and 8 KiB to the other ranks, which no rank waits for before the next
-    look; where models differ between meetings also a pass over the parameters.
+    `every`: steps between two looks. `samples`: the next gradient is the mean over so many. A look costs one pass over
+    the gradients with three operations an element, and 8 KiB to the other ranks, which no rank waits for before the
+    next look; if models differ between meetings also a pass over the parameters.
     """
 
     def __init__(
@@ -61,32 +60,32 @@ class NoiseWatch:
         self._post, self._strategy, self._trainable, self._every = post, strategy, trainable, every
         self._step = self._due_at = 0
         self._begun = False
-        """Whether the first step was made, whose number may be any."""
+        """False before the first step, which may have any number."""
         self._equal = True
-        """Whether all ranks hold the same parameters now."""
+        """True if all ranks hold the same parameters now."""
         self._looks = 0
         self._seen: dict[int, tuple[float, Tensor]] = {}
         """|g|² and the sketch of each bucket."""
         self._hash = 0
 
     def rows_to(self, post: NoisePost) -> None:
-        """Let another post have the rows that come."""
+        """Give all further rows to another post."""
         self._post = post
 
     @property
     def due(self) -> bool:
-        """Whether the coming step is looked at."""
+        """True if the coming step is looked at."""
         return self._equal and (not self._begun or self._step >= self._due_at)
 
     def look(self, step: int, index: int, bundle: Bundle) -> None:
-        """Look at one bucket's gradients, of which nothing is changed."""
+        """Look at one bucket's gradients without a change."""
         self._begin(step)
         if self.due:
             flat = bundle.flat if bundle.packed else pack([each.reshape(-1) for each in bundle.tensors.values()])
             self._look(index, flat)
 
     def look_at_gradients(self, step: int) -> None:
-        """The same of all gradients as they are, where none are exchanged."""
+        """Look at all gradients in a run that exchanges none."""
         self._begin(step)
         if not self.due:
             return
@@ -105,7 +104,7 @@ class NoiseWatch:
         self._seen[index] = norm, sketch(flat, seed=(self._step << 12) + index)
 
     def after_step(self, step: int, *, met: bool) -> None:
-        """A step was made, after which ranks `met` or not."""
+        """Finish a step. `met`: ranks have met after it."""
         self._begun = True
         if self._seen:
             seen, self._seen = list(self._seen.values()), {}
@@ -118,7 +117,7 @@ class NoiseWatch:
         self._step, self._equal = step, self._strategy.synchronized or met
 
     def take(self, rows: Sequence[Tensor]) -> None:
-        """All ranks' rows of one step. Raises ValueError where ranks hold different parameters though they had met."""
+        """Take all ranks' rows of one step. ValueError for ranks that hold different parameters though they had met."""
         if not self._strategy.synchronized:
             self._check_alike([int(row[2]) for row in rows])
         table = torch.stack(list(rows))
@@ -136,11 +135,11 @@ class NoiseWatch:
             )
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes, between two steps: plain numbers, equal on all ranks once they have heard all rows."""
+        """The state for `restore`, between two steps: plain numbers, equal on all ranks once they have all rows."""
         return {"noise": asdict(self.noise), "due_at": self._due_at, "looks": self._looks, "equal": self._equal}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Go on as after `step` steps of the run that `state` is of."""
+        """Go on after `step` steps of the run that saved `state`."""
         self.noise = NoiseScale(**state["noise"])
         self._due_at, self._looks, self._equal = state["due_at"], state["looks"], state["equal"]
         self._step, self._begun = step, True
@@ -151,12 +150,12 @@ class NoiseWatch:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What rows of metrics say of it; empty before the first look."""
+        """The values for rows of metrics; empty before the first look."""
         return noise_row(self.noise)
 
 
 def noise_row(noise: NoiseScale) -> dict[str, Any]:
-    """The averages as rows of metrics have them: |G|², tr Σ, and their quotient in samples, where both are seen."""
+    """The averages for rows of metrics: |G|², tr Σ, and their quotient in samples if both are known."""
     if not noise.steps:
         return {}
     of_gradient, of_noise = noise.mean

@@ -1,4 +1,4 @@
-"""`ParameterExchange`: the transform of a strategy's parameters on one rank, with what it remembers of them."""
+"""`ParameterExchange`: the transform of a strategy's parameters on one rank, with its state."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, Program, Promise, State, Strategy
 from polytempo.core.arithmetic.anchor import anchors
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
+from polytempo.core.bundle import by_kind
 from polytempo.core.state import Saved, duplicate, equal, renewed, restored, saved, settled
 from polytempo.synchronization.every import apply_at_once
 from polytempo.training.checkpoint.optimizer_state import moments
-from polytempo.training.model.tensor_groups import by_kind
 from polytempo.training.step.buffers import AppliedTransform
 
 _CHANNEL = 1000
 
 
 class _Answer(NamedTuple):
-    """What an exchange made of a group: the state after it, and what the tensors become (None: they stay)."""
+    """The result of exchanging a group: the state after it, and the tensors' new values (None: they stay)."""
 
     state: State
     answer: Bundle | None
@@ -33,9 +33,9 @@ class _Answer(NamedTuple):
 class ParameterExchange:
     """Exchanges `trainable` parameters after steps of `optimizer`, one bundle for each dtype and device.
 
-    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. `in_float32`: what is exchanged
-    and remembered are the parameters as they are inside (`Replica.in_float32`). Raises ValueError where there are
-    several bundles and the transform needs one.
+    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. `in_float32`: a context in
+    which parameters are float32 (`Replica.in_float32`). Raises ValueError for several bundles and a transform that
+    needs one.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class ParameterExchange:
             raise ValueError(f"{strategy} needs all parameters in one dtype, got {len(layouts)} dtypes")
         self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
         self._frozen: frozenset[str] = frozenset()
-        """Parameters that were frozen when ranks met last."""
+        """Parameters that were frozen at the last meeting."""
         self.commit: Callable[[Port], Program[None]] | None = None
-        """Awaited between an exchange in which ranks met and `take`; where it raises, the exchange is undone."""
+        """Awaited in an exchange in which ranks met, before `take`; an error in it undoes the exchange."""
         self._held: list[_Answer] = []
 
     def _layouts(self) -> list[Bundle]:
@@ -64,19 +64,19 @@ class ParameterExchange:
 
     @torch.no_grad()
     def groups(self) -> list[dict[str, Tensor]]:
-        """What is exchanged, as it lies in the model and the optimizer, by dtype and device."""
+        """The tensors of the exchange in the model and the optimizer, by dtype and device."""
         tensors = {name: parameter.detach() for name, parameter in self._trainable.items()}
         if self._strategy.carries_optimizer:
             tensors |= moments(self._trainable, self._optimizer)  # each joins the group of its dtype
         return list(by_kind(tensors).values())
 
     async def exchange(self, data: Port, weight: float | None) -> AppliedTransform | None:
-        """Run the transform over the parameters as they are now; by what ranks met, if they did."""
+        """Run the transform over the present parameters; returns the transform and its state if ranks met."""
         with self._in_float32():
             return await self._exchange(data, weight, None)
 
     async def meet_at_once(self, data: Port, step: int) -> None:
-        """As `exchange` after `step`, in which ranks meet, whether it is a step in which they would or not."""
+        """Exchange after `step` as if the strategy met in it."""
         with self._in_float32():
             await self._exchange(data, None, step)
 
@@ -108,11 +108,11 @@ class ParameterExchange:
 
     @property
     def holds(self) -> bool:
-        """Whether the last exchange has an answer that was not taken."""
+        """True if the last exchange has an answer that was not taken."""
         return bool(self._held)
 
     def take(self) -> None:
-        """Put what the last exchange answered in the place of the parameters, and of the state."""
+        """Put the last exchange's answer in the place of the parameters, and of the state."""
         found, self._held = self._held, []
         with self._in_float32():
             for i, (group, (after, answer)) in enumerate(zip(self.groups(), found, strict=True)):
@@ -124,7 +124,7 @@ class ParameterExchange:
             self._frozen = frozenset(name for name, p in self._trainable.items() if not p.requires_grad)
 
     def _take(self, index: int, group: Mapping[str, Tensor], answer: Bundle) -> None:
-        """Write the answer into the parameters, but for those that stay frozen."""
+        """Write the answer into all parameters that are not frozen."""
         if answer.flat.is_meta:  # no values
             return
         resting = self._resting(index)
@@ -135,18 +135,18 @@ class ParameterExchange:
                 anchor.views[name].copy_(group[name])
 
     def _resting(self, index: int) -> frozenset[str]:
-        """Frozen parameters that ranks have brought together since, and that something remembered could move on."""
+        """Frozen parameters that ranks have averaged before, and that an anchor could move on."""
         if not self._frozen or index >= len(self.states) or next(anchors(self.states[index]), None) is None:
             return frozenset()
         return frozenset(name for name in self._frozen if not self._trainable[name].requires_grad)
 
     @torch.no_grad()
     async def renew(self, data: Port, *, changed: bool | None, at_start: bool) -> None:
-        """Parameters may have come from elsewhere: let what is remembered of them refer to them as they are now.
+        """Begin the state again for parameters that came from elsewhere.
 
-        All ranks call it; if they `changed` on one, all begin anew from rank 0's. `at_start`, before the first step,
-        ranks need not know (None): what all have changed shows. Cost: a number to all where they know, and a broadcast
-        of the parameters where they changed.
+        All ranks call it; if they `changed` on one, all begin again from rank 0's. `at_start`, before the first step,
+        ranks need not know (None): a change on all ranks shows. Cost: a number to all ranks that know, and a broadcast
+        of changed parameters.
         """
         with self._in_float32():
             await self._renew(data, changed, at_start)
@@ -168,15 +168,15 @@ class ParameterExchange:
                 self.states[i] = renewed(state, begun)
 
     async def settle(self) -> None:
-        """Wait for exchanges that are under way."""
+        """Wait for exchanges under way."""
         self.states = [await settled(state) for state in self.states]
 
     def named_states(self) -> list[tuple[str, State]]:
-        """What is remembered, each with the path that it is saved under."""
+        """The states, each with its path in a checkpoint."""
         return [(_path(i), state) for i, state in enumerate(self.states)]
 
     def restore(self, source: Saved, residual_sources: Sequence[Saved] | None) -> None:
-        """Take over what was saved; what was not, begins anew."""
+        """Take over saved states; others begin again."""
         with self._in_float32():
             layouts = self._layouts()
         for i, layout in enumerate(layouts):
@@ -186,7 +186,7 @@ class ParameterExchange:
 
 
 def _uses(groups: Sequence[Mapping[str, Tensor]]) -> Uses:
-    """To pack what is exchanged, to scale it, and to copy the answer back."""
+    """Kernel uses of packing, of scaling, and of copying the answer back."""
     tensors = [tensor for group in groups for tensor in group.values()]
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return (

@@ -1,4 +1,4 @@
-"""`Replica`: a model, its optimizer and its strategy's state on one rank. What both worlds drive.
+"""`Replica`: a model, its optimizer and its strategy's state on one rank, for both worlds.
 
     backward ──▶ gradients, in buckets ──▶ strategy.gradients ──▶ .grad ──▶ optimizer.step
                                                                                 │
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,20 @@ from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
 from polytempo.core import Bundle, NotFinite, Port, Promise, State, Strategy, averaging, identity, is_idle, native
+from polytempo.core.bundle import by_kind
 from polytempo.core.calls.refusals import refuse
 from polytempo.core.state import Saved, restored, saved, settled
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.training.checkpoint.optimizer_state import begin_states, steps_each_by_itself
-from polytempo.training.model.clipping import clip_grad_norm_, gradient_norm
-from polytempo.training.model.divided_parameters import own_parameters
-from polytempo.training.model.replicated_parameters import check_optimizer
+from polytempo.training.model.parted_parameters import check_optimizer, clip_grad_norm_, gradient_norm, own_parameters
 from polytempo.training.model.requirements import fitted
-from polytempo.training.model.tensor_groups import by_kind
 from polytempo.training.model.trainable_parameters import sparse_tables, trainable
 from polytempo.training.precision.masters import Masters
 from polytempo.training.precision.wide_bucket import ScaleNow, WideBucket
 from polytempo.training.step.bucket import Bucket, Empty
 from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES, buckets
 from polytempo.training.step.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
-from polytempo.training.step.exchange_listener import ExchangeListener
 from polytempo.training.step.guard import Guard
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.noise_watch import NoiseWatch
@@ -73,19 +70,19 @@ class Replica:
         """The float32 parameters, where the model computes in 16 bits."""
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.splits = split_models(model)
-        """Models in it whose layers lie on several ranks."""
+        """Models in it with layers on several ranks."""
         self.own = own_parameters(model)
-        """Names of parameters that no other rank has a copy of."""
+        """Names of parameters without a copy on another rank."""
         check_optimizer(optimizer, self.splits, self.own)
         self.step = 0
         self._data_groups = {layer.data_group for layer in divided_layers(model).values()}
         self.member = MemberWeight()
-        """How much this rank counts in means over models."""
+        """This rank's weight in means over models."""
         self.loss_scale: LossScale | None = None
-        """What losses were multiplied by, where a transform must not see it."""
+        """The GradScaler's factor, which a transform must not see."""
         self.trainable = trainable(model, optimizer)
         self.numel = sum(parameter.numel() for parameter in self.trainable.values())
-        """Numbers that are trained."""
+        """Trained numbers."""
         self.guard = None if allow_nan else Guard(model, self.trainable, overflow=self._may_overflow)
         self.buffers = ModelBuffers(model, buffer_rule)
         self.exchanges_gradients = bool(self.trainable) and not is_idle(strategy.gradients, num_ranks)
@@ -95,21 +92,21 @@ class Replica:
         if self.exchanges_parameters:
             self.parameters = ParameterExchange(strategy, optimizer, self.trainable, self.in_float32)
         self.restored = False
-        """Whether the state was taken over from a saved one since the last step."""
+        """True from a restore to the next step."""
         self._applied: AppliedTransform | None = None
-        """By what ranks met since the last step, if they did by another way than `exchange`."""
+        """The transform of a meeting since the last step that did not use `exchange`."""
         self._tentative: AppliedTransform | None = None
-        """By what they met in the last exchange, which counts if the optimizer steps on it."""
+        """The transform of the last exchange, which counts if the optimizer steps on it."""
         self.drift: ExchangeListener | None = None
         self.noise: NoiseWatch | None = None
         self.hooks: list[RemovableHandle] = []
         self._stateless: set[int] = set()
-        """Parameters that the optimizer keeps nothing for."""
+        """Parameters without optimizer state."""
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
 
     def weigh_layers(self, share: float | None) -> None:
-        """Before a forward pass: give divided layers the batch's share, which weighs the ranks' gradients in them."""
+        """Give divided layers the batch's share before a forward pass; it weighs the ranks' gradients in them."""
         for group in self._data_groups:
             group.share = share
 
@@ -130,11 +127,11 @@ class Replica:
         return made
 
     def in_float32(self) -> AbstractContextManager[None]:
-        """Inside, the parameters are float32 also where the model computes in 16 bits."""
+        """Inside, the parameters are float32, also of a 16-bit model."""
         return nullcontext() if self.masters is None else self.masters.in_float32()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward is to be called of: the loss, times the loss scale where there is one."""
+        """The loss for `backward`: times the loss scale, if there is one."""
         return loss if self.masters is None else self.masters.scaled(loss)
 
     def _scale_now(self) -> ScaleNow:
@@ -142,7 +139,7 @@ class Replica:
         return ScaleNow(self.masters.scaling.scale, self.masters.scaling.dynamic)
 
     def _travels_by_rows(self, table: nn.Parameter) -> bool:
-        """Whether the answer for some rows depends on nothing but these rows of this step."""
+        """True if an answer for some rows depends on nothing but these rows of this step."""
         transform = self.strategy.gradients
         alone = (Promise.LINEAR | Promise.SEPARABLE) in transform.promises and self.strategy.slices is None
         return alone and table.device.type != "meta" and transform.init(Bundle({"table": table})) is None
@@ -188,15 +185,15 @@ class Replica:
 
     @property
     def _answers_alike(self) -> bool:
-        """Whether all ranks have the same answer: a transform that talks to some of them has its own `beside`."""
+        """True if all ranks have the same answer. A transform that reaches some ranks only has its own `beside`."""
         return self.strategy.synchronized or self.strategy.gradients.beside is None
 
     async def leave_unused(self, data: Port) -> None:
-        """After the exchanges of a step: leave parameters alone that no rank had a gradient for, as plain torch does.
+        """Leave parameters without a gradient on any rank alone, as plain torch does. Call it after a step's exchanges.
 
-        To be exchanged it counted as 0, by which optimizers decay weights and move by their momentum. What answers have
-        for it, late gradients and residuals, still moves it. Cost: nothing where answers have a number that is not 0
-        for each parameter; else one more exchange of a number for each that they have none for.
+        An exchanged gradient of 0 would make optimizers decay weights and move by their momentum. Late gradients and
+        residuals in answers still move such a parameter. Cost: nothing if answers have a number that is not 0 for each
+        parameter; else one more exchange with a number for each of the others.
         """
         asked = [(bucket, name) for bucket in self.buckets if bucket.answered for name in bucket.silent]
         if not asked:
@@ -209,10 +206,10 @@ class Replica:
                 bucket.leave(name)
 
     async def agree_to_step(self, port: Port) -> None:
-        """Before `optimizer.step`: have gradients of any rank of `port` overflowed, so that all leave the step out?
+        """Agree before `optimizer.step` if gradients of any rank of `port` overflowed, so that all leave the step out.
 
-        Only where a loss scale is dynamic. Cost: a pass over the gradients, and one number to all where ranks do not
-        all see the same gradients.
+        Only for a dynamic loss scale. Cost: a pass over the gradients, and one number to all ranks that do not see the
+        same gradients.
         """
         if self.masters is None or not self._may_overflow:
             return
@@ -230,15 +227,16 @@ class Replica:
     async def clip_grad_norm_(
         self, holders: Port, parameters: Collection[nn.Parameter], max_norm: float, again: Collection[nn.Parameter] = ()
     ) -> Tensor:
-        """`clipping.clip_grad_norm_` of what the optimizer will see; with masters the step does the scaling."""
+        """Clip the optimizer's gradients as `clipping.clip_grad_norm_` does; with masters the step does the scaling."""
         if self.masters is None:
             return await clip_grad_norm_(holders, parameters, max_norm, again)
         return self.masters.clip(await gradient_norm(holders, parameters, again), max_norm)
 
     async def finish_step(self, data: Port) -> None:
-        """After `optimizer.step`: keep what exchanges left, run the parameters' transform; then buffers meet.
+        """Finish a step after `optimizer.step`: keep the exchanges' states, run the parameters' transform, let buffers
+        meet.
 
-        Where all ranks left out the step, what gradients' transforms remember is as before it.
+        If all ranks left out the step, the gradients' transforms keep their states from before.
         """
         self.step += 1
         self.restored = False
@@ -271,13 +269,14 @@ class Replica:
             self.noise.look_at_gradients(self.step)
 
     def has_met(self) -> None:
-        """Gradients were exchanged by another way than `exchange`, so buffers meet after this step."""
+        """Gradients were exchanged without `exchange`, so buffers meet after this step."""
         self._applied = AppliedTransform(identity(), None)
 
     def begin_states(self, *_: Any) -> None:
-        """All ranks' states must have one layout, and optimizers keep none for what had no gradient yet: begin these.
+        """Begin the optimizer's state of parameters that had no gradient yet, so that all ranks' states have one
+        layout.
 
-        With an optimizer whose step does more than update each parameter by itself, no gradient counts as zero.
+        With an optimizer that mixes parameters in its step, a missing gradient counts as zero.
         """
         sparse, state = sparse_tables(self.model), self.optimizer.state
         unused = {
@@ -297,7 +296,7 @@ class Replica:
     async def consensus(self, data: Port, instead: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The model to evaluate or hand out: the mean of the ranks' models, in memory of its own.
 
-        `instead`: what takes the place of this rank's parameters, by name.
+        `instead`: tensors in place of this rank's parameters, by name.
         """
         with self.in_float32():
             tensors = {name: p.detach() for name, p in self.model.named_parameters()} | dict(instead or {})
@@ -310,18 +309,18 @@ class Replica:
         return {name: out[name] for name in tensors}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters, in float32 where there are masters, and buffers as they lie in the model, by name."""
+        """Parameters, float32 if there are masters, and buffers of the model, by name."""
         averaged, others = self.averaged_tensors()
         return averaged | others
 
     @property
     def row(self) -> dict[str, float]:
-        """What rows of metrics say of it."""
+        """Values for rows of metrics."""
         return {} if self.masters is None else self.masters.row
 
     def averaged_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters and buffers as they lie in the model, by name: those that are averaged where ranks hold others of
-        them, and the rest."""
+        """Parameters and buffers of the model by name: first the tensors that differ between ranks and are averaged,
+        then the rest."""
         with self.in_float32():
             parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         averaged = {} if self.strategy.synchronized else parameters
@@ -331,9 +330,9 @@ class Replica:
         return averaged, {name: tensor for name, tensor in every.items() if name not in averaged}
 
     async def consensus_buffers(self, data: Port) -> dict[str, Tensor]:
-        """The buffers that belong to `consensus`, by name and in memory of their own; those left out are this rank's.
+        """The buffers that belong to `consensus`, by name and in memory of their own; other buffers are this rank's.
 
-        Batch-norm's running statistics where models, or these alone, differ between their meetings, else none.
+        Batch-norm's running statistics if models, or these alone, differ between meetings, else none.
         """
         equal = self.strategy.synchronized and not self.buffers.passed
         if data.size == 1 or equal or self.buffers.rule == "leave":
@@ -343,25 +342,25 @@ class Replica:
     # ------------------------------------------------------------------ saving
 
     async def settle(self) -> None:
-        """Wait for exchanges that are under way, so that the state can be saved. All ranks must call it."""
+        """Wait for exchanges under way, so that the state can be saved. All ranks must call it."""
         for bucket in self.buckets:
             bucket.state = await settled(bucket.state)
         if self.parameters is not None:
             await self.parameters.settle()
 
     def state(self) -> Saved:
-        """The strategy's state by parameter, whatever the buckets; settle first."""
+        """The strategy's state by parameter, for any buckets; settle first."""
         return saved_states(self.states(), self.step)
 
     def states(self) -> list[tuple[str, State]]:
-        """The strategy's state as it is, part by part, with the path that each is saved under."""
+        """The strategy's states, each with its path in a checkpoint."""
         gradients: list[tuple[str, State]] = [("gradients", bucket.state) for bucket in self.buckets]
         return gradients if self.parameters is None else gradients + self.parameters.named_states()
 
     def restore(self, source: Saved, residual_sources: Sequence[Saved] | None = None) -> None:
-        """Take over what `state` returned. A transform that was idle then, for want of other ranks, begins anew.
+        """Take over the result of `state`. A transform that was idle then, because a rank was alone, begins again.
 
-        `residual_sources`: the states whose `Residual` this rank takes over; without them, those of `source`.
+        `residual_sources`: states with the `Residual` that this rank takes over (default: `source`).
         """
         with self.in_float32():
             for bucket in self.buckets:
@@ -381,10 +380,26 @@ def _check(strategy: Strategy) -> None:
 
 
 def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:
-    """What `Replica.states` returned after `step`, settled, as leaves by path."""
+    """The result of `Replica.states` after `step`, settled, as leaves by path."""
     found = Saved({}, {"step": step})
     for path, state in states:
         tensors, scalars = saved(state, path)
         found.tensors.update(tensors)
         found.scalars.update(scalars)
     return found
+
+
+class ExchangeListener(Protocol):
+    """All ranks call its methods at the same places of their exchanges."""
+
+    def after_exchange(self) -> None:
+        """All ranks have exchanged something."""
+
+    def after_step(self) -> None:
+        """This rank has finished a step."""
+
+    def check(self, *, buffers: bool) -> None:
+        """A checkpoint is about to be written; `buffers`: it is right after a step."""
+
+    def end(self) -> None:
+        """No more steps will come."""

@@ -1,4 +1,4 @@
-"""`StepCost`: what a virtual world charges for a training step: one number, or what each kernel takes.
+"""`StepCost`: the charge of a virtual world for a training step: one number, or kernel uses.
 
 step · forward │ backward of bucket 0, its check and scaling │ … of bucket 1 │ update · check
 """
@@ -10,26 +10,29 @@ from typing import NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from polytempo.cluster import Cluster
 from polytempo.cluster.speeds import EXCHANGE, SERVER_EXCHANGE, SERVER_STEP
 from polytempo.core import Bundle
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
 from polytempo.core.state import residual_tensors
-from polytempo.spec.job import Data
+from polytempo.data.shard import DataShard
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import next_batch
+from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.step.bucket import Bucket
-from polytempo.training.step.flops import flops_per_sample
-from polytempo.training.step.job_profile import JobProfile, Pass, profiled
+from polytempo.training.step.job_profile import JobProfile, Pass, profiled, untouched
 from polytempo.training.step.replica import Replica
 
 
 class StepUses(NamedTuple):
-    """What the parts of a step take; nothing, where the cluster's kernels were not measured."""
+    """Kernel uses of the parts of a step; empty for a cluster without measured kernels."""
 
     forward: Uses = ()
     backward: tuple[Uses, ...] = ()
-    """Of each bucket; one part, where there are none."""
+    """One entry for each bucket; a single one without buckets."""
     update: Uses = ()
 
     @property
@@ -39,21 +42,21 @@ class StepUses(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Of a job's step. `profile` None: `flops_per_sample` is all that counts."""
+    """The cost of a job's step. `profile` None: `flops_per_sample` is all that counts."""
 
     flops_per_sample: float
     profile: JobProfile | None = None
     checks: bool = True
-    """Whether gradients are looked at before they are exchanged (a run without `allow_nan`)."""
+    """True if gradients are checked before their exchange (a run without `allow_nan`)."""
     pace: float = 1.0
-    """What a step computes takes so many times what its kernels say, exchanges left out."""
+    """Factor between a step's time and the sum of its kernels' times, exchanges left out."""
     parameters: tuple[int, int] = (0, 0)
-    """Tensors that are trained, and their bytes."""
+    """Number of trained tensors, and their bytes."""
     served: tuple[float, float] = (1.0, 1.0)
     """Pushes and pulls for each step, where a parameter server takes the gradients."""
 
     def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
-        """What a step of `replica` on so many samples takes, `factor` times."""
+        """Kernel uses of a step of `replica` on `samples` samples, times `factor`."""
         if self.profile is None:
             return StepUses()
         back = self._pass(self.profile, "backward", samples)
@@ -72,10 +75,10 @@ class StepCost(NamedTuple):
         )
 
     def gradients(self, samples: float) -> Uses:
-        """Forward and backward on so many samples, where a parameter server takes the gradients.
+        """Kernel uses of forward and backward on `samples` samples, for gradients that a parameter server takes.
 
-        Besides, a worker looks for NaN in them and packs them. A push copies them; a pull copies the parameters twice,
-        the second time to where they belong.
+        A worker also looks for NaN in the gradients and packs them. A push copies them; a pull copies the parameters
+        twice, the second time to their places.
         """
         if self.profile is None:
             return ()
@@ -100,7 +103,8 @@ class StepCost(NamedTuple):
         return tuple(use.times(self.pace) for use in uses)
 
     def _exchanged(self, bucket: Bucket) -> Uses:
-        """Of a bucket: to look for NaN, to pack and to scale, to copy residuals, and what an exchange costs besides."""
+        """Kernel uses of a bucket: the look for NaN, packing and scaling, copies of residuals, and the exchange's
+        overhead."""
         tensors = list(bucket.parameters.values())
         num_bytes = _num_bytes(tensors)
         check = self._paced([KernelUse("check", len(tensors), num_bytes)]) if self.checks else ()
@@ -109,7 +113,8 @@ class StepCost(NamedTuple):
         return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse(EXCHANGE, 1, num_bytes))
 
     def _checked(self, replica: Replica) -> Uses:
-        """Without an exchange of gradients: to look for NaN in them, or in the parameters that are exchanged."""
+        """Kernel uses of a look for NaN in gradients, or in exchanged parameters, of a step without exchanged
+        gradients."""
         tensors = list(replica.trainable.values())
         return self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
 
@@ -145,16 +150,33 @@ def update_use(optimizer: Optimizer) -> KernelUse:
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:
-    """Its class, and which of momentum and weight decay it has."""
+    """The optimizer's class, and its momentum and weight decay."""
     group = optimizer.param_groups[0]
     extras = [key for key in ("momentum", "weight_decay") if group.get(key)]
     return " ".join([type(optimizer).__name__, *extras])
 
 
 def _batch(samples: float) -> Uses:
-    """What a step takes besides, and the making of its batch."""
+    """Kernel uses of a step's overhead, and of making its batch."""
     return (KernelUse("step"), KernelUse("sample", samples))
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+_SAMPLES = 2
+
+
+def flops_per_sample(job: Job, model: nn.Module, data: Data, seed: int) -> float:
+    """Forward and backward of one sample, counted from a batch of two. Leaves no gradient, and buffers as they are.
+
+    Counts matrix products, convolutions and attention; where a model has none of them, two operations
+    for each parameter forward and four backward. Of ragged samples it is the cost of the two that come first.
+    """
+    shard = DataShard(data.training(), rank=0, size=1, batch_size=_SAMPLES, seed=seed)
+    batch = next_batch(job, iter(shard))
+    with untouched(model), FlopCounterMode(display=False) as counter:
+        loss_of(job, model, batch).backward()
+    counted = counter.get_total_flops() / shard.batch_samples
+    return counted or 6.0 * sum(parameter.numel() for parameter in model.parameters())

@@ -1,1 +1,1 @@
-"""Short runs of a job in one process, and what they say about its batch size, workers and learning rate."""
+"""Short runs of a job that show its batch size and learning rate."""

@@ -1,7 +1,7 @@
-"""`advise_batch`: a batch size, a number of workers and a learning rate for a job, with what speaks for them.
+"""`advise_batch`: a batch size, a number of workers and a learning rate for a job, with the evidence.
 
-a run with the job's own rate ──▶ noise scale 𝓑 ──▶ batch B = extra · 𝓑 ──▶ range test at B ──▶ six rates
-short runs with each, of which the better half goes on, again and again ──▶ the rate
+a run with the job's own rate ──▶ noise scale 𝓑 ──▶ batch B = extra · 𝓑 ──▶ range test at B ──▶ six rates short runs
+with each, the better half goes on, again and again ──▶ the rate
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from polytempo.data.shard import DataShard
 from polytempo.large_batch.noise_scale import Squares
 from polytempo.spec.job import Data, Job
 from polytempo.training.job.program import check_length
-from polytempo.training.tuning.range_test import RangeTest, range_test
 from polytempo.training.tuning.trial import Trial, exceeds
 
 _RATES = 6
 """So many learning rates are compared, each so many times the next one:"""
 _STEP_BETWEEN_RATES = 2.0
 _PARTS = 8
-"""Of each batch, whose gradients tell the noise."""
+"""Parts of each batch; the differences of their gradients show the noise."""
 _FEWEST_STEPS = 10
 """An epoch has at least so many, or its batches would be too few to tell runs apart."""
 _EFFICIENT = 0.8
-"""Of the most samples a second: a larger batch of one process hardly gets more."""
+"""Part of the most samples a second: a larger batch of one process hardly gets more."""
 _WORSE = 0.5
-"""Of the first loss above it: the run does not learn."""
+"""Rise over the first loss, as a part of it: the run does not learn."""
 _ALIKE = 0.03
-"""Of a loss: what two rates differ by less is no difference."""
+"""Difference of two rates' losses, as a part of them, that does not count."""
 _PROBED = (1, 2, 4, 8, 16, 32, 64)
-"""Batches whose steps are timed,"""
+"""Batches with timed steps,"""
 _PROBES = 3
 """each so often; the least counts."""
 
@@ -41,7 +40,7 @@ class NoiseEvidence(NamedTuple):
     """The noise scale along a run with the job's own rate and batch."""
 
     first: float
-    """Over the first half of the run, in samples; infinite where noise hides the gradient."""
+    """The noise scale over the first half of the run, in samples; infinite if noise hides the gradient."""
     second: float
     deviation: float
     """The standard error of `second`, as a part of it, as far as its steps are independent."""
@@ -59,7 +58,7 @@ class TriedRate(NamedTuple):
 
 
 class BatchAdvice(NamedTuple):
-    """What is recommended, and why."""
+    """The recommendation, and its evidence."""
 
     workers: int
     batch_size: int
@@ -67,17 +66,18 @@ class BatchAdvice(NamedTuple):
     global_batch_size: int
     lr: float
     most_workers: int
-    """As many pay at the noise scale itself, where a run takes twice the fewest steps and twice the fewest samples."""
+    """Workers that pay at the noise scale itself: a run then takes twice the fewest steps and twice the fewest samples.
+    """
     extra_samples: float
-    """How much more samples than very small batches need, as a part of these: B over the noise scale."""
+    """Additional samples, as a part of the need of very small batches: B over the noise scale."""
     noise: NoiseEvidence
     range: RangeTest
     tried: list[TriedRate]
     """Each rate at the end of its run, the longest run last."""
     samples_per_s: dict[int, float]
-    """Of one process here, by the samples of its batch."""
+    """Samples a second of one process here, by batch."""
     samples: int
-    """What the advice cost."""
+    """Samples that the advice cost."""
     unsure: list[str]
 
 
@@ -132,7 +132,6 @@ def advise_batch(
 
 
 def _shape(workers: int | None, most: float, speeds: dict[int, float], length: int) -> tuple[int, int]:
-    """Workers and samples of each: a power of two, at most `most` in all, at least one."""
     most = min(most, length / _FEWEST_STEPS)
     if workers is None:
         workers = max(1, int(most / _efficient(speeds)))
@@ -140,7 +139,7 @@ def _shape(workers: int | None, most: float, speeds: dict[int, float], length: i
 
 
 def _efficient(speeds: dict[int, float]) -> int:
-    """The smallest batch of one process whose samples a second are near the highest."""
+    """The smallest batch of one process with nearly the highest samples a second."""
     return min(batch for batch, rate in speeds.items() if rate >= _EFFICIENT * max(speeds.values()))
 
 
@@ -185,7 +184,6 @@ def _noise(job: Job, data: Data, samples: int, seed: int, length: int) -> NoiseE
 
 
 def _scale(found: Sequence[Squares]) -> float:
-    """tr Σ / |G|² of the sums."""
     of_gradient = sum(each.of_gradient for each in found)
     of_noise = sum(each.of_noise for each in found)
     return of_noise / of_gradient if of_gradient > 0 and of_noise > 0 else math.inf
@@ -202,7 +200,7 @@ def _deviation(found: Sequence[Squares]) -> float:
 
 
 def _halved(job: Job, data: Data, batch: int, rates: Sequence[float], samples: int, seed: int) -> list[TriedRate]:
-    """Runs with all rates, of which the better half goes on twice as long, until one is left; that is the last."""
+    """Runs with all rates; the better half goes on twice as long, until one is left; that is the last."""
     counts = [len(rates)]
     while counts[-1] > 1:
         counts.append((counts[-1] + 1) // 2)
@@ -218,7 +216,6 @@ def _halved(job: Job, data: Data, batch: int, rates: Sequence[float], samples: i
 
 
 def _loss(trial: Trial) -> float:
-    """By which runs are compared: the training loss over the last third of their samples."""
     return trial.recent_loss(max(trial.batch, trial.samples // 3))
 
 
@@ -232,7 +229,7 @@ def _unsure(
     tried: Sequence[TriedRate],
     run: int,
 ) -> list[str]:
-    """What the evidence leaves open, in sentences."""
+    """Open questions of the evidence, in sentences."""
     best, said = tried[-1], list[str]()
     if not math.isfinite(noise.second):
         said.append("noise hid the gradient, so the noise scale is a guess; give a larger --budget")
@@ -259,3 +256,44 @@ def _unsure(
     )
     said.append("synchronous SGD was tried, with one seed; stale or encoded gradients may need a smaller rate")
     return said
+
+
+_SPAN = 1e3
+"""The test goes from the job's rate divided by this to the job's rate times this."""
+_SMOOTHS = 0.7
+
+
+class RangeTest(NamedTuple):
+    """The result: the rates of its steps, their smoothed losses, and the rate of the least loss."""
+
+    rates: list[float]
+    losses: list[float]
+    top: float
+    """Near the largest rate that learns: the runs themselves need one up to some tens of times smaller."""
+    samples: int
+
+
+def range_test(job: Job, data: Data, *, batch: int, steps: int, seed: int = 0) -> RangeTest:
+    """Train with a rate that grows by the same factor in each step, and stop when the loss grows.
+
+    Errors: ValueError where the loss is not finite in the first step. Source: L. N. Smith, "Cyclical learning rates for
+    training neural networks", 2017, section 3.3; the exponential growth is later practice.
+    """
+    trial = Trial(job, data, batch=batch, seed=seed, follows=False)
+    rates, losses = [], list[float]()
+    smoothed = 0.0
+    for step in range(steps):
+        rate = job.lr / _SPAN * (_SPAN * _SPAN) ** (step / max(1, steps - 1))
+        for group in trial.optimizer.param_groups:
+            group["lr"] = rate
+        loss = trial.step()
+        if not math.isfinite(loss):
+            break
+        smoothed = _SMOOTHS * smoothed + (1 - _SMOOTHS) * loss
+        rates.append(rate)
+        losses.append(smoothed / (1 - _SMOOTHS ** (step + 1)))
+        if exceeds(losses[-1], min(losses), _WORSE) and losses[-1] > losses[0]:
+            break
+    if not losses:
+        raise ValueError(f"job {job.name}: the loss is not finite in the first step; look at its data and its model")
+    return RangeTest(rates, losses, rates[losses.index(min(losses))], trial.samples)

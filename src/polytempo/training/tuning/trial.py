@@ -35,15 +35,15 @@ class TrialLoss(NamedTuple):
 
 
 def exceeds(loss: float, other: float, part: float) -> bool:
-    """Whether `loss` is above `other` by more than such a part of it; losses may be negative."""
+    """True if `loss` is above `other` by more than such a part of it; losses may be negative."""
     return loss > other + part * abs(other)
 
 
 class Trial:
     """A run of `job` on batches of `batch` samples. `lr` None: the job's own.
 
-    `parts`: in how many parts a batch is computed, one after the other, of which the noise scale is estimated; 1: at
-    once, and nothing is estimated. `follows`: whether the job's schedule moves the rate.
+    `parts`: computed parts of a batch, for an estimate of the noise scale; 1: the whole, without an estimate.
+    `follows`: the job's schedule moves the rate.
 
     Memory: a model, its optimizer and, with parts, another gradient.
     """
@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss was not finite."""
+        """True if the last loss was not finite."""
         return bool(self.losses) and not math.isfinite(self.losses[-1].loss)
 
     def train(self, samples: int) -> None:
@@ -102,7 +102,7 @@ class Trial:
         return loss
 
     def test_loss(self) -> float:
-        """On the test set. Errors: ValueError where the job has none."""
+        """The loss on the test set. Errors: ValueError for a job without one."""
         if self._evaluation is None:
             raise ValueError(
                 f"job {self.job.name} has no test set to score on; let its data function return pt.Data(train, test)"

@@ -1,4 +1,4 @@
-"""What `batched` asks of a job: no pass that draws or remembers, and the gradient of a worker alone."""
+"""Checks of a job for `batched`: no pass draws or remembers, and a worker alone has the same gradient."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from polytempo.training.step.guard import Guard
 
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _ROUGHLY = 5e-2
-"""How far a batched gradient may be from that of the worker alone, as a part of its largest element."""
+"""Largest distance between a batched gradient and the worker's own, as a part of its largest element."""
 
 
 class PooledGuard(Guard):
-    """A guard of a replica of whose losses and gradients many are looked at together."""
+    """A guard of a replica that leaves its checks to a common look at all workers."""
 
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
-        """It has been looked at."""
+        """Left to the common look."""
 
     def gradients(self, step: int, rank: int) -> None:
-        """They have been looked at."""
+        """Left to the common look."""
 
     def bundle(self, bundle: Bundle, step: int, rank: int) -> None:
-        """It has been looked at."""
+        """Left to the common look."""
 
 
 def check_batched(job: Job, model: nn.Module) -> None:
-    """ValueError for layers whose passes cannot be shared: they draw random numbers, or remember something."""
+    """ValueError for layers that cannot share passes: they draw random numbers, or remember something."""
     if tables := sparse_tables(model):
         raise ValueError(
             f"job {job.name}: batched: gradients of {', '.join(sorted(tables))} are rows; make the embedding with "
@@ -69,15 +69,12 @@ def compare(job: Job, alone: Mapping[str, Tensor], together: Mapping[str, Tensor
     for name, gradient in alone.items():
         apart = float((gradient - together[name]).abs().max()) if gradient.numel() else 0.0
         if apart > _CLOSE.get(gradient.dtype, _ROUGHLY) * scale:
-            why = (
-                f"the gradient of {name!r} is {apart:.2g} away from that of one worker alone, whose largest element is "
-                f"{scale:.2g}"
-            )
+            why = f"the gradient of {name!r} is {apart:.2g} away from one worker's alone, up to {scale:.2g} large"
             raise ValueError(refusal(job, why))
 
 
 def refusal(job: Job, why: str) -> str:
-    """What to say where `torch.func.vmap` cannot be used, or tells other numbers."""
+    """The error's text for a model that `torch.func.vmap` refuses, or computes differently."""
     return (
         f"job {job.name}: batched computes the gradients of all workers in one pass (torch.func.vmap), which its model "
         f"or loss does not allow: {why}; leave out batched"
@@ -85,12 +82,11 @@ def refusal(job: Job, why: str) -> str:
 
 
 def refused(job: Job, error: Exception) -> ValueError:
-    """The error for what `torch.func.vmap` raised."""
+    """The error for an exception of `torch.func.vmap`."""
     return ValueError(refusal(job, _first_line(error)))
 
 
 def _first_line(error: BaseException) -> str:
-    """What the innermost cause says."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().partition("\n")[0].rstrip(". ")

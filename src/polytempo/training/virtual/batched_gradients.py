@@ -4,9 +4,9 @@
     worker 1   W₁, batch₁ ─┤▶ one forward and backward pass over (workers, …) tensors ─▶ each worker's `.grad`
     worker 2   W₂, batch₂ ─╯
 
-A worker enrols when its computation begins, and the pool computes when the first of those that are enrolled needs its
-gradient: until then none of their parameters change, so each gets the gradient at the parameters that it began with.
-Workers that are out of step still share passes, for between two steps of one worker most of the others begin one.
+A worker enrols when its computation begins, and the pool computes when the first enrolled one needs its gradient: until
+then none of their parameters change, so each gets the gradient at the parameters that it began with. Workers that are
+out of step still share passes, for between two steps of one worker most of the others begin one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polytempo.training.virtual.batched_checks import PooledGuard, check_batched
 from polytempo.training.virtual.worker_matrix import WorkerMatrices
 
 MOST_AT_ONCE = 256
-"""Workers in one pass: what their layers put out has to fit into the memory."""
+"""Workers in one pass: their layers' outputs have to fit into the memory."""
 
 
 class Enrolled(NamedTuple):
@@ -37,11 +37,11 @@ class Enrolled(NamedTuple):
 
     tensors: list[Tensor]
     form: tuple[Any, ...]
-    """How they lie in the batch, their shapes and dtypes."""
+    """Structure of the batch, shapes and dtypes."""
 
 
 class _Objective(nn.Module):
-    """A job's loss as a module, whose parameters can be any worker's."""
+    """A job's loss as a module that takes any worker's parameters."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Objective(nn.Module):
             for path, module in model.named_modules()
             for key, parameter in module.named_parameters(recurse=False)
         }
-        """Where each parameter lies, and its name: a tied one lies in several places, a shared module in one."""
+        """Each parameter's places, and its name: a tied one has several places, a shared module one."""
 
     def forward(self, batch: Any) -> Tensor:
         """The mean loss of a batch."""
@@ -60,7 +60,7 @@ class _Objective(nn.Module):
 
 
 class GradientPool:
-    """Computes the gradients of workers' models of `job`, whose parameters lie in `matrices`.
+    """Computes the gradients of workers' models of `job` with parameters in `matrices`.
 
     The first gradient of the first worker is computed alone as well. Parameters that it does not reach stay without a
     gradient, as they do without a pool. ValueError where the two differ, and where `torch.func.vmap` refuses the job.
@@ -77,14 +77,14 @@ class GradientPool:
         self._losses: dict[int, Tensor] = {}
 
     def place(self, worker: int, model: nn.Module) -> None:
-        """The model of a worker, whose parameters lie in the matrices. ValueError where no pass can be of it."""
+        """The model of a worker with parameters in the matrices. ValueError for a model that cannot share passes."""
         if self._objective is None:
             check_batched(self._job, model)
             self._objective = _Objective(self._job, model)
         self._models[worker] = model
 
     def watch(self, worker: int, replica: Replica) -> None:
-        """Compute for this replica, and refuse what is not finite as its guard does, for all workers at once."""
+        """Compute for this replica, and check as its guard does, for all workers together."""
         self._replicas[worker] = replica
         self._matrices.lend(worker, replica)
         if replica.guard is not None:
@@ -103,7 +103,7 @@ class GradientPool:
         self._enrolled[worker] = Enrolled(leaves, form)
 
     def loss(self, worker: int) -> Tensor:
-        """The loss of the batch with which `worker` has enrolled. Its `.grad` are there from now on."""
+        """The loss of the batch that `worker` has enrolled. Its `.grad` are there from now on."""
         if worker in self._enrolled:
             self._compute_all()
         return self._losses.pop(worker)
@@ -131,7 +131,6 @@ class GradientPool:
             self._look(workers, gradients, losses)
 
     def _alone(self, worker: int, batch: Any) -> dict[str, Tensor]:
-        """The gradients of one worker, by the names of the parameters that have one."""
         trained = self._replicas[worker].trainable
         alone = gradients_alone(self._job, self._models[worker], trained, batch)
         self._reached, self._unreached = list(alone), [name for name in trained if name not in alone]
@@ -155,7 +154,7 @@ class GradientPool:
         return gradients, losses
 
     def _look(self, workers: Sequence[int], gradients: Mapping[str, Tensor], losses: Tensor) -> None:
-        """Raise NotFinite as the first worker does whose loss or gradient is not finite."""
+        """Raise NotFinite for the first worker with a loss or gradient that is not finite, as its guard does."""
         found = (first_bad([(name, stacked)]) for name, stacked in gradients.items())
         if first_bad([("", losses)]) is None and not any(found):
             return
@@ -167,7 +166,7 @@ class GradientPool:
 
 
 def leaves_of(batch: Any) -> tuple[list[Any], Any]:
-    """As `tree_flatten`, which is slow for what nearly all batches are: a list or tuple of tensors."""
+    """`tree_flatten` with a short way for a list or tuple of tensors, which nearly all batches are."""
     if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
         return list(batch), _structure(type(batch) is list, len(batch))
     return tree_flatten(batch)

@@ -1,4 +1,4 @@
-"""`BatchedReplicas`: virtual workers whose gradients and updates are computed together."""
+"""`BatchedReplicas`: virtual workers that compute gradients and updates together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from polytempo.training.virtual.worker_matrix import WorkerMatrices
 class BatchedReplicas:
     """The models and optimizers of all workers of a simulation, and the pools that compute for them.
 
-    A step charges what `priced_step` charges, and exchanges the same messages: its gradients and updates are those of
-    each worker alone up to rounding.
+    A step has the charges and messages of `priced_step`; its gradients and updates equal each worker's own up to
+    rounding.
     """
 
     def __init__(self, job: Job, strategy: Strategy, workers: int) -> None:
@@ -69,5 +69,5 @@ class BatchedReplicas:
 
 
 def check_alone(strategy: Strategy) -> None:
-    """`Incompatible` for a strategy whose workers do not compute whole batches with whole models of their own."""
+    """`Incompatible` for a strategy with workers that do not compute whole batches with whole models of their own."""
     refuse(strategy.features | {"batched"}, strategy=strategy)

@@ -1,7 +1,7 @@
 """`UpdatePool`: the optimizer steps of many workers as one step of one optimizer.
 
-all workers, in step    an optimizer whose one parameter is the matrix of all workers' parameters (`StackedOptimizer`)
-some of them            an optimizer that has all their parameters, each with the state that its own optimizer keeps
+all workers, in step an optimizer with one parameter, the matrix of all workers' parameters (`StackedOptimizer`) some of
+them an optimizer that has all their parameters, each with the state that its own optimizer keeps
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BY_ELEMENT = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
 )
-"""Optimizers that move each number by itself. Those of other kinds make their steps one after the other."""
+"""Optimizers that treat each number alone. Other workers' optimizers make their steps one after the other."""
 
 
 class UpdatePool:
-    """Makes the steps of workers' optimizers when the first of those that have enrolled needs its own.
+    """Makes the steps of workers' optimizers when the first enrolled one needs its own.
 
     `varies`: a schedule changes hyper-parameters, so that workers out of step have others.
     """
@@ -46,7 +46,7 @@ class UpdatePool:
         self._stacks = True
 
     def place(self, worker: int, optimizer: Optimizer) -> None:
-        """`optimizer` is that of `worker`."""
+        """Note the optimizer of `worker`."""
         self._optimizers[worker] = optimizer
         for group in optimizer.param_groups:
             self._owner |= dict.fromkeys(group["params"], optimizer)
@@ -81,7 +81,7 @@ class UpdatePool:
             _merged_step(optimizers, self._owner)
 
     def _in_step(self, optimizers: list[Optimizer]) -> bool:
-        """Whether these are all workers', they have made their steps together so far, and one matrix holds it all."""
+        """True if these are all workers', they have made their steps together so far, and one matrix holds it all."""
         whole = self._stacks and len(optimizers) == self._matrices.workers and self._matrices.one_dtype
         groups = optimizers[0].param_groups
         if not whole or len(groups) > 1 or len(groups[0]["params"]) != self._matrices.num_parameters:
@@ -117,7 +117,7 @@ class StackedOptimizer:
                     optimizer.state[parameter][key] = window if of_rows else value
 
     def release(self) -> None:
-        """From now on each optimizer counts its steps by itself."""
+        """Let each optimizer count its own steps again."""
         for optimizer in self._optimizers.values():
             for state in optimizer.state.values():
                 counts = {k: v.clone() for k, v in state.items() if isinstance(v, Tensor) and not v.ndim}
@@ -152,7 +152,7 @@ class _States(defaultdict[Tensor, dict[str, Any]]):
 
 
 def _settings(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What optimizers must have in common to make one step."""
+    """The settings that optimizers must share to make one step."""
     return tuple(
         (key, float(value) if isinstance(value, Tensor) else value)
         for group in optimizer.param_groups

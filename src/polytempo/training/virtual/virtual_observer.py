@@ -1,7 +1,7 @@
 """Scores and checkpoints of a virtual world: they take none of its time and send nothing in it.
 
 rank 0  ── step k ── k + 1 ──▶        a rank that has finished step k adds its tensors to a sum and goes on; the
-rank 1  ───── step k ───── k + 1 ──▶  last one completes the mean, which is scored at once
+rank 1  ───── step k ───── k + 1 ──▶  last one completes the mean, which is scored then
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from polytempo.core import Port, Work
 from polytempo.one_host.hogwild import is_hogwild
-from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
-from polytempo.training.job.goals import meets
+from polytempo.partition.tensor.division import Cuts
+from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of
 from polytempo.training.job.program import Moment, TrainingContext
-from polytempo.training.model.divided_tensors import Cuts
 from polytempo.training.model.ports import mesh_of, ports_of
 from polytempo.training.model.randomness import kept_random_states
 from polytempo.training.observe.checkpoint_writer import about, complete, write_when_landed
@@ -30,7 +29,7 @@ from polytempo.training.pipeline.pipeline_stage import PipelineStage
 
 @dataclass
 class _Mean:
-    """The ranks' mean, as far as they have come, added up in float64. What cannot be averaged is rank 0's."""
+    """The ranks' mean, as far as they have come, added up in float64. Tensors without a mean are rank 0's."""
 
     count: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -55,10 +54,9 @@ class _Mean:
 class VirtualObserver:
     """The one observer of all virtual ranks. See `training.Observer`.
 
-    Scored is the mean of what the ranks have when each has finished the step; where they are in step, what the first
-    one has; where they share one copy of the parameters, that copy when rank 0 is there. So a score may come late:
-    then `until` ends the run before the first step that no rank has begun. Where a model lies in parts,
-    the ranks of its first part are scored.
+    A score is of the mean of the ranks' models when each has finished the step; of ranks in step, of the first one's
+    model; of one copy of the parameters, of the copy when rank 0 is there. So a score may come late: then `until` ends
+    the run before the first step that no rank has begun. Of a model in parts, the ranks of its first part are scored.
 
     Memory: the sums of the scores under way, each in float64.
     """
@@ -75,13 +73,13 @@ class VirtualObserver:
         self.record = record
         """Takes the rows of scores."""
         self._test_parts = parts
-        """In how many parts the test set is scored. None: in those of real ranks, to the same bits."""
+        """Number of parts of the test set for a score. None: the number of real ranks, for the same bits."""
         self.size, self._evaluation = size, evaluation
         self._means: dict[int, _Mean] = {}
         self._parts: dict[int, dict[int, _Mean]] = {}
-        """Of models in stages or parts: after each step, what is there of each by its number."""
+        """Models in stages or parts: means by step and by number of the part."""
         self._cuts: dict[int, Cuts] = {}
-        """How the tensors at each of these numbers are cut."""
+        """Cuts of the tensors of each number."""
         self._begun: dict[int, int] = {}
         self._stop: int | None = None
         self._newest: tuple[int, Score] | None = None
@@ -93,7 +91,7 @@ class VirtualObserver:
         self._begun[rank] = step
 
     def over(self, step: int) -> bool:
-        """As soon as a score has reached what was asked for, and no rank has begun `step`."""
+        """True once a score has reached the goal, and no rank has begun `step`."""
         return self._stop is not None and step >= self._stop
 
     async def score(self, port: Port, context: TrainingContext, moment: Moment) -> None:
@@ -154,7 +152,7 @@ class VirtualObserver:
         return self._newest[1], reached
 
     def _add_part(self, context: TrainingContext, moment: Moment, own: PipelineStage | ModelParts) -> None:
-        """Score what all had when each has finished the step: the first replica, or the mean where they differ."""
+        """Score the mean, or the first replica of equal ones, when all ranks have finished the step."""
         data, means = own.ports.data, self._parts.setdefault(moment.step, defaultdict(_Mean))
         averaged, others = own.replica.averaged_tensors()
         if data.size == 1:

@@ -22,7 +22,7 @@ from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.program import TakeStep
 from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
-from polytempo.training.model.replicated_parameters import align
+from polytempo.training.model.parted_parameters import align
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, StepUses
 
@@ -31,26 +31,26 @@ _UPDATE_FLOPS = 4.0
 
 
 class StepWork(NamedTuple):
-    """What a step computes: begun when the virtual time of the computation begins, and there when it is over."""
+    """The computations of a step: each begins when its virtual time begins, and is there when that is over."""
 
     gradients: Callable[[], Any]
     update: Callable[[], Any]
     share: float | None = None
     """The gradients' weight in the mean over ranks."""
     computed: Callable[[Any], Any] = lambda answer: answer
-    """The step's loss, once the gradients are needed; it is given what `gradients` answered."""
+    """The step's loss from the answer of `gradients`, once the gradients are needed."""
     updated: Callable[[], None] = lambda: None
 
 
 class Charge(NamedTuple):
-    """What a step costs on the virtual clock."""
+    """The costs of a step on the virtual clock."""
 
     flops: float
     uses: StepUses
 
 
 def charged(cost: StepCost, replica: Replica, samples: float, factor: float) -> Charge:
-    """What `factor` times a step on so many samples costs."""
+    """The costs of a step on `samples` samples, times `factor`."""
     return Charge(cost.flops_per_sample * samples * factor, cost.uses(replica, samples, factor))
 
 

@@ -1,10 +1,10 @@
 """`WorkerMatrices`: parameters of many workers' models as the rows of a matrix, and their gradients likewise.
 
-    parameters   worker 0  [ w2 w2 w2 | b1 | w1 w1 w1 w1 ]        in the order in which buckets take them
+    parameters worker 0 [ w2 w2 w2 | b1 | w1 w1 w1 w1 ] in the buckets' order
                  worker 1  [ w2 w2 w2 | b1 | w1 w1 w1 w1 ]
     parameter("w1", workers)   a window into all rows, shape (workers, 2, 2)
 
-So one pass computes all workers' gradients, and one optimizer step moves them all. A worker's gradients lie in its row
+So one pass computes all workers' gradients, and one optimizer step moves them all. A worker's gradients stay in its row
 as long as the strategy's answers come back there.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from polytempo.training.model.tensor_groups import by_kind
+from polytempo.core.bundle import by_kind
 from polytempo.training.step.bucket import Bucket
 from polytempo.training.step.replica import Replica
 
@@ -60,10 +60,10 @@ class WorkerMatrices:
         """Tensors of a model."""
         self._lent: dict[int, list[tuple[Bucket, Tensor]]] = {}
         self._elsewhere: set[int] = set()
-        """Workers that exchange no gradients, whose gradients are not in their rows all the same."""
+        """Workers without exchanged gradients that keep gradients outside of their rows."""
 
     def place(self, worker: int, trained: dict[str, nn.Parameter]) -> None:
-        """The `trained` parameters of `worker` lie in its rows from now on."""
+        """Move the `trained` parameters of `worker` into its rows."""
         if not self._of:
             for group in by_kind(trained).values():
                 matrix = WorkerMatrix(group, self.workers)
@@ -76,7 +76,7 @@ class WorkerMatrices:
             parameter.data = self._parameters[name][worker].copy_(parameter.detach())
 
     def lend(self, worker: int, replica: Replica) -> None:
-        """The gradients of the worker's replica lie in its rows from now on."""
+        """Move the gradients of the worker's replica into its rows."""
         self._lent[worker] = []
         for bucket in replica.buckets:
             names = list(bucket.parameters)
@@ -92,14 +92,14 @@ class WorkerMatrices:
         return self._parameters[name][_index(workers)]
 
     def hold_gradients(self, workers: Iterable[int]) -> bool:
-        """Whether the gradients of all of these workers lie in their rows."""
+        """True if the gradients of all these workers are in their rows."""
         if self._elsewhere:
             return False
         return all(bucket.lies_in(flat) for worker in workers for bucket, flat in self._lent[worker])
 
     @property
     def one_dtype(self) -> bool:
-        """Whether there is one matrix alone."""
+        """True if there is one matrix alone."""
         return len(self.by_dtype) == 1
 
     def windows(self, worker: int, like: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -124,7 +124,7 @@ class WorkerMatrices:
 
 
 def _index(workers: Sequence[int]) -> slice | Tensor:
-    """Of these rows: a slice where they follow each other."""
+    """The index of these rows: a slice if they follow each other."""
     first, count = workers[0], len(workers)
     if list(workers) == list(range(first, first + count)):
         return slice(first, first + count)

@@ -4,7 +4,7 @@
     worker 1   batch₁ ─┤▶ loss₀ + loss₁ + loss₂, one backward pass ─▶ g₀ + g₁ + g₂ in the `.grad` of worker 0
     worker 2   batch₂ ─╯                                                  │ exchanged for all three
 
-A mean over workers is linear, so worker 0 may exchange the sum of what they have. `runs.in_step` says when that holds.
+A mean over workers is linear, so worker 0 may exchange the sum of their gradients. `runs.in_step` has the conditions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from polytempo.training.virtual.virtual_step import StepWork, charged, step_of_w
 
 
 class WorkersInStep:
-    """The workers of a simulation in `groups`, whose first ones have a model each. As `BatchedReplicas` otherwise."""
+    """The workers of a simulation in `groups`, each group with one model, its first worker's. Else like
+    `BatchedReplicas`."""
 
     def __init__(self, job: Job, groups: Sequence[range]) -> None:
         self._job, self._groups = job, {group.start: group for group in groups}
@@ -43,7 +44,7 @@ class WorkersInStep:
         check_batched(self._job, model)
 
     def step(self, worker: int, replica: Replica, cost: StepCost, updates: Updates) -> TakeStep:
-        """The steps of the group of `worker`, as `priced_step` makes those of one worker."""
+        """The steps of the group of `worker`, as `priced_step` makes one worker's."""
         summed = _SummedGradients(self._job, replica, self._groups[worker])
         if replica.guard is not None:
             replica.guard = PooledGuard(replica.model, replica.trainable)
@@ -58,16 +59,15 @@ class WorkersInStep:
 
 
 class _SummedGradients:
-    """The gradients of `workers` at the parameters of one replica, added up."""
-
     def __init__(self, job: Job, replica: Replica, workers: range) -> None:
         self._job, self._replica, self._workers = job, replica, workers
         self._looks = replica.guard is not None
         self._compared = False
 
     def compute(self, batch: Any) -> Tensor:
-        """Let `.grad` be the sum of the gradients of all workers, whose batches follow each other in `batch`, equally
-        long. Returns the first one's loss.
+        """Let `.grad` be the sum of the gradients of all workers; returns the first one's loss.
+
+        `batch` holds the workers' batches one after the other, equally long.
         """
         leaves, structure = leaves_of(batch)
         batches = [leaf.unflatten(0, (len(self._workers), -1)) for leaf in leaves]
@@ -84,7 +84,7 @@ class _SummedGradients:
         return losses[0][0]
 
     def _losses(self, batches: Sequence[Tensor], structure: Any) -> Tensor:
-        """Of each worker, whose batches are windows of `batches`, shape (workers, samples, …)."""
+        """Each worker's loss; `batches` have windows of shape (workers, samples, …)."""
 
         def loss(*leaves: Tensor) -> Tensor:
             return loss_of(self._job, self._replica.model, tree_unflatten(leaves, structure)).reshape(())
@@ -96,7 +96,6 @@ class _SummedGradients:
         return found
 
     def _compare(self, first: Sequence[Tensor], structure: Any) -> None:
-        """Hold the first worker's gradient to the one that it computes alone."""
         trained = self._replica.trainable
         alone = gradients_alone(self._job, self._replica.model, trained, tree_unflatten(first, structure))
         loss = self._losses([leaf.unsqueeze(0) for leaf in first], structure).sum()
@@ -105,7 +104,7 @@ class _SummedGradients:
         self._compared = True
 
     def _look(self, losses: Tensor, batches: Sequence[Tensor], structure: Any) -> None:
-        """Raise NotFinite as the first worker does whose loss or gradient is not finite."""
+        """Raise NotFinite for the first worker with a loss or gradient that is not finite, as its guard does."""
         replica = self._replica
         summed = {name: p.grad for name, p in replica.trainable.items() if p.grad is not None}
         if first_bad([("", losses), *summed.items()]) is None:

@@ -1,4 +1,4 @@
-"""`WorkersInTurn`: as `WorkersInStep`, but each worker's gradient is computed by itself, and the sum has the same bits.
+"""`WorkersInTurn`: as `WorkersInStep`, but each worker's gradient is computed alone, and the sum has the same bits.
 
 worker 0   batch₀ ─▶ g₀ ─▶ share₀ g₀
 worker 1   batch₁ ─▶ g₁ ─▶  + share₁ g₁        added in the workers' order, as the exchange of all of them does
@@ -31,7 +31,7 @@ from polytempo.training.virtual.virtual_step import StepWork, charged, step_of_w
 
 
 class WorkersInTurn:
-    """The workers of a simulation in `groups`, whose first ones have a model each, and compute in this order.
+    """The workers of a simulation in `groups`, each with one model, its first worker's. They compute in this order.
 
     The model must remember nothing from one pass to the next: it is one for the passes of all workers of a group.
     """
@@ -41,7 +41,7 @@ class WorkersInTurn:
         self._groups = {group.start: group for group in groups}
         self._last = groups[-1].start
         self._sums: list[Tensor] = []
-        """Of the gradients in this step, times their shares, of all groups so far."""
+        """Sums of the gradients in this step, times their shares, over all groups so far."""
         self._used: set[int] = set()
         """Places of the parameters that had a gradient in one of these groups."""
 
@@ -49,7 +49,7 @@ class WorkersInTurn:
         """Nothing is to be prepared."""
 
     def step(self, worker: int, replica: Replica, cost: StepCost, updates: Updates) -> TakeStep:
-        """The steps of the group of `worker`, as `priced_step` makes those of one worker."""
+        """The steps of the group of `worker`, as `priced_step` makes one worker's."""
         guard = replica.guard
         if guard is not None:
             replica.guard = PooledGuard(replica.model, replica.trainable)
@@ -67,8 +67,8 @@ class WorkersInTurn:
     def _compute(self, first: int, replica: Replica, guard: Guard | None, batch: Any, share: float) -> Tensor:
         """Let `.grad` be this group's part of the sum of all; returns the first worker's loss.
 
-        The batches of the group follow each other in `batch`, equally long. Each is copied, for a worker alone has
-        memory that is aligned as this is, by which sums of products are ordered.
+        The batches of the group follow each other in `batch`, equally long. Each is copied: the memory's alignment
+        decides the order of sums, and a worker alone has the copy's.
         """
         group = self._groups[first]
         if not first:
@@ -104,7 +104,7 @@ class WorkersInTurn:
 
 
 def _look(guard: Guard, replica: Replica, worker: int) -> NotFinite | None:
-    """What is not finite in the gradients of `worker`; None where only a sum overflows."""
+    """The NotFinite error for the gradients of `worker`; None if only a sum overflows."""
     try:
         for bucket in replica.buckets:
             own = {name: p.grad for name, p in bucket.parameters.items() if p.grad is not None}

@@ -29,7 +29,7 @@ from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.process.pending import Pair, PendingOp
 from polytempo.worlds.process.progress_thread import ProgressThread
-from polytempo.worlds.process.shares import Shares
+from polytempo.worlds.process.shares import EpochSource, Shares
 from polytempo.worlds.process.strand import Strand
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
 from polytempo.worlds.trace import Event, Trace
@@ -54,6 +54,8 @@ class ProcessWorld:
         """Seconds spent waiting for other ranks."""
         self.shares = Shares()
         """This rank's parts of the batches that `pt.shard` yielded."""
+        self.epoch_source: EpochSource | None = None
+        """The loop that gets its batches from a parameter server; None: every rank takes its own part."""
         self.store: Store | None = None
         """The launcher's, where `pt.init()` has joined it."""
         self.life = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -70,6 +70,19 @@ class Pass:
                 self._used = position + 1
                 return batch
         return None
+
+
+class EpochSource(Protocol):
+    """A loop that gets the batches of one `DataShard` by tickets; `pt.shard` asks it as long as it is attached."""
+
+    def takes(self, shard: Any) -> bool:
+        """True if this shard's next epoch is dealt by tickets."""
+
+    def epoch(self, shard: Any) -> Iterator[Any]:
+        """This rank's batches until the epoch is done."""
+
+    def is_within(self, shard: Any) -> bool:
+        """True while an epoch of `shard` is under way."""
 
 
 class Shares:

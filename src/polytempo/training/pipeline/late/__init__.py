@@ -1,1 +1,1 @@
-"""Stages whose gradients are late, or estimated."""
+"""Stages with late or estimated gradients."""

@@ -1,9 +1,10 @@
-"""`Estimators`: one stage's estimators of the gradients of its outputs: what they predict, and how they learn."""
+"""`Estimators`: one stage's estimators of the gradients of its outputs: their predictions and their training."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,21 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from polytempo.core import Port
+from polytempo.core.bundle import by_kind
 from polytempo.core.state import Saved, Scalar
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.correction import Estimation
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
 from polytempo.training.model.randomness import seed_step
-from polytempo.training.model.tensor_groups import by_kind
-from polytempo.training.pipeline.late.gradient_estimator import GradientEstimator
 
 _CHANNEL = 890
 _PATH = "estimators"
 
 
 class _Estimated(NamedTuple):
-    """What an estimator has been given for a batch."""
-
     outputs: dict[str, Tensor]
     labels: Tensor | None
 
@@ -33,8 +31,8 @@ class _Estimated(NamedTuple):
 class Estimators:
     """Estimator M of each tensor that this stage gives to others; made when the first tensor is seen.
 
-        δ̂ = M(h, labels) / n                       n samples; h and δ̂: (n, …)
-        learning:  (1/n) Σ ‖M(h, labels) - n δ‖²   δ is what the stages behind send, and is not descended through
+        δ̂ = M(h, labels) / n n samples; h and δ̂: (n, …) learning: (1/n) Σ ‖M(h, labels) - n δ‖² δ comes from the
+        stages behind, and is not descended through
 
     `data` is the port of this stage's replicas: they learn by the mean of their gradients, and stay equal.
     """
@@ -47,10 +45,10 @@ class Estimators:
         self._optimizers: dict[str, Optimizer] = {}
         self._seen: dict[int, _Estimated] = {}
         self._made: list[tuple[str, tuple[int, ...], str]] = []
-        """Of each estimator: its tensor's name, the shape of one sample of it, and the dtype."""
+        """Each estimator's tensor name, shape of one sample, and dtype."""
 
     def see(self, number: int, outputs: dict[str, Tensor], target: Any) -> None:
-        """Batch `number` has passed: what this stage has given of it. ValueError for a target that is no label."""
+        """Batch `number` has passed with these outputs of this stage. ValueError for a target that is not a label."""
         labels = _one_hot(target, self._estimation.classes, outputs) if self._estimation.classes else None
         self._seen[number] = _Estimated(outputs, labels)
         for name, output in outputs.items():
@@ -73,7 +71,7 @@ class Estimators:
                 (error.square().sum() / samples).backward()
 
     async def learn(self) -> None:
-        """Step by what `descend` has left; with the mean over replicas."""
+        """Step by the gradients of `descend`; by their mean over replicas."""
         gradients = {n: p.grad for n, p in self.modules.named_parameters() if p.grad is not None}
         if self._data is not None and self._data.size > 1:
             port = self._data.on_channel(_CHANNEL)
@@ -95,7 +93,7 @@ class Estimators:
         return total
 
     def state(self) -> Saved:
-        """The estimators, their optimizers, and the batches whose gradients have not come yet."""
+        """The estimators, their optimizers, and the batches that still wait for their gradients."""
         tensors: dict[str, Tensor] = {}
         scalars: dict[str, Scalar] = {_PATH: json.dumps({"made": self._made, "seen": list(self._seen)})}
         for place, key in enumerate(self.modules):
@@ -108,7 +106,7 @@ class Estimators:
         return Saved(tensors, scalars)
 
     def restore(self, source: Saved) -> None:
-        """Go on as those that `source` is the state of."""
+        """Go on from the state `source`."""
         plain = json.loads(str(source.scalars[_PATH]))
         for place, (name, shape, dtype) in enumerate(plain["made"]):
             self._make(name, torch.empty((0, *shape), dtype=getattr(torch, dtype), device=self._device))
@@ -169,3 +167,43 @@ def _one_hot(target: Any, classes: int, outputs: dict[str, Tensor]) -> Tensor:
     if len(target) and not 0 <= int(target.min()) <= int(target.max()) < classes:
         raise ValueError(f"a label is {int(target.max())}, and the estimators know classes={classes}; give more")
     return nn.functional.one_hot(target.long(), classes).to(output.device, output.dtype)
+
+
+class GradientEstimator(nn.Module):
+    """Layers over the features of every sample: the last dimension, or the channels of maps. The last one is zero.
+
+    `shape` is one sample's: (features,), (places, features) or (channels, height, width). Labels are further features,
+    the same at every place. ValueError for other shapes.
+    """
+
+    def __init__(self, shape: tuple[int, ...], classes: int = 0, hidden_layers: int = 0, width: int = 256) -> None:
+        super().__init__()
+        if len(shape) not in (1, 2, 3):
+            raise ValueError(
+                f"no estimator is known for outputs of shape {shape}; a stage ends with one of one, two or three "
+                "dimensions beside that of samples, or give estimator="
+            )
+        self.is_map = len(shape) == 3
+        features = shape[0] if self.is_map else shape[-1]
+        sizes = [features + classes, *[width] * hidden_layers, features]
+        layers = [_layer(before, after, self.is_map) for before, after in pairwise(sizes)]
+        for parameter in layers[-1].parameters():
+            nn.init.zeros_(parameter)
+        joined = [module for layer in layers for module in (layer, nn.ReLU())][:-1]
+        self.body = nn.Sequential(*joined)
+
+    def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:
+        """h: (samples, *shape); labels: (samples, classes); the answer: (samples, *shape)."""
+        if labels is not None:
+            dim = 1 if self.is_map else -1
+            shape = list(h.shape)
+            shape[dim] = labels.shape[-1]
+            inserted = [1] * (h.dim() - 2)
+            wide = labels.reshape(len(labels), *([-1, *inserted] if self.is_map else [*inserted, labels.shape[-1]]))
+            h = torch.cat([h, wide.expand(shape)], dim=dim)
+        answer: Tensor = self.body(h)
+        return answer
+
+
+def _layer(before: int, after: int, is_map: bool) -> nn.Module:
+    return nn.Conv2d(before, after, 3, padding=1) if is_map else nn.Linear(before, after)

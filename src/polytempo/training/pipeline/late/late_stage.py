@@ -1,4 +1,4 @@
-"""What a stage does about late gradients: `DelayedRate` (PipeMare) and `PredictedParameters` (SpecTrain)."""
+"""Corrections of late gradients at a stage: `DelayedRate` (PipeMare) and `PredictedParameters` (SpecTrain)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LateStage(Protocol):
         """Around the optimizer's step."""
 
     def state(self) -> Saved:
-        """What is remembered."""
+        """The correction's state."""
 
     def restore(self, source: Saved) -> None:
         """Go on from there."""
@@ -40,8 +40,8 @@ def late_stage(
 ) -> LateStage | None:
     """The schedule's correction on this stage; None where it has none, or nothing is late.
 
-    Errors: ValueError for an optimizer that the correction does not go with, on all stages alike: one that raises alone
-    leaves the others waiting.
+    Errors: ValueError for an optimizer that the correction does not go with, on all stages alike: a stage that raises
+    alone leaves the others waiting.
     """
     delays = [facts(schedule, each).delay for each in range(schedule.stages)]
     if schedule.correction is None or not any(delays):
@@ -84,7 +84,7 @@ class DelayedRate:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The learning rates are those of the delay inside, and what they were outside."""
+        """Inside, the learning rates are the delay's; afterwards they are the former ones."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         before = [parameter.detach().clone() for parameter in self._parameters] if self._changes else []
@@ -136,7 +136,7 @@ class PredictedParameters:
         """The present parameters."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """As it is."""
+        """No change."""
         return nullcontext()
 
     def state(self) -> Saved:

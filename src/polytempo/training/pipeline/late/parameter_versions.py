@@ -5,8 +5,8 @@
     version 1   memory B   F3 …
     update      A is free again once the last backward pass of version 0 is over
 
-The parameters stay the same objects. Only the memory that they lie in changes: autograd has kept what it needs as
-tensors of the old memory (`_kept`), so a late backward pass computes with its own version.
+The parameters stay the same objects. Only their memory changes: autograd has kept tensors of the old memory (`_kept`),
+so a late backward pass computes with its own version.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ParameterVersions:
     """Counts which versions are in use. Version v is the parameters after v updates.
 
     `stashes`: whether passes keep their version; otherwise there is one, and a late backward pass sees the present one.
-    `overtaken`: whether updates come between a forward pass and its backward pass. `late`: what then replaces the
-    present parameters in a pass.
+    `overtaken`: whether updates come between a forward pass and its backward pass. `late`: the correction that then
+    replaces the present parameters in a pass.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ParameterVersions:
         """The first version that a later pass begins with, where that may be an old one."""
         self._memory: dict[int, list[Tensor]] = {0: self._present()}
         self._uses: Counter[int] = Counter()
-        """By version, forward passes whose backward pass is not over."""
+        """By version, forward passes that still wait for their backward pass."""
         self._free: list[list[Tensor]] = []
 
     def _present(self) -> list[Tensor]:
@@ -59,9 +59,9 @@ class ParameterVersions:
 
     @contextmanager
     def forward(self, version: int, keep: Keep = as_it_is) -> Iterator[None]:
-        """Inside, the parameters are those of `version`. It stays until as many `done` as there were passes.
+        """Inside, the parameters have the values of `version`, which stays until as many `done` as there were passes.
 
-        What else autograd keeps goes through `keep`.
+        Other tensors that autograd keeps go through `keep`.
         """
         self.begun(version)
         predicted = None if self._late is None else self._late.for_forward()
@@ -78,7 +78,7 @@ class ParameterVersions:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, graphs that keep the present parameters multiply by what is to replace them."""
+        """Inside, graphs that keep the present parameters multiply by the correction's values."""
         values = None if self._late is None else self._late.for_backward()
         if values is None:
             yield
@@ -93,7 +93,7 @@ class ParameterVersions:
 
     @contextmanager
     def seen(self, version: int, keep: Keep = as_it_is) -> Iterator[None]:
-        """Inside, the parameters are those of `version`, and what autograd keeps of them stays so."""
+        """Inside, the parameters have the values of `version`, and autograd keeps these."""
         if not self.stashes or version == self.current:
             with self._kept(keep):
                 yield
@@ -138,15 +138,15 @@ class ParameterVersions:
 
     @property
     def num_versions(self) -> int:
-        """How many are held, the present one included."""
+        """The number of held versions, the present one included."""
         return len(self._memory)
 
     def older(self) -> dict[int, list[Tensor]]:
-        """The versions that are held besides the present one."""
+        """The held versions but for the present one."""
         return {version: memory for version, memory in self._memory.items() if version != self.current}
 
     def restore(self, current: int, older: Mapping[int, list[Tensor]]) -> None:
-        """The parameters as they lie are version `current`; no pass uses any of them yet."""
+        """The present parameters are version `current`; no pass uses any version yet."""
         self.current = current
         self._memory = {**older, current: self._present()}
         self._uses.clear()
@@ -158,7 +158,7 @@ class ParameterVersions:
 
     @contextmanager
     def _kept(self, keep: Keep, instead: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """What autograd keeps of a parameter is its memory, without the check that an update has not written to it.
+        """Inside, autograd keeps a parameter's memory, without the check that an update has not written to it.
 
         `instead`: other memory, which the backward pass is to multiply by.
         """

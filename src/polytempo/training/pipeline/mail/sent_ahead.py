@@ -1,4 +1,4 @@
-"""`SentAhead`: what a stage has sent that its receiver takes in a later step: a checkpoint has it at the sender.
+"""`SentAhead`: messages of a stage for a later step of their receiver: a checkpoint has them at the sender.
 
 stage 1   B t ──gradient──▶ (end of step t)        saved by stage 1; sent again when the run goes on
 stage 0                                   B t
@@ -18,7 +18,7 @@ from polytempo.training.pipeline.mail.stage_mail import StageMail
 
 
 class SentTensor(NamedTuple):
-    """A message by what it is of."""
+    """A message with its micro-batch, value and direction."""
 
     micro_batch: int
     value: str
@@ -29,7 +29,7 @@ class SentTensor(NamedTuple):
 
 
 class SentAhead:
-    """Holds sent tensors until the step in which the schedule lets their receivers take them. Copies nothing."""
+    """Holds sent tensors until the step in which their receivers take them. Copies nothing."""
 
     def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
         self._schedule, self._stage = schedule, stage
@@ -46,29 +46,29 @@ class SentAhead:
             self.held.append(sent)
 
     def forget(self, step: int) -> None:
-        """`step` is over: let go of what receivers take in it."""
+        """Let go of tensors that receivers take in `step`, which is over."""
         first = step * self._schedule.micro_batches
         self.held = [sent for sent in self.held if sent.micro_batch > first + self._taken(sent)]
 
     def restore(self, sent: list[SentTensor]) -> None:
-        """Hold what another process had sent."""
+        """Hold the messages of another process."""
         self.held, self._again = list(sent), list(sent)
 
     async def again(self, port: Port, mail: StageMail) -> None:
-        """Send what was restored."""
+        """Send the restored messages."""
         for sent in self._again:
             value = self._values[sent.value]
             await mail.put(port, value, sent.target, sent.way, sent.tensor, sent.micro_batch)
         self._again = []
 
     def _taken(self, sent: SentTensor) -> int:
-        """The last micro-batch whose message of this kind is taken within a step, counted from the step's first."""
+        """The last micro-batch with a message of this kind within a step, counted from the step's first."""
         receiver = sent.target if sent.way == "forward" else self._values[sent.value].source
         return self._last[sent.way, receiver]
 
 
 def _last_of_a_step(schedule: Schedule, parts: int) -> dict[tuple[Way, int], int]:
-    """For each way and each part that receives: the last micro-batch of which it takes messages within a step."""
+    """For each way and each part that receives: the last micro-batch with such a message within a step."""
     back = ("backward", "input") if schedule.estimation is None else ("learn",)
     kinds: dict[Way, tuple[str, ...]] = {"forward": ("forward",), "backward": back}
     found = {}

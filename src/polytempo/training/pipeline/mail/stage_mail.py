@@ -18,10 +18,10 @@ from polytempo.partition.schedules.facts import facts
 from polytempo.partition.wires import Way
 
 LOSS_TAG, DELAY_TAG = 0, 1
-"""Of a stage's messages that are no tensors of the model."""
+"""Tags of a stage's messages without tensors of the model."""
 _FIRST_TAG = 2
 _FIRST_CHANNEL, _NUM_CHANNELS, _PIPELINES_OF_A_CHANNEL = 500, 380, 1000
-"""Behind the channels of buckets, and before those that `SharedGradients` and others have."""
+"""Behind the channels of buckets, and before the channels of `SharedGradients` and others."""
 
 
 class _Lane(NamedTuple):
@@ -43,7 +43,7 @@ class _Encoded(NamedTuple):
 
 
 class StageMail:
-    """What is under way, encoded as `schedule.wires` says. A part that is at the same stage gets a tensor as it is.
+    """The tensors under way, encoded by `schedule.wires`. A part at the same stage gets the tensor itself.
 
     A buffer is given back when its message is over. Awaited is only the message before the last `held`, which has been
     received by then: a stage that holds so many micro-batches has had an answer to the one before them.
@@ -59,7 +59,7 @@ class StageMail:
         self._arriving: dict[_Lane, deque[Tensor | Work[Tensor] | _Encoded]] = defaultdict(deque)
         self._leaving: dict[_Lane, deque[Work[None]]] = defaultdict(deque)
         self._last: tuple[EncodeContext, Tensor] | None = None
-        """What was encoded last, for all who use it."""
+        """The last encoded tensor, for all its receivers."""
 
     async def expect(self, port: Port, value: Value, target: int, way: Way, like: Tensor, micro_batch: int) -> None:
         """Begin to receive the next tensor of a lane, which is of `micro_batch`, unless it is of this stage itself."""
@@ -122,7 +122,7 @@ class StageMail:
 
 
 def own_messages(stages: Port) -> Port:
-    """The channel of a pipeline by its port's series: what another one has sent never comes to it.
+    """The channel of a pipeline by its port's series: other pipelines' messages never come to it.
 
     A schedule that does not wait leaves messages under way after every step, also in a pipeline that is abandoned.
     Errors: ValueError where there were too many pipelines in the world.
