@@ -6,7 +6,7 @@ import socket
 import threading
 
 from polytempo.membership.message import GroupView
-from polytempo.runs.elastic.group_connections import GroupConnections, sockets
+from polytempo.runs.elastic.generation_group import GroupConnections, sockets
 from polytempo.runs.elastic.membership_history import MembershipHistory
 
 LONG_S = 60.0

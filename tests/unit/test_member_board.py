@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import DistStoreError
 
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.membership.message import GroupView, Interrupt
-from polytempo.runs.elastic.generation_group import WatchedStore
-from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard
+from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded, group_prefix
 
 
 @contextmanager
@@ -37,15 +41,26 @@ def test_the_store_keeps_no_message_that_was_read_and_none_of_a_process_that_has
         assert joined.store.num_keys() == before
 
 
-def test_a_group_that_is_over_leaves_no_key() -> None:
-    with rendezvous() as (_, joined):
-        before = joined.store.num_keys()
-        stores = [WatchedStore(joined.store, lambda: None, 5.0) for _ in range(3)]
-        for rank, store in enumerate(stores):
-            store.set(f"address/{rank}", str(rank))
+def test_a_group_that_all_have_left_leaves_no_key() -> None:
+    with rendezvous() as (held, joined):
+        launcher, before = LauncherBoard(held), joined.store.num_keys()
+        for generation in (1, 12):
+            store = PrefixStore(group_prefix(generation), joined.store)
+            store.set("address", "here")
             store.add("count", 1)
-        assert [stores[0].get(f"address/{rank}") for rank in range(3)] == [b"0", b"1", b"2"]
-        stores[1].clear(of_others=False)
-        assert joined.store.num_keys() == before + 2
-        stores[0].clear(of_others=True)  # rank 2 was killed
+        launcher.forget_group(1)
+        assert (store.get("address"), joined.store.num_keys()) == (b"here", before + 2)
+        launcher.forget_group(12)
         assert joined.store.num_keys() == before
+
+
+def test_a_wait_at_the_store_ends_with_a_break_of_the_group() -> None:
+    with rendezvous() as (held, joined):
+        launcher, member = LauncherBoard(held), MemberBoard(joined, 0)
+        launcher.tell(0, GroupView(1, (0, 1), 0, 0))
+        member.next()
+        launcher.tell(0, Interrupt(1, broken=True))
+        with pytest.raises(Superseded), joined.store.watched(member.check, 60.0):
+            joined.store.wait(["never"])
+        with pytest.raises(DistStoreError, match="timed out waiting for never"):  # the check ends with the group
+            joined.store.wait(["never"], timedelta(seconds=0.01))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import (
@@ -52,7 +53,7 @@ def test_a_step_that_one_survivor_has_applied_is_finished_by_all() -> None:
 def test_a_round_of_steps_is_finished_as_one() -> None:
     machine = begun()
     machine.ended(1.0, 2)
-    machine.receive(1.0, report(0, 8)._replace(holds=4))
+    machine.receive(1.0, replace(report(0, 8), holds=4))
     assert machine.receive(1.0, report(1, 12)) == [GroupView(2, (1, 0), 2, 12)]
     member = ElasticMember(0)
     member.taken_over(8)
@@ -62,7 +63,7 @@ def test_a_round_of_steps_is_finished_as_one() -> None:
     assert (member.applied, member.holds) == (12, 0)
     machine = begun()
     machine.ended(1.0, 2)
-    machine.receive(1.0, report(0, 8)._replace(holds=3))  # of another round: this cannot be
+    machine.receive(1.0, replace(report(0, 8), holds=3))  # of another round: this cannot be
     assert isinstance(machine.receive(1.0, report(1, 12))[-1], Fail)
 
 
@@ -197,7 +198,7 @@ class Forgetful(RunMembership):
 
     def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
         least = min((r.applied for r in reports), default=0)
-        return super()._next(view, [r._replace(applied=least) if r.stateful else r for r in reports], late)
+        return super()._next(view, [replace(r, applied=least) if r.stateful else r for r in reports], late)
 
 
 class Hasty(RunMembership):

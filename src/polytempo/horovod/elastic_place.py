@@ -16,8 +16,7 @@ from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.horovod.runtime.operation import HorovodInternalError
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView, Ready
-from polytempo.runs.elastic.generation_group import joined_group
-from polytempo.runs.elastic.group_connections import GroupConnections, sockets
+from polytempo.runs.elastic.generation_group import GroupConnections, joined_group, sockets
 from polytempo.runs.elastic.member_board import MemberBoard
 from polytempo.worlds import ProcessWorld
 

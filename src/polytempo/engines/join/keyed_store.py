@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -81,6 +81,11 @@ class StoreTable:
                     return len(values)
         return None
 
+    def clear(self, prefix: str) -> None:
+        """Remove all keys that begin with `prefix`."""
+        with self._lock:
+            self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
+
 
 class StoreHolder:
     """Holds a store at `host`, on any free port or on `port`, until it is closed: a thread answers those with `keys`.
@@ -136,7 +141,9 @@ class KeyedStore(Store):
         super().__init__()
         self._process = os.getpid()
         self._channel = ChannelClient[StoreAnswer, StoreRequest](address, keys, StoreAnswer)
-        self._lock, self._number, self._timeout_s, self._met = threading.Lock(), 0, timeout_s, False
+        self._lock, self._number, self._met = threading.Lock(), 0, False
+        self._answer_s = self._timeout_s = timeout_s
+        self._meanwhile: Callable[[], object] = lambda: None
         try:
             self.num_keys()
         except BaseException:
@@ -157,7 +164,7 @@ class KeyedStore(Store):
         with self._lock:
             self._number += 1
             request = StoreRequest(self._number, do, tuple(keys), _encoded(value), _encoded(expected))
-            until_s, again_s = time.monotonic() + self._timeout_s, 0.0
+            until_s, again_s = time.monotonic() + self._answer_s, 0.0
             while True:
                 if time.monotonic() >= again_s:
                     self._channel.send(request)
@@ -173,6 +180,16 @@ class KeyedStore(Store):
                     raise DistNetworkError(f"the store at {self._channel.address} is out of reach")
                 if late:
                     raise DistStoreError(f"timed out asking the store at {self._channel.address} to {do} {list(keys)}")
+
+    @contextmanager
+    def watched(self, check: Callable[[], object], timeout_s: float) -> Iterator[None]:
+        """Waits call `check` again and again, which may raise an error, and last `timeout_s`."""
+        before = self._meanwhile, self._timeout_s
+        self._meanwhile, self._timeout_s = check, timeout_s
+        try:
+            yield
+        finally:
+            self._meanwhile, self._timeout_s = before
 
     # ------------------------------------------------------------------ torch's Store
 
@@ -231,6 +248,7 @@ class KeyedStore(Store):
         until_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         wait_s = _WAIT_S
         while not self.check(keys):
+            self._meanwhile()
             if time.monotonic() > until_s:
                 raise DistStoreError(f"timed out waiting for {', '.join(keys)}")
             time.sleep(wait_s)

@@ -62,6 +62,11 @@ class Rendezvous:
             self.store.delete_key(key)
         return text
 
+    def clear(self, prefix: str) -> None:
+        """Remove all keys that begin with `prefix` from the store, which this process holds."""
+        assert isinstance(self._store, StoreHolder), "it is closed, or held elsewhere"
+        self._store.table.clear(prefix)
+
     @property
     def store(self) -> KeyedStore:
         """The store itself, where groups of ranks meet; of the one that another process holds."""

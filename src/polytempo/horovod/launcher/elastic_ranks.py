@@ -24,15 +24,12 @@ from polytempo.horovod.launcher.hosts import HostDiscovery
 from polytempo.horovod.launcher.output import OutputRelay
 from polytempo.horovod.launcher.run_ranks import RanksFailed, code_of, ended, said, status
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
-from polytempo.membership.message import Begin, Dismiss, Fail, GroupView, Interrupt, Kill, Leave, Order, Ready, Report
+from polytempo.membership.message import Dismiss, Fail, GroupView, Order, Report
 from polytempo.membership.run_membership import RunMembership
+from polytempo.runs.elastic.conductor import MembershipConductor
 from polytempo.runs.elastic.member_board import LauncherBoard
 
 _LOOK_S = 0.02
-_STOPPED_S = 0.5
-"""A process that a signal has stopped for so long is given up."""
-_LEAVE_S = 30.0
-"""How long a process may take to end that was sent away."""
 _MOST_LIVES = 1 << 20
 
 Discover = Callable[[], Mapping[str, int]]
@@ -99,170 +96,119 @@ class ElasticRanks:
         elastic: ElasticSettings,
     ) -> None:
         self._engines, self._url, self._relay, self._discover = engines, rendezvous.url, relay, discover
-        self._settings, self._elastic = settings, elastic
-        self._board, self._slots = LauncherBoard(rendezvous), HostSlots(elastic.cooldown_s)
-        self._machine = RunMembership(
+        self._settings, self._elastic, self._slots = settings, elastic, HostSlots(elastic.cooldown_s)
+        machine = RunMembership(
             elastic.minimum, elastic.maximum, elastic.num_proc, restarts=_MOST_LIVES, answer_s=elastic.timeout_s
         )
-        self.processes: dict[int, EngineProcess] = {}
-        """All that were started, by life."""
+        self._members = MembershipConductor(machine, LauncherBoard(rendezvous), engines.stop, self._heed_order)
+        self.processes = self._members.processes
         self._hosts: dict[int, tuple[str, int]] = {}
-        """Each one's host, and its slot there."""
-        self._to_begin: list[int] = []
-        """Lives that wait for a free slot."""
-        self._away: dict[int, float] = {}
-        """Those that were sent away, and when they are ended."""
-        self._stopped_s: dict[int, float] = {}
+        """Each process's host, and its slot there."""
         self._last_failed: EngineProcess | None = None
         self._is_over = False
         """Whether a process has ended well: then no other is started."""
 
     @property
     def view(self) -> GroupView | None:
-        """Who takes part now."""
-        return self._machine.view
+        """The present view."""
+        return self._members.machine.view
 
     def host_of(self, life: int) -> str:
         """Where a process is."""
         return self._hosts[life][0]
 
     def conduct(self, watch: Callable[[ElasticRanks], object]) -> list[str | None]:
-        """Decide and act until the run is over."""
+        """Decide and act until the run is over; returns the answers of the last group."""
+        members = self._members
         self._look_for_hosts()
-        while not (self._is_over and not self._running):
+        while not (self._is_over and not members.running):
             for process in self._engines.poll(_LOOK_S):
                 self._take_end(process)
             self._relay.forward()
-            self._end_late()
-            self._hear()
+            members.stop_late()
+            for message in members.hear():
+                if self._is_over and isinstance(message, Report):
+                    why = f"process {message.life} needs the others at the end, and one of them has ended well already"
+                    raise self._failure(None, why)
             if not self._is_over:
                 self._look_for_hosts()
-                self._perform(self._machine.tick(time.monotonic()))
+                members.tick()
                 self._begin_waiting()
                 self._check_hope()
             watch(self)
-        members = () if self.view is None else self.view.members
-        return [json.loads(self.processes[life].result or b"{}").get("answer") for life in members]
-
-    # ------------------------------------------------------------------ what happens
-
-    @property
-    def _running(self) -> list[int]:
-        return [life for life, process in self.processes.items() if process.exit_code is None]
+        return [json.loads(self.processes[life].result or b"{}").get("answer") for life in members.members]
 
     def _take_end(self, process: EngineProcess) -> None:
         life = process.role.life
-        if code_of(process) == 0 and life not in self._away:
-            self._finish()
-        elif self._is_over and life not in self._away:
-            raise self._failure(process, f"process {life} on {self.host_of(life)} {ended(process)} at the end")
-        elif life not in self._away:
-            self._last_failed = process
-            print(f"horovodrun: process {life} on {self.host_of(life)} {ended(process)}", file=sys.stderr)
-            self._slots.failed(time.monotonic(), self.host_of(life))
+        if life not in self._members.dismissed:
+            if code_of(process) == 0:
+                self._finish()
+            elif self._is_over:
+                raise self._failure(process, f"process {life} on {self.host_of(life)} {ended(process)} at the end")
+            else:
+                self._last_failed = process
+                print(f"horovodrun: process {life} on {self.host_of(life)} {ended(process)}", file=sys.stderr)
+                self._slots.failed(time.monotonic(), self.host_of(life))
         if not self._is_over:
-            self._perform(self._machine.ended(time.monotonic(), life))
-            self._board.forget(life)
+            self._members.lose(life)
 
     def _finish(self) -> None:
         """The script has come to its end in one process: the group's others come to theirs, and all else leaves."""
         if self._is_over:
             return
         self._is_over = True
-        members = () if self.view is None else self.view.members
-        self._perform([Dismiss(life) for life in (*self._to_begin, *self._running) if life not in members])
+        others = {*self._members.to_begin, *self._members.running} - set(self._members.members)
+        self._members.perform([Dismiss(life) for life in sorted(others)])
 
     def _look_for_hosts(self) -> None:
-        now_s, running = time.monotonic(), self._numbers()
+        members, running = self._members, self._numbers()
         self._slots.found(dict(self._discover()))
         for host, number in self._slots.surplus(running).items():
-            there = [life for life in self._running if self.host_of(life) == host and life not in self._away]
-            self._perform(self._machine.send_away(there[::-1][:number]))
-        self._perform(self._machine.want(now_s, max(self._slots.capacity(now_s, running), self._elastic.minimum)))
-
-    def _hear(self) -> None:
-        for life in self._machine.alive:
-            for message in self._board.heard(life):
-                if self._is_over and isinstance(message, Report):
-                    why = f"process {life} needs the others at the end, and one of them has ended well already"
-                    raise self._failure(None, why)
-                if isinstance(message, Ready | Report):
-                    self._perform(self._machine.receive(time.monotonic(), message))
-
-    def _end_late(self) -> None:
-        """End processes that were sent away and do not end, and those that a signal has stopped."""
-        now_s = time.monotonic()
-        for life in self._running:
-            process = self.processes[life]
-            if not process.stopped:
-                self._stopped_s.pop(life, None)
-            stopped = process.stopped and now_s - self._stopped_s.setdefault(life, now_s) > _STOPPED_S
-            if stopped or now_s > self._away.get(life, float("inf")):
-                self._engines.stop(process)
+            there = [life for life in members.running if self.host_of(life) == host and life not in members.dismissed]
+            members.perform(members.machine.send_away(there[::-1][:number]))
+        members.want(max(self._slots.capacity(time.monotonic(), running), self._elastic.minimum))
 
     def _check_hope(self) -> None:
-        if self._slots.is_hopeless and len(self._running) < self._elastic.minimum:
+        number = len(self._members.running)
+        if self._slots.is_hopeless and number < self._elastic.minimum:
             raise self._failure(
                 self._last_failed,
-                f"{len(self._running)} processes are left, min-np is {self._elastic.minimum}, and processes have "
+                f"{number} processes are left, min-np is {self._elastic.minimum}, and processes have "
                 "failed on all hosts; --blacklist-cooldown-range lets hosts be used again",
             )
 
     def _failure(self, process: EngineProcess | None, why: str) -> RanksFailed:
         return RanksFailed(f"{why}; the run has ended", 1 if process is None else status(process))
 
-    # ------------------------------------------------------------------ what is done
-
-    def _perform(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            match order:
-                case Begin(life):
-                    self._to_begin.append(life)
-                case Kill(life):
-                    self._engines.stop(self.processes[life])
-                case Fail(reason):
-                    raise self._failure(self._last_failed, reason)
-                case GroupView():
-                    self._announce(order)
-                case Interrupt() if self.view is not None:
-                    for life in self.view.members:
-                        self._board.tell(life, order)
-                case Leave(life) | Dismiss(life):
-                    self._send_away(life, order)
-
-    def _announce(self, view: GroupView) -> None:
-        limit = self._elastic.reset_limit
-        if limit is not None and view.generation - 1 > limit:
-            raise self._failure(self._last_failed, f"the group has changed more than reset-limit {limit} times")
-        said(self._settings, f"{len(view.members)} processes take part: {', '.join(map(str, view.members))}")
-        for life in view.members:
-            self._board.tell(life, view)
-
-    def _send_away(self, life: int, order: Leave | Dismiss) -> None:
-        if life in self._to_begin:
-            self._to_begin.remove(life)
-        else:
-            self._board.tell(life, order)
-            if isinstance(order, Dismiss):
-                self._away[life] = time.monotonic() + _LEAVE_S
+    def _heed_order(self, order: Order) -> None:
+        if isinstance(order, Fail):
+            raise self._failure(self._last_failed, order.reason)
+        if isinstance(order, GroupView):
+            limit = self._elastic.reset_limit
+            if limit is not None and order.generation - 1 > limit:
+                raise self._failure(self._last_failed, f"the group has changed more than reset-limit {limit} times")
+            numbers = ", ".join(map(str, order.members))
+            said(self._settings, f"{len(order.members)} processes take part: {numbers}")
 
     def _numbers(self) -> Counter[str]:
-        """How many processes run on each host that are not on their way out."""
-        return Counter(self.host_of(life) for life in self._running if life not in self._away)
+        """The number of processes on each host, without dismissed processes."""
+        running = (life for life in self._members.running if life not in self._members.dismissed)
+        return Counter(map(self.host_of, running))
 
     def _begin_waiting(self) -> None:
-        while self._to_begin and (host := self._slots.room(time.monotonic(), self._numbers())) is not None:
+        to_begin = self._members.to_begin
+        while to_begin and (host := self._slots.room(time.monotonic(), self._numbers())) is not None:
             self._engines.begin(host, max(1, self._discover().get(host, 1)))
             if (problem := self._engines.problem(host)) is not None:
                 print(f"horovodrun: {problem}", file=sys.stderr)
                 self._slots.failed(time.monotonic(), host)
             elif self._engines.is_open(host):
-                self._begin(self._to_begin.pop(0), host)
+                self._begin(to_begin.pop(0), host)
             else:
                 return  # a thread opens it
 
     def _begin(self, life: int, host: str) -> None:
-        taken = {self._hosts[other][1] for other in self._running if self.host_of(other) == host}
+        taken = {self._hosts[other][1] for other in self._members.running if self.host_of(other) == host}
         slot = min(set(range(len(taken) + 1)) - taken)
         self._hosts[life] = (host, slot)
         environment = {

@@ -8,22 +8,20 @@ commit ── steps ── commit ── steps ─╳ a worker is lost
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polytempo.core import PeerLost, TimedOut
 from polytempo.engines.engine import Launch
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.local_engine import Local
 from polytempo.membership.member import ElasticMember
-from polytempo.membership.message import Dismiss, End, GroupView, Ready
+from polytempo.membership.message import GroupView
 from polytempo.membership.run_membership import RunMembership
-from polytempo.runs.elastic.generation_group import joined_group
-from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard, Superseded
+from polytempo.runs.elastic.generation_group import take_part
+from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoard
 from polytempo.runs.elastic.run_elastic import Available, ElasticLauncher
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.training.elastic.commit_point import commit_point
@@ -101,29 +99,11 @@ class _LoopWorker:
         self._rendezvous = Rendezvous.joined(url)
         self._board, self._member = MemberBoard(self._rendezvous, life), ElasticMember(life)
         self._formed = True
-        signal.signal(signal.SIGTERM, self._leave)
+        signal.signal(signal.SIGTERM, self._board.leave)
 
     def work(self) -> Any:
         """Take part until the end."""
-        board, result = self._board, None
-        board.say(Ready(board.life))
-        while True:
-            order = board.next()
-            if isinstance(order, End):
-                return result
-            if isinstance(order, Dismiss):
-                return None
-            self._enter(order)
-            finished, result = False, None
-            try:
-                with joined_group(self._rendezvous.store, order, board, self._timeout_s) as world:
-                    result = self._take_part(world, order)
-                    finished = True
-            except (PeerLost, TimedOut, Stopped, Superseded) as error:
-                print(
-                    f"generation {order.generation} ends after commit {self._member.applied}: {error}", file=sys.stderr
-                )
-            board.say(self._member.report(leaving=board.leaving, finished=finished))
+        return take_part(self._rendezvous, self._board, self._member, self._timeout_s, self._enter, self._train_once)
 
     def _enter(self, view: GroupView) -> None:
         detach_from(self._state.model)
@@ -134,7 +114,7 @@ class _LoopWorker:
         elif verdict == "undo":
             self._state.restore()
 
-    def _take_part(self, world: ProcessWorld, view: GroupView) -> Any:
+    def _train_once(self, world: ProcessWorld, view: GroupView) -> Any:
         newcomers = frozenset(range(max(1, view.stateful), world.size))
         if newcomers:
             world.drive(self._state.hand_over(world.port, newcomers))
@@ -157,6 +137,3 @@ class _LoopWorker:
             self._board.say(Formed(self._board.life, view.generation))
         if committed.stop:
             raise Stopped(f"rank {world.rank} stops after commit {self._member.applied}: the group is to change")
-
-    def _leave(self, *_: Any) -> None:
-        self._board.leaving = True

@@ -1,4 +1,4 @@
-"""What a process of an elastic run does: it waits for views, and takes part in the training as each of them says."""
+"""A process of an elastic run: it waits for views, and takes part in the training as each of them says."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from polytempo.core import PeerLost, TimedOut
 from polytempo.engines.join.environment import parsed_url
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.membership.message import Dismiss, End, GroupView, Ready
-from polytempo.runs.elastic.generation_group import joined_group
-from polytempo.runs.elastic.member_board import Formed, MemberBoard, Row, Superseded
+from polytempo.membership.message import GroupView
+from polytempo.runs.elastic.generation_group import take_part
+from polytempo.runs.elastic.member_board import Formed, MemberBoard, Row
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.elastic.elastic_training import ElasticTraining, Stopped
+from polytempo.training.elastic.elastic_training import ElasticTraining
 from polytempo.training.job.program import TrainingSummary
 from polytempo.training.model.agree import gather_json
 from polytempo.training.trainer import result_of
 from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, joined, write_chrome_trace
-
-_MOST_FRUITLESS = 50
-"""So many groups without a step between them are no bad luck any more."""
 
 
 def train_member(spec: RunSpec, life: int, url: str) -> dict[str, Any] | None:
@@ -38,46 +34,20 @@ class _Worker:
     def __init__(self, spec: RunSpec, life: int, rendezvous: Rendezvous) -> None:
         self._spec, self._rendezvous = spec, rendezvous
         self._board = MemberBoard(rendezvous, life)
-        signal.signal(signal.SIGTERM, self._leave)  # a polite request: it leaves at the next border of steps
+        signal.signal(signal.SIGTERM, self._board.leave)
         self._training = ElasticTraining(spec, life, self._board.wishes, self._write)
-        self._result: dict[str, Any] | None = None
-        self._fruitless = 0
 
     def work(self) -> dict[str, Any] | None:
         """Take part until the end."""
-        board, training = self._board, self._training
-        board.say(Ready(board.life))
-        while True:
-            order = board.next()
-            if isinstance(order, End):
-                return self._result
-            if isinstance(order, Dismiss):
-                return None
-            before = training.member.applied
-            training.enter(order)
-            finished = self._take_part(order)
-            self._fruitless = 0 if training.member.applied > before else self._fruitless + 1
-            board.say(training.member.report(leaving=board.leaving, finished=finished))
+        member, timeout_s = self._training.member, self._spec.options.timeout_s
+        return take_part(self._rendezvous, self._board, member, timeout_s, self._training.enter, self._train)
 
-    def _take_part(self, view: GroupView) -> bool:
-        """Train in one group. Returns whether the training came to its end."""
-        self._result = None
-        try:
-            with joined_group(self._rendezvous.store, view, self._board, self._spec.options.timeout_s) as world:
-                self._training.begin(world, view)
-                if world.rank == 0:
-                    self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))
-                summary = self._training.train(world)
-                self._result = self._finish(world, summary)
-                return True
-        except (PeerLost, TimedOut, Stopped, Superseded) as error:
-            print(
-                f"generation {view.generation} ends after step {self._training.member.applied}: {error}",
-                file=sys.stderr,
-            )
-            if self._fruitless >= _MOST_FRUITLESS:
-                raise
-            return False
+    def _train(self, world: ProcessWorld, view: GroupView) -> dict[str, Any] | None:
+        """Train in one group to the end of the training."""
+        self._training.begin(world, view)
+        if world.rank == 0:
+            self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))
+        return self._finish(world, self._training.train(world))
 
     def _finish(self, world: ProcessWorld, summary: TrainingSummary) -> dict[str, Any] | None:
         """Check the account of samples, and bring the ranks' traces of this group together."""
@@ -112,6 +82,3 @@ class _Worker:
 
     def _write(self, row: dict[str, Any]) -> None:
         self._board.say(Row(self._board.life, row))
-
-    def _leave(self, *_: Any) -> None:
-        self._board.leaving = True

@@ -1,4 +1,4 @@
-"""The board of an elastic run: texts that its launcher and its members leave for each other at a `Rendezvous`.
+"""The board of an elastic run: messages that its launcher and its members leave for each other at a `Rendezvous`.
 
 member of life L    up/L/0, up/L/1, …   ──▶ launcher          each a message of `membership.message`, or a row of
 launcher            down/L/0, down/L/1, … ──▶ member          metrics, as JSON; read once, in order, and not kept
@@ -6,45 +6,48 @@ launcher            down/L/0, down/L/1, … ──▶ member          metrics, a
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from polytempo.core import PolytempoError
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.membership.message import Dismiss, End, GroupView, Interrupt, Leave, Ready, Report
+from polytempo.membership.message import Dismiss, End, GroupView, Interrupt, Leave, Message, Ready, Report
 from polytempo.training.elastic.commit_point import Wishes
 
 _LOOK_S = 0.02
-"""How often a member looks for news while it trains."""
+"""A member looks for news at this interval while it trains."""
 _WAIT_S = 0.005
-"""And while it waits for a view."""
+"""The same while it waits for a view."""
 
 
-class Row(NamedTuple):
+class Row(Message, frozen=True):
     """A row of metrics of the view's first member."""
 
     life: int
     row: dict[str, Any]
 
 
-class Formed(NamedTuple):
+class Formed(Message, frozen=True):
     """The first member of a view has applied a step in it: the run goes on."""
 
     life: int
     generation: int
 
 
-class SaveAndEnd(NamedTuple):
+class SaveAndEnd(Message, frozen=True):
     """The run has to leave: its members save the same step, and end."""
 
 
 Said = Ready | Report | Row | Formed
 Told = GroupView | Interrupt | Leave | Dismiss | End | SaveAndEnd
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Ready, Report, Row, Formed, GroupView, Interrupt, Leave, Dismiss, End, SaveAndEnd)
-}
+
+
+def group_prefix(generation: int) -> str:
+    """The prefix of the keys at which the members of a generation meet."""
+    return f"generation/{generation}"
 
 
 class Superseded(PolytempoError):
@@ -62,24 +65,28 @@ class LauncherBoard:
     def tell(self, life: int, order: Told) -> None:
         """Leave a message for a member."""
         number = self._written.get(life, 0)
-        self._rendezvous.set(f"down/{life}/{number}", _text(order))
+        self._rendezvous.set(f"down/{life}/{number}", msgspec.json.encode(order).decode())
         self._written[life] = number + 1
 
     def heard(self, life: int) -> list[Said]:
-        """What a process has said since the last look."""
+        """The messages of a process since the last look."""
         found: list[Said] = []
         while (text := self._rendezvous.take(f"up/{life}/{self._read.get(life, 0)}")) is not None:
             self._read[life] = self._read.get(life, 0) + 1
-            found.append(_message(text))
+            found.append(msgspec.json.decode(text, type=Said))
         return found
 
     def forget(self, life: int) -> None:
-        """Remove what was said by a process that has ended, and to it."""
+        """Remove messages from and to a process that has ended."""
         self.heard(life)
         unread = self._written.pop(life, 0) - 1
         while unread >= 0 and self._rendezvous.take(f"down/{life}/{unread}") is not None:
             unread -= 1
         self._read.pop(life, None)
+
+    def forget_group(self, generation: int) -> None:
+        """Remove the keys of a group that all its members have left."""
+        self._rendezvous.clear(f"{group_prefix(generation)}/")
 
 
 class MemberBoard:
@@ -95,38 +102,42 @@ class MemberBoard:
         self._looking = threading.Lock()
         self._saves = False
         self.leaving = False
-        """Whether this member is to leave: set by a signal, too."""
+        """True if this member has to leave: a signal sets it, too."""
         self.generation = 0
-        """Of the view that it has taken last."""
+        """The generation of the last view."""
 
     def say(self, message: Said) -> None:
         """Leave a message for the launcher."""
-        self._rendezvous.set(f"up/{self.life}/{self._written}", _text(message))
+        self._rendezvous.set(f"up/{self.life}/{self._written}", msgspec.json.encode(message).decode())
         self._written += 1
 
+    def leave(self, *_: Any) -> None:
+        """Handle SIGTERM: leave at the next border of steps."""
+        self.leaving = True
+
     def wishes(self) -> Wishes:
-        """Whether this member has heard that its group is to stop, or wants to leave."""
+        """The wishes of this member, from the launcher's messages and from signals."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self.look()
         return Wishes(stop=self.superseded, leave=self.leaving, save=self._saves, broken=self.is_broken)
 
     @property
     def superseded(self) -> bool:
-        """Whether the present generation is to end, as far as this member has looked."""
+        """True if the present generation has to end, as far as this member has looked."""
         return self._interrupted >= self.generation or bool(self._orders)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the present generation has lost a member, so that it is of no use to wait for all."""
+        """True if the present generation has lost a member: it is useless to wait for all."""
         return self._broken >= self.generation or bool(self._orders)
 
     def sees_break(self) -> bool:
-        """Look for news; whether `is_broken`."""
+        """Look for news, and return `is_broken`."""
         self.look()
         return self.is_broken
 
     def check(self) -> None:
-        """Look for news, and raise `Superseded` where the present generation has lost a member."""
+        """Look for news, and raise `Superseded` if the present generation has lost a member."""
         self.look()
         if self.is_broken:
             raise Superseded(f"generation {self.generation} has lost a member")
@@ -142,12 +153,12 @@ class MemberBoard:
         return order
 
     def look(self) -> None:
-        """Read what has come. Any thread may."""
+        """Read new messages. Any thread may."""
         with self._looking:
             self._looked_s = time.monotonic()
             while (text := self._rendezvous.take(f"down/{self.life}/{self._read}")) is not None:
                 self._read += 1
-                self._take(_message(text))
+                self._take(msgspec.json.decode(text, type=Told))
 
     def _take(self, order: Told) -> None:
         if isinstance(order, Interrupt):
@@ -159,12 +170,3 @@ class MemberBoard:
             self._saves = True
         else:
             self._orders.append(order)
-
-
-def _text(message: NamedTuple) -> str:
-    return json.dumps([type(message).__name__, *message])
-
-
-def _message(text: str) -> Any:
-    kind, *values = json.loads(text)
-    return _KINDS[kind](*(tuple(value) if isinstance(value, list) else value for value in values))

@@ -1,6 +1,6 @@
-"""`run` where workers may be lost, leave and join while the training goes on.
+"""`run` with workers that may be lost, leave and join while the training goes on.
 
-launcher   RunMembership ── orders ──▶ the board ──▶ members           decides who takes part
+launcher   RunMembership ── orders ──▶ the board ──▶ members           chooses the members
            a process has ended ─▶ it is lost            ◀── reports ── members     keep their processes and memory
            a process is stopped ─▶ it is killed
 
@@ -26,10 +26,11 @@ from polytempo.data.plan import check_global_batch
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.processes.failures import died, how
-from polytempo.membership.message import Begin, Dismiss, End, Fail, GroupView, Interrupt, Kill, Leave, Order
+from polytempo.membership.message import Fail, GroupView, Interrupt, Order
 from polytempo.membership.run_membership import RunMembership
 from polytempo.report.status.metrics import read_metrics
 from polytempo.report.status.progress import Progress
+from polytempo.runs.elastic.conductor import MembershipConductor
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
 from polytempo.runs.elastic.membership_history import MembershipHistory
@@ -40,18 +41,16 @@ from polytempo.training.elastic.elastic_strategies import check_elastic
 from polytempo.training.job.growth import times_by
 
 _CALM_S = 0.05
-"""How often the launcher looks for news while all train."""
+"""The launcher looks for news at this interval while all train."""
 _BUSY_S = 0.005
-"""And while a view is being made."""
-_STOPPED_S = 0.5
-"""A process that a signal has stopped for so long is given up."""
+"""The same while a view is being made."""
 _ASK_S = 0.2
-"""How often `available` is asked."""
+"""The interval between two calls of `available`."""
 _GRACE_S = 10.0
-"""How long processes may take to end by themselves after the run."""
+"""The time that processes have to end after the run."""
 
 Available = Callable[[], int]
-"""How many workers there is room for at this moment."""
+"""Returns the number of workers that there is room for now."""
 
 
 class WorkersLost(PolytempoError):
@@ -131,17 +130,17 @@ def bounds_of(spec: RunSpec) -> RunMembership:
 
 
 def wanted_by_growth(spec: RunSpec) -> Callable[[float], int] | None:
-    """From the epoch to the workers that are wanted, where batches grow: as many as keep each worker's first batch."""
+    """A function from the epoch to the wanted workers, if batches grow: it keeps the first batch of each worker."""
     growth = spec.options.batch_growth
     return None if not growth else lambda epoch: math.ceil(spec.workers * times_by(growth, epoch))
 
 
 def print_nothing(text: str) -> None:
-    """Where there is no progress to show."""
+    """Note nothing: there is no progress to show."""
 
 
 class ElasticLauncher:
-    """The membership's eyes and hands: it sees processes end, hears what they say, and starts others."""
+    """Sees processes end, starts others, and asks how many there may be."""
 
     def __init__(
         self,
@@ -156,14 +155,13 @@ class ElasticLauncher:
         note: Callable[[str], object] = print_nothing,
         notice: Notice | None = None,
     ) -> None:
-        """`record` takes rows, and `note` lines of words. `notice`: whether this process was asked to leave; None: that
-        ends it as any other process.
+        """`record` takes rows of metrics, and `note` lines of text. `notice` is given when this process has to leave;
+        with None, SIGTERM ends this process.
         """
-        self._machine, self._engine, self._board, self._available = machine, engine, board, available
+        self._engine, self._available = engine, available
+        self._members = MembershipConductor(machine, board, engine.stop, self._heed_order)
+        self.processes = self._members.processes
         self._wanted, self._epoch = wanted, 0.0
-        self.processes: dict[int, EngineProcess] = {}
-        """All that were started, by life."""
-        self._stopped_s: dict[int, float] = {}
         self._asked_s = 0.0
         self._rows: set[tuple[str, int]] = set()
         self._formed = 0
@@ -176,60 +174,49 @@ class ElasticLauncher:
 
     @property
     def view(self) -> GroupView | None:
-        """Who takes part now."""
-        return self._machine.view
+        """The present view."""
+        return self._members.machine.view
 
     @property
     def is_training(self) -> bool:
-        """Whether the present view has applied a step."""
+        """True if the present view has applied a step."""
         return self.view is not None and self._formed == self.view.generation
 
     def conduct(self, watch: Callable[[ElasticLauncher], object]) -> Any:
-        """Decide and act until the training is over; what its first member says of it."""
-        self._perform(self._machine.tick(time.monotonic()))
-        while not self._machine.over:
+        """Decide and act until the training is over; returns the result of its first member."""
+        members = self._members
+        while not members.machine.over:
+            members.tick()
+            while members.to_begin:
+                life = members.to_begin.pop(0)
+                self.processes[life] = self._engine.start(Role("member", life, life), -1)
+            watch(self)
             for process in self._engine.poll(_BUSY_S if self._is_busy else _CALM_S):
                 self._end(process)
-            self._give_up_stopped()
-            for life in self._machine.alive:
-                for message in self._board.heard(life):
-                    self._hear(message)
+            members.stop_late()
+            for message in members.hear():
+                self._hear(message)
             self._ask()
             self._heed_notice()
-            self._perform(self._machine.tick(time.monotonic()))
-            watch(self)
         return self._answer()
 
     @property
     def _is_busy(self) -> bool:
         return self.history.broken_s is not None or self.view is None
 
-    # ------------------------------------------------------------------ what happens
-
     def _end(self, process: EngineProcess) -> None:
         life, failure = process.role.life, process.failure
-        if life not in self._machine.alive:
-            return self._board.forget(life)  # it was dismissed
+        if life in self._members.dismissed:
+            return self._members.board.forget(life)
         if failure is not None and failure.error == Preempted.__name__:
             self._saved_step = (failure.facts or {})["step"]
             return
         if failure is not None or (process.exit_code or 0) > 0:
             raise died([process], len(self.processes))
         self.history.loses(str(process.role), how(process))
-        self._perform(self._machine.ended(time.monotonic(), life))
-        self._board.forget(life)
-
-    def _give_up_stopped(self) -> None:
-        """A process that a signal has stopped is as good as lost, but it may wake up: so it is ended."""
-        now_s = time.monotonic()
-        for life, process in self.processes.items():
-            if process.exit_code is not None or not process.stopped:
-                self._stopped_s.pop(life, None)
-            elif now_s - self._stopped_s.setdefault(life, now_s) > _STOPPED_S:
-                self._engine.stop(process)
+        self._members.lose(life)
 
     def _hear(self, message: Said) -> None:
-        now_s = time.monotonic()
         if isinstance(message, Row):
             self._epoch = max(self._epoch, message.row["epoch"])
             key = (message.row["kind"], message.row["step"])
@@ -239,8 +226,6 @@ class ElasticLauncher:
         elif isinstance(message, Formed):
             self._formed = message.generation
             self.history.formed(message.generation)
-        else:
-            self._perform(self._machine.receive(now_s, message))
 
     def _ask(self) -> None:
         now_s = time.monotonic()
@@ -249,65 +234,40 @@ class ElasticLauncher:
             asked.append(partial(self._wanted, self._epoch))
         if asked and now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
-            self._perform(self._machine.want(now_s, min(ask() for ask in asked)))
+            self._members.want(min(ask() for ask in asked))
 
     def _heed_notice(self) -> None:
-        """Where this process was asked to leave, let the members save the same step and end, and end with them."""
+        """If this process has to leave: let the members save the same step and end, and end after them."""
         if self._notice is None or not self._notice.given:
             return
-        self._machine.save_and_end()
-        for life in self._machine.alive:
+        self._members.machine.save_and_end()
+        for life in self._members.machine.alive:
             if life not in self._asked_to_save:
                 self._asked_to_save.add(life)
-                self._board.tell(life, SaveAndEnd())
-        members = [] if self.view is None else [self.processes[life] for life in self.view.members]
-        if self._saved_step is not None and all(process.exit_code is not None for process in members):
+                self._members.board.tell(life, SaveAndEnd())
+        if self._saved_step is not None and not set(self._members.members) & set(self._members.running):
             raise Preempted(self._saved_step)
         if self._notice.expired:
             self._notice.end()
 
-    # ------------------------------------------------------------------ what is done
-
-    def _perform(self, orders: list[Order]) -> None:
-        for order in orders:
-            match order:
-                case Begin(life):
-                    self.processes[life] = self._engine.start(Role("member", life, life), -1)
-                case Kill(life):
-                    self._engine.stop(self.processes[life])
-                case Fail(reason):
-                    lost = f" (lost: {'; '.join(self.history.lost)})" if self.history.lost else ""
-                    raise WorkersLost(f"{reason}{lost}")
-                case GroupView():
-                    self._announce(order)
-                case Interrupt():
-                    assert self.view is not None
-                    for life in self.view.members:
-                        self._board.tell(life, order)
-                    self.history.breaks()
-                case Leave(life) | Dismiss(life):
-                    self._board.tell(life, order)
-                case End():
-                    for life in self._machine.alive:
-                        self._board.tell(life, order)
-
-    def _announce(self, view: GroupView) -> None:
-        for life in view.members:
-            self._board.tell(life, view)
-        self.step = view.step
-        if view.generation > 1:
-            self._note(
-                f"step {view.step}: {len(view.members)} workers go on"
-                + "".join(f"; {text}" for text in self.history.lost)
-            )
-        self.history.announced(view, {life: str(process.role) for life, process in self.processes.items()})
+    def _heed_order(self, order: Order) -> None:
+        if isinstance(order, Fail):
+            lost = f" (lost: {'; '.join(self.history.lost)})" if self.history.lost else ""
+            raise WorkersLost(f"{order.reason}{lost}")
+        if isinstance(order, Interrupt):
+            self.history.breaks()
+        if isinstance(order, GroupView):
+            self.step = order.step
+            if order.generation > 1:
+                lost = "".join(f"; {text}" for text in self.history.lost)
+                self._note(f"step {order.step}: {len(order.members)} workers go on{lost}")
+            self.history.announced(order, {life: str(process.role) for life, process in self.processes.items()})
 
     def _answer(self) -> Any:
-        """What the first member of the last view has left. It has it before it says that it has finished."""
-        assert self.view is not None
-        first = self.processes[self.view.members[0]]
+        """The result of the last view's first member. It has the result before it reports that it has finished."""
+        first = self.processes[self._members.members[0]]
         until_s = time.monotonic() + _GRACE_S
-        while any(p.exit_code is None for p in self.processes.values()) and time.monotonic() < until_s:
+        while self._members.running and time.monotonic() < until_s:
             self._engine.poll(_CALM_S)
         self._engine.stop()
         self._engine.poll()
