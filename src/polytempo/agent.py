@@ -17,7 +17,7 @@ def main() -> int:
     """Be an agent; the exit code."""
     parent = os.getppid()
     reserve_standard_files()
-    code: int = import_module("polytempo.runs.process.agent_program").be_agent(parent)
+    code: int = import_module("polytempo.runs.process.agent").be_agent(parent)
     return code
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 LONG_S = 120.0
 AGENT = """
 import json, sys
-from polytempo.runs.process import agent_program
+from polytempo.runs.process import agent as agent_program
 import torch
 
 def serve_head(ticket, parent):

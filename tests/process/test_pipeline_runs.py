@@ -217,7 +217,7 @@ def test_what_no_pipeline_can_train_is_refused_before_a_process_starts() -> None
 
     s = pt.strategies
     by_model = replace(job(), loss=pt.of_batch(lambda net, batch: (net(batch[0]) - batch[1]).square().mean()))
-    assert "workers=3 are no whole number of models; use workers=4" in refused(job(), s.ddg(2), 3)
+    assert "workers=3 cannot be whole models; use workers=4" in refused(job(), s.ddg(2), 3)
     assert "the model can be cut into at most" in refused(job(), s.ddg(20), 20)
     assert "a model can be cut where a batch is a pair (input, target): write the loss" in refused(
         by_model, s.ddg(2), 2

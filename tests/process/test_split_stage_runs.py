@@ -123,7 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("strategy", "workers", "says"),
     [
-        (both(), 6, r"workers=6 are no whole number of models; use workers=8"),
+        (both(), 6, r"workers=6 cannot be whole models; use workers=8"),
         (s.one_f_one_b(2, 2, inner=s.split("auto")), 4, "cut into stages; give rules by name"),
         (s.one_f_one_b(2, 2, inner=s.split({"4": "vocabulary"})), 4, "the loss of a pipeline gets whole logits"),
         (s.one_f_one_b(2, 2, inner=s.split({"9": "column"})), 4, "9"),

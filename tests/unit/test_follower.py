@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from polytempo.report.status.metrics import MetricsWriter
-from polytempo.runs.run_collective import _Follower
+from polytempo.runs.run_collective import MetricsFollower
 
 
 def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -> None:
     shown: list[Any] = []
     metrics = tmp_path / "metrics.jsonl"
-    follower = _Follower(metrics, shown.append)
+    follower = MetricsFollower(metrics, shown.append)
     follower.look()
     assert shown == []
     with metrics.open("ab", buffering=0) as stream:
@@ -33,7 +33,7 @@ def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -
 def test_lines_that_were_read_are_not_read_again(tmp_path: Path) -> None:
     shown: list[Any] = []
     metrics = tmp_path / "metrics.jsonl"
-    follower = _Follower(metrics, shown.append)
+    follower = MetricsFollower(metrics, shown.append)
     with metrics.open("w+b", buffering=0) as stream:
         stream.write(b'{"step": 1}\n')
         follower.look()
@@ -49,7 +49,7 @@ def test_a_resumed_run_shows_what_it_keeps_once(tmp_path: Path) -> None:
     with MetricsWriter(metrics) as writer:
         for step in (1, 2, 3):
             writer.write({"step": step})
-    follower = _Follower(metrics, shown.append)
+    follower = MetricsFollower(metrics, shown.append)
     follower.look()
     assert shown == []
     with MetricsWriter(metrics, resumed_at=2) as writer:
@@ -61,7 +61,7 @@ def test_a_resumed_run_shows_what_it_keeps_once(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_an_error(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    follower = _Follower(metrics, lambda row: None)
+    follower = MetricsFollower(metrics, lambda row: None)
     metrics.write_bytes(b"{broken\n")
     with pytest.raises(ValueError, match="Expecting"):
         follower.look()

@@ -7,7 +7,7 @@ import threading
 
 from polytempo.membership.message import GroupView
 from polytempo.runs.elastic.generation_group import GroupConnections, sockets
-from polytempo.runs.elastic.membership_history import MembershipHistory
+from polytempo.runs.elastic.run_elastic import MembershipHistory
 
 LONG_S = 60.0
 

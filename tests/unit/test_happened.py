@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.frame.live_run import RunEvents
 
 
 def test_each_event_is_told_at_once_and_kept() -> None:

@@ -28,8 +28,7 @@ from polytempo.report.status.live_status import (
     write_status,
 )
 from polytempo.report.status.live_view import view
-from polytempo.runs.frame.events import RunEvents
-from polytempo.runs.frame.live_run import LiveRun
+from polytempo.runs.frame.live_run import LiveRun, RunEvents
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

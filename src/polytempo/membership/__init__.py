@@ -1,1 +1,1 @@
-"""Who takes part in an elastic run, and which step is undone or finished when a member is lost. Without I/O."""
+"""The members of an elastic run, and the step that they undo or finish when a member is lost. Without I/O."""

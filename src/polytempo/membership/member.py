@@ -1,8 +1,8 @@
-"""`ElasticMember`: what a process of an elastic run remembers of the step in hand, so that none is applied by halves.
+"""`ElasticMember`: a process of an elastic run remembers its present step, so that no step is applied by halves.
 
     exchange ──▶ holds ──▶ commit point ──▶ committed ──▶ applied
        │           │            │               │
-     undone      undone      undone unless    applied, whatever happens to the others
+     undone      undone      undone unless    applied, also if other members are lost
                              another member
                              has committed
 
@@ -18,8 +18,8 @@ from typing import Literal
 from polytempo.membership.message import GroupView, Report
 
 Verdict = Literal["finish", "undo", "take over", "wait"]
-"""What a member does before it goes on with a view: apply the answer that it holds, drop what it has of the step in
-hand, take the training's state from the view's first member, or nothing, for it takes no part."""
+"""A member's action before a view: apply the answer that it holds, drop its part of the present step, take the state of
+training from the view's first member, or nothing, because it takes no part."""
 
 
 class ElasticMember:
@@ -33,11 +33,11 @@ class ElasticMember:
         self.stateful = False
 
     def exchanged(self, steps: int = 1) -> None:
-        """The whole answer of the next step is here, or of a round of so many steps."""
+        """The whole answer of the next step, or of a round of `steps`, is here."""
         self.holds = steps
 
     def dropped(self) -> None:
-        """What was said to be here is not the whole answer."""
+        """The answer is not here, or not whole."""
         self.holds = 0
 
     def stepped(self) -> None:
@@ -51,11 +51,11 @@ class ElasticMember:
         self.stateful, self.applied, self.holds = True, step, 0
 
     def report(self, *, leaving: bool = False, finished: bool = False) -> Report:
-        """What `RunMembership` has to know when the group of this generation has been left."""
+        """The report to `RunMembership` after this process has left the group of this generation."""
         return Report(self.life, self.generation, self.applied, self.holds, self.stateful, leaving, finished)
 
     def enter(self, view: GroupView) -> Verdict:
-        """What to do before the first step of `view`. `stepped` or `taken_over` say when it is done."""
+        """The verdict for the first step of `view`. Call `stepped` or `taken_over` when it is done."""
         self.generation = view.generation
         if self.life not in view.members:
             return "wait"

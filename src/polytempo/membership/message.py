@@ -11,17 +11,17 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class Message(Struct, frozen=True, tag=True, array_like=True):
+class MembershipMessage(Struct, frozen=True, tag=True, array_like=True):
     """A message; its JSON begins with the name of its kind."""
 
 
-class Ready(Message, frozen=True):
+class Ready(MembershipMessage, frozen=True):
     """A process has made its model and waits for a view."""
 
     life: int
 
 
-class Report(Message, frozen=True):
+class Report(MembershipMessage, frozen=True):
     """A member has left the group of its generation: the group broke, was interrupted, or the training is over."""
 
     life: int
@@ -38,7 +38,7 @@ class Report(Message, frozen=True):
     """True if it has come to the end of the training."""
 
 
-class GroupView(Message, frozen=True):
+class GroupView(MembershipMessage, frozen=True):
     """The members from now on. The position of a life in `members` is its rank."""
 
     generation: int
@@ -50,7 +50,7 @@ class GroupView(Message, frozen=True):
     member that holds an answer to a later step drops it."""
 
 
-class Interrupt(Message, frozen=True):
+class Interrupt(MembershipMessage, frozen=True):
     """The members of this generation stop at their next common border of steps, because others want to join."""
 
     generation: int
@@ -58,35 +58,35 @@ class Interrupt(Message, frozen=True):
     """True if a member is lost, or has left: the group cannot go on, nor can it still be formed."""
 
 
-class Leave(Message, frozen=True):
+class Leave(MembershipMessage, frozen=True):
     """This member has to leave at the next border of steps."""
 
     life: int
 
 
-class Dismiss(Message, frozen=True):
+class Dismiss(MembershipMessage, frozen=True):
     """This process is no longer needed, and may end."""
 
     life: int
 
 
-class End(Message, frozen=True):
+class End(MembershipMessage, frozen=True):
     """The training is over."""
 
 
-class Begin(Message, frozen=True):
+class Begin(MembershipMessage, frozen=True):
     """The launcher starts the process of this life."""
 
     life: int
 
 
-class Kill(Message, frozen=True):
+class Kill(MembershipMessage, frozen=True):
     """The launcher ends this process: it has been silent for too long."""
 
     life: int
 
 
-class Fail(Message, frozen=True):
+class Fail(MembershipMessage, frozen=True):
     """The run cannot go on."""
 
     reason: str

@@ -1,11 +1,11 @@
-"""`RunMembership`: decides who takes part in an elastic run. A machine without I/O: messages and time in, orders out.
+"""`RunMembership`: chooses the members of an elastic run. A machine without I/O: messages and time in, orders out.
 
     no view ──all begun are ready──▶ a view ──a member lost, left, or stopped for newcomers──▶ reports are collected
                                        ▲                                                             │
                                        └───────────── the next view, with the next generation ◀──────┘
 
 Reports are collected until each member has reported or its process has ended. A member that does neither within
-`answer_s` is killed. Then all that is known about the step in hand is known here, and nothing changes any more:
+`answer_s` is killed. Then this machine knows everything about the present step, and nothing changes any more:
 
     a survivor has applied step s       every other one holds the answer of s (`membership.member`): all finish it
     no survivor has applied s           all undo it; its samples are dealt again
@@ -36,9 +36,9 @@ Place = Literal["begun", "waiting", "member", "gone"]
 class RunMembership:
     """See the module. `wanted` processes are begun; between `minimum` and `maximum` of them train together.
 
-    Processes that are lost are replaced, at most `restarts` of them; after that the run goes on with those that are
-    left. `answer_s` bounds how long a member may take to report, and how long the run waits for `minimum` members.
-    `step`: steps that all have applied when the run begins, where it is resumed.
+    Lost processes are replaced, at most `restarts` of them; after that the run goes on with the remaining processes.
+    `answer_s` bounds the wait for a member's report, and the run's wait for `minimum` members.
+    `step`: steps that all members of a resumed run have applied at its beginning.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class RunMembership:
         """Members that were asked to leave."""
         self._reports: dict[int, Report] = {}
         self._ending = False
-        """Whether the run is to be saved by those that are there, also by those that want to leave."""
+        """True if all members save the run now, also members that want to leave."""
         self._interrupted = self._broken = False
-        """Whether the members of the view were told to stop; and that their group cannot go on."""
+        """True if the members of the view have to stop; True if their group cannot go on."""
         self._since_s: float | None = None
-        """Since when reports are collected."""
+        """The time since which reports are collected."""
         self._lacking_since_s: float | None = None
-        """Since when all have reported, and are too few."""
+        """The time since which all have reported, and are too few."""
         self.view: GroupView | None = None
         self.over = False
-        """Whether the training has come to its end, or cannot go on."""
+        """True if the training has come to its end, or cannot go on."""
 
     # ------------------------------------------------------------------ events
 
     def receive(self, now_s: float, message: Ready | Report) -> list[Order]:
-        """A process has said something."""
+        """Take a message of a process."""
         life = message.life
         if isinstance(message, Ready):
             if self._places.get(life) == "begun":
@@ -81,7 +81,7 @@ class RunMembership:
         return self.tick(now_s)
 
     def ended(self, now_s: float, life: int) -> list[Order]:
-        """A process has ended, however that came."""
+        """Take the end of a process, for any reason."""
         if self._places.get(life, "gone") != "gone":
             self._losses += 1
             if self._places[life] == "member" and self._since_s is None:
@@ -91,12 +91,12 @@ class RunMembership:
         return self.tick(now_s)
 
     def want(self, now_s: float, wanted: int) -> list[Order]:
-        """From now on so many processes are wanted, within the run's bounds."""
+        """Set the number of wanted processes, within the run's bounds."""
         self._wanted = min(max(wanted, self._minimum), self._maximum)
         return self.tick(now_s)
 
     def send_away(self, lives: Iterable[int]) -> list[Order]:
-        """These processes are to leave, members at the next border of steps."""
+        """Send processes away, members at the next border of steps."""
         orders: list[Order] = []
         for life in lives:
             if life in self._asked or self._places.get(life, "gone") == "gone":
@@ -110,11 +110,11 @@ class RunMembership:
         return orders
 
     def save_and_end(self) -> None:
-        """From now on no process is begun, and none leaves before the others."""
+        """Begin no more processes, and let no member leave before the others."""
         self._ending = True
 
     def tick(self, now_s: float) -> list[Order]:
-        """Time passes: all that is to be done now."""
+        """Let time pass; returns the orders of this moment."""
         if self.over:
             return []
         orders = self._population()
@@ -141,7 +141,7 @@ class RunMembership:
         return [life for life in self.view.members if self._places[life] == "member"]
 
     def _population(self) -> list[Order]:
-        """Begin processes that are lacking, and ask those to leave that are too many, the last that came first."""
+        """Begin missing processes, and ask surplus processes to leave, the newest first."""
         if self._ending:
             return []
         going = self._asked | {life for life, report in self._reports.items() if report.leaving}
@@ -158,7 +158,7 @@ class RunMembership:
     # ------------------------------------------------------------------ views
 
     def _first(self, now_s: float) -> list[Order]:
-        """The first view: when all processes that were begun are ready, or some after they had time enough."""
+        """The first view: when all processes are ready, or some of them after `answer_s`."""
         self._since_s = now_s if self._since_s is None else self._since_s
         waiting = self._at("waiting")
         late = now_s - self._since_s > self._answer_s
@@ -169,7 +169,7 @@ class RunMembership:
         return []
 
     def _admit(self, view: GroupView) -> list[Order]:
-        """Interrupt the members where others wait, and there is room."""
+        """Interrupt the members if others wait and there is room."""
         room = self._maximum - len(view.members)
         if self._interrupted or not self._at("waiting") or room <= 0:
             return []
@@ -190,21 +190,21 @@ class RunMembership:
         return self._next(view, reports, late=now_s - self._lacking_since_s > self._answer_s)
 
     def _stop(self, view: GroupView, members: list[int]) -> list[Order]:
-        """Let the other members stop; those that wait for one that will not come, at once."""
+        """Let the other members stop; immediately if they wait for a lost member."""
         broken = len(members) < len(view.members) or any(not each.finished for each in self._reports.values())
         known = (self._interrupted, self._broken)
         self._interrupted, self._broken = True, self._broken or broken
         return [] if (self._interrupted, self._broken) == known else [Interrupt(view.generation, self._broken)]
 
     def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
-        """The view after `view`, all of whose living members have reported."""
+        """The view after `view`, after the reports of all its living members."""
         stateful = [report for report in reports if report.stateful]
         if not stateful and (view.stateful or not reports):
             return self._fail("all workers that had the training's state were lost; go on from its last checkpoint")
         step = max((report.applied for report in stateful), default=self._step)
         behind = [r for r in stateful if r.applied != step and not (r.holds and r.applied + r.holds == step)]
         if behind:
-            return self._fail(f"step {step} was applied, and these can neither have nor finish it: {behind}")
+            return self._fail(f"step {step} was applied, and these members neither have it nor can finish it: {behind}")
         stateful.sort(key=lambda report: report.applied != step)  # the first one knows all of the step
         staying = [r.life for r in stateful if not r.leaving or self._ending]
         if stateful and not staying:
@@ -223,7 +223,7 @@ class RunMembership:
         return [self._announce(chosen, min(len(staying), len(chosen)), step), *(Dismiss(life) for life in gone)]
 
     def _hopeless(self, chosen: Iterable[int]) -> bool:
-        """Whether no process is on its way that could join `chosen`."""
+        """True if no other process can still join `chosen`."""
         return not set(self.alive) - set(chosen) - self._asked and self._losses > self._restarts
 
     def _announce(self, members: list[int], stateful: int, step: int) -> GroupView:

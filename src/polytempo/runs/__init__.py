@@ -1,1 +1,1 @@
-"""What a run is made of on each engine and in the virtual world: its launcher, its processes, its folder."""
+"""Runs on each engine and in the virtual world: launchers, processes, folders."""

@@ -29,7 +29,7 @@ from polytempo.spec.text.catalogue import parse_strategies, strategy_from
 
 
 class ComparisonIncomplete(PolytempoError):
-    """Strategies of a comparison that failed, by name, and why; `results`: of those that ended."""
+    """Strategies of a comparison that failed, by name, with the reason; `results` are of the other strategies."""
 
     def __init__(self, failures: dict[str, Exception], results: list[Result]) -> None:
         self.failures, self.results = failures, results
@@ -74,7 +74,7 @@ def compare(
 
 
 class _Comparison:
-    """What has become of each strategy so far."""
+    """The results and failures of the strategies so far."""
 
     def __init__(self, specs: Sequence[RunSpec]) -> None:
         self._out = specs[0].options.out
@@ -93,7 +93,7 @@ class _Comparison:
             self._failures[number] = error
 
     def report(self) -> None:
-        """One page, one picture and one JSON list of what has ended."""
+        """Write one page, one picture and one JSON list of the results so far."""
         folders = [spec.options.out for spec in self._specs]
         if self._out is None or not any(folder is not None and folder.exists() for folder in folders):
             return
@@ -111,7 +111,7 @@ class _Comparison:
             write_picture(self._out / "compare.png", runs)
 
     def ended(self) -> list[Result]:
-        """All results, in order. Raises what went wrong."""
+        """All results, in order. Raises the errors of failed strategies."""
         results = [result for _, result in sorted(self._results.items())]
         if self._failures and not results:
             raise next(iter(self._failures.values()))

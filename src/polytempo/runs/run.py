@@ -83,7 +83,7 @@ def run(
 
 
 def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
-    """Refuse, before anything is started or written, what cannot become a run; say what may surprise.
+    """Refuse impossible runs before anything is started or written, and print notes on surprising settings.
 
     `specs` are of one job with the same options, by one strategy after the other.
     """
@@ -128,7 +128,7 @@ def performed(
             assert out is not None
             told = type(error)(error.step, str(out))
             page = reported(left_result(spec, told), out).report
-            print(f"polytempo: {told} (--resume --out {out}); what was: {page}", file=sys.stderr)
+            print(f"polytempo: {told} (--resume --out {out}); the run so far: {page}", file=sys.stderr)
             raise told from None
         except KeyboardInterrupt:
             if out is not None and (step := saved_step(spec, out)) is not None:

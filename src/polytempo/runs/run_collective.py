@@ -1,15 +1,17 @@
-"""`run` for strategies in which workers meet each other: each process is one rank, and all must come to the end."""
+"""`run` for strategies of workers that meet each other: each process is one rank, and all must come to the end."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from io import BytesIO
+from typing import IO, Any
 
 from polytempo.core.system import files
+from polytempo.core.system.files import MAX_JSON_BYTES
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineSetup, Launch
@@ -17,7 +19,6 @@ from polytempo.engines.join.init import init
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.run_frame import framed, with_page
-from polytempo.runs.frame.url_follower import UrlFollower
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -50,21 +51,18 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         engine = frame.opened(setup, launch)
         if frame.given:  # metrics are put again and again there, not appended
             metrics = UrlPath(f"local://{frame.out}/metrics.jsonl")
-            follower = UrlFollower(metrics, frame.show, every_s=0.5)
+            follower = MetricsFollower(metrics, frame.show, every_s=0.5)
         topology = on_hosts(spec.topology(), engine.address.num_hosts)
         look = None if follower is None else follower.look
         [answer, *_] = collected(engine, topology, look, notice=frame.heed())
-        if isinstance(follower, UrlFollower):
+        if follower is not None:
             follower.look(last=True)
-        elif follower is not None:
-            follower.look()
     assert isinstance(answer, dict)
     return with_page(Result(**answer), spec)
 
 
-def _follower(out: Place, show: Callable[[dict[str, Any]], None]) -> _Follower | UrlFollower:
-    metrics = out / "metrics.jsonl"
-    return UrlFollower(metrics, show) if isinstance(metrics, UrlPath) else _Follower(metrics, show)
+def _follower(out: Place, show: Callable[[dict[str, Any]], None]) -> MetricsFollower:
+    return MetricsFollower(out / "metrics.jsonl", show, every_s=5.0 if isinstance(out, UrlPath) else 0.0)
 
 
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:
@@ -74,31 +72,40 @@ def train_rank(spec: RunSpec) -> dict[str, Any] | None:
     return result.as_json() if world.rank == 0 else None
 
 
-class _Follower:
-    """Reads the metrics that rank 0 writes while the run goes on; each line is parsed once.
+class MetricsFollower:
+    """Shows each row of a run's metrics once, while the run goes on.
 
-    The rows that are there when it is made are no news. A resumed run puts a new file in the old one's place:
-    the rows that it keeps are shown.
+    Rows from before this object are not shown. A resumed run replaces the file: the rows that it keeps are shown. At a
+    URL the file is read whole, at most every `every_s`, and only after its size has changed.
     """
 
-    def __init__(self, metrics: Path, show: Callable[[dict[str, Any]], None]) -> None:
-        self._metrics, self._show = metrics, show
-        there = metrics.stat() if metrics.exists() else None
-        self._file = there and there.st_ino
-        self._read_bytes = there.st_size if there else 0
+    def __init__(self, metrics: Place, show: Callable[[dict[str, Any]], None], every_s: float = 0.0) -> None:
+        self._metrics, self._show, self._every_s = metrics, show, every_s
+        self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
+        with suppress(OSError), self._opened() as (stream, self._file):
+            self._read_bytes = stream.seek(0, os.SEEK_END)
 
-    def look(self) -> None:
-        """Show the rows that have come since the last look."""
-        try:
-            stream = self._metrics.open("rb")
-        except FileNotFoundError:
+    def look(self, *, last: bool = False) -> None:
+        """Show the rows since the last look. `last`: look now, without waiting for `every_s`."""
+        now_s = time.monotonic()
+        if now_s < self._look_at_s and not last:
             return
-        with stream:
-            status = os.fstat(stream.fileno())
-            if status.st_ino != self._file or status.st_size < self._read_bytes:
-                self._file, self._read_bytes = status.st_ino, 0
+        self._look_at_s = now_s + self._every_s
+        with suppress(OSError), self._opened() as (stream, file):  # the next look comes soon
+            if file != self._file or stream.seek(0, os.SEEK_END) < self._read_bytes:
+                self._file, self._read_bytes = file, 0
             stream.seek(self._read_bytes)
             whole_lines, newline, _ = stream.read().rpartition(b"\n")
-        self._read_bytes += len(whole_lines) + len(newline)
-        for line in whole_lines.splitlines():
-            self._show(json.loads(line))
+            self._read_bytes += len(whole_lines) + len(newline)
+            for line in whole_lines.splitlines():
+                self._show(json.loads(line))
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[IO[bytes], int]]:
+        """The file, and a number that is another one after it was replaced."""
+        if isinstance(self._metrics, UrlPath):
+            unchanged = self._metrics.size() == self._read_bytes
+            yield BytesIO(bytes(self._read_bytes) if unchanged else self._metrics.read(MAX_JSON_BYTES)), 0
+            return
+        with self._metrics.open("rb") as stream:
+            yield stream, os.fstat(stream.fileno()).st_ino

@@ -1,1 +1,1 @@
-"""Measuring what a cluster's processors, memory and links do in training: `polytempo calibrate`."""
+"""Measurements of a cluster's processors, memory and links in training: `polytempo calibrate`."""

@@ -1,11 +1,11 @@
-"""`calibrate`: the cluster that an engine's hosts are, as training uses them.
+"""`calibrate`: measures an engine's hosts in training, as a cluster for simulations.
 
 1  processes on all hosts time kernels, messages, collectives and steps      speeds, links, stragglers
-2  they train a small job without an exchange and with one; it is simulated  what a step and an exchange cost besides
-3  the same with a large model                                               what each byte of an exchange costs besides
-4  the same with exchanges that are encoded                                  by how much codecs are slower than alone
-5  the same with messages, of a small and a large model                      what each message and byte of it costs
-6  on one host, the same with a parameter server                              what its steps and exchanges cost besides
+2  they train a small job without an exchange and with one; it is simulated  further seconds of a step, of an exchange
+3  the same with a large model                                               further seconds of a byte of an exchange
+4  the same with exchanges that are encoded                                  the slowdown of codecs in training
+5  the same with messages, of a small and a large model                      seconds of a message and of each byte
+6  on one host, the same with a parameter server                             further seconds of its steps and exchanges
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OPERATORS = ("product", "convolution", "attention", "elementwise", "view")
 
 
 class Calibration(NamedTuple):
-    """What was measured, the cluster that a simulation takes for it, and by how much measurements vary."""
+    """The measurements, the cluster for simulations, and the spread of the measurements."""
 
     cluster: Cluster
     measured: Measured
@@ -76,7 +76,7 @@ def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
 
 
 def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
-    """What the answers of all processes, by rank, add up to."""
+    """The calibration from the answers of all processes, by rank."""
     of_rank, names = hosts_of(told)
     hosts = tuple(
         MeasuredHost(names[host], of_rank.count(host), _median(told, of_rank, host)) for host in dict.fromkeys(of_rank)
@@ -109,7 +109,7 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
 
 
 def _stragglers(factors: Sequence[list[float]]) -> Stragglers:
-    """By each rank's factors, step by step."""
+    """The stragglers with the factors of each rank, step by step."""
     together = quantiles_of([factor for one in factors for factor in one])
     return measured_steps(together, median(correlation_of(one) for one in factors))
 
@@ -127,7 +127,7 @@ def _duplex(links: Sequence[Link]) -> float:
 
 
 def _speeds(samples: Sequence[Sample]) -> dict[str, KernelSpeed]:
-    """Fitted; what torch takes besides an operator itself is a part of each of its calls."""
+    """The fitted speeds; torch's overhead of an operator is a part of each of its calls."""
     found = fitted(samples)
     besides = found.pop("operator", KernelSpeed())
     for kernel in _OPERATORS:
@@ -137,7 +137,7 @@ def _speeds(samples: Sequence[Sample]) -> dict[str, KernelSpeed]:
 
 
 def _collectives(told: Sequence[dict[str, Any]], place: str) -> tuple[tuple[str, CollectiveLink], ...]:
-    """As links for which the closed forms of `worlds.collective` give what was measured."""
+    """Links that give the measured seconds by the closed forms of `worlds.collective`."""
     taken: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in told:
         for kind, figures in one["collectives"]:
@@ -159,7 +159,7 @@ def _collectives(told: Sequence[dict[str, Any]], place: str) -> tuple[tuple[str,
 
 
 def _with_steps(found: Calibration, told: Sequence[dict[str, Any]]) -> Calibration:
-    """With the kernels `step`, `sample`, `exchange`: what a small job takes beyond what is known of its parts."""
+    """The calibration with kernels `step`, `sample`, `exchange`: seconds of a small job beyond its known parts."""
     cluster, workers = found.cluster, len(told)
     for kernel in SMALL_RUNS:
         cluster = cluster.with_kernel(kernel, KernelSpeed())
@@ -185,9 +185,9 @@ def simulated_s(run: SmallRun, cluster: Cluster, workers: int) -> float:
 
 
 def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
-    """The kernel as it is, and on one host what each byte costs besides: caches in which weights are no more.
+    """The kernel, and on one host further seconds of each byte, because exchanges displace weights from the caches.
 
-    Between hosts a link that is a little faster or slower than was measured would count as that.
+    Between hosts, an error in the measured link would count as these seconds.
     """
     assert cluster.speeds is not None
     if cluster.network != cluster.memory:
@@ -198,9 +198,9 @@ def exchange_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSp
 
 
 def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cluster:
-    """The cluster whose codecs and low-rank factors take as long as they do within steps of training.
+    """The cluster with the seconds of codecs and low-rank factors in steps of training.
 
-    Between hosts that is what processes take on their processors: a message that comes late is no slower codec.
+    Between hosts these are seconds on processors, because a late message must not count as a slow codec.
     """
     one_host = cluster.network == cluster.memory
     clock = "whole" if one_host else "on_processor"
@@ -215,7 +215,7 @@ def with_transforms_pace(cluster: Cluster, told: Sequence[dict[str, Any]]) -> Cl
 
 
 def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpeed:
-    """What to charge for each message and byte, so that the exchanges of two models take as long as they do."""
+    """The charge for each message and byte that gives the measured seconds of the exchanges of two models."""
     workers, message_s, num_bytes = len(told), list[float](), list[float]()
     for size in ("small", "large"):
         alone, by_ring = WHOLE_RUNS[f"{size} alone"], WHOLE_RUNS[f"{size} ring"]
@@ -231,7 +231,7 @@ def message_speed(cluster: Cluster, told: Sequence[dict[str, Any]]) -> KernelSpe
 
 
 def _taken_s(told: Sequence[dict[str, Any]], run: str, clock: str = "whole") -> float:
-    """Of a step's exchange: the median, over ranks and turns, of the step with it less the one without."""
+    """Seconds of a step's exchange: the median, over ranks and turns, of the step with it less the step without."""
     alone = f"{run.split()[0]} alone"
     return median(float(turn[run] - turn[alone]) for one in told for turn in one[clock])
 
@@ -242,7 +242,7 @@ def _said_s(cluster: Cluster, run: SmallRun, alone: SmallRun, workers: int) -> f
 
 
 def _on_processors(cluster: Cluster) -> Cluster:
-    """What ranks take on processors of their own: between hosts messages take no time."""
+    """The cluster with a processor for each rank, and between hosts with messages that take no time."""
     found = replace(cluster, cores=None, hosts_per_machine=1)
     if cluster.network == cluster.memory:
         return found
@@ -250,7 +250,7 @@ def _on_processors(cluster: Cluster) -> Cluster:
 
 
 def _slowed(cluster: Cluster, kernels: tuple[str, ...], factor: float) -> Cluster:
-    """Those whose names begin so take so many times as long."""
+    """The cluster with slower kernels: names that begin with `kernels` take `factor` times as long."""
     assert cluster.speeds is not None
     found = {
         name: KernelSpeed(factor * speed.call_s, factor * speed.byte_s, factor * speed.flop_s, speed.error)

@@ -1,4 +1,4 @@
-"""What has changed since hosts were measured before: that much may change again until a run.
+"""The changes since an earlier measurement of hosts: speeds may change as much again until a run.
 
 earlier file, new measurements ──▶ medians of later / earlier, of kernels and of messages ──▶ `spread` of the new file
 """
@@ -17,7 +17,7 @@ from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.runs.calibration.calibrate import Calibration
 
 _BYTES, _FLOPS = 1 << 20, 1e7
-"""Of a kernel's call that is compared."""
+"""Bytes and operations of the compared calls of kernels."""
 _MESSAGE_BYTES = 64 << 10
 
 
@@ -29,7 +29,7 @@ class SpeedChange(NamedTuple):
 
 
 def changed(earlier: Cluster, later: Cluster) -> SpeedChange | None:
-    """None where these are other hosts, or have other numbers of workers, or where nothing was measured in both."""
+    """The change; None for other hosts or numbers of workers, or without a kernel that was measured in both."""
     hosts = [(each.name, each.workers_per_host) for each in (earlier, later)]
     if hosts[0] != hosts[1] or earlier.speeds is None or later.speeds is None:
         return None
@@ -49,9 +49,9 @@ def _message_s(cluster: Cluster) -> dict[str, float]:
 
 
 def compared(found: Calibration, path: Path) -> tuple[Calibration, SpeedChange | None]:
-    """With the change since the file at `path` was written in its spread, or what that file knew where it is more.
+    """The calibration, with the change since the file at `path` in its spread, or the file's own change if larger.
 
-    As it is where there is no such file, or one of other hosts.
+    Unchanged without such a file, or with a file of other hosts.
     """
     try:
         earlier, known = read_cluster(path), read_spread(path)

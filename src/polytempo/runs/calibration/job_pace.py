@@ -1,15 +1,16 @@
-"""What a job's own steps take on an engine's hosts, beside what kernels say of them.
+"""The pace of a job's own steps on an engine's hosts, compared with its kernels.
 
     seconds of a step  =  pace · kernels        measured by a real run without an exchange, kernels by a simulation
 
 Kernels are fitted to many models, and one model's steps may be slower or faster than that. So the job itself is
-trained for some steps, by all workers at once and without an exchange. How its steps vary is what stragglers are then:
-a disturbance of a millisecond is half of a short step, and nothing beside a long one. Where workers share cores a
-step's time depends on which of them had a core, so stragglers are left as `calibrate` measured them, the pace follows
-from the mean step, and as many workers as have a core each are measured for themselves.
+trained for some steps, by all workers together and without an exchange. The variation of its steps replaces the
+stragglers: a disturbance of a millisecond is half of a short step, and little of a long one. If workers share cores, a
+step's time depends on the free cores, so stragglers are left as `calibrate` measured them, the pace follows from the
+mean step, and a number of workers with a core each is measured in addition.
 
-On one host it is trained with an exchange as well. What that costs beside its parts depends on how much of the job's
-weights, moments and activations the caches would hold without it. Elsewhere such steps say how far a prediction is off.
+On one host it is trained with an exchange as well. The further seconds of an exchange depend on the share of the job's
+weights, moments and activations that the caches would hold without it. Elsewhere such steps give the error of a
+prediction.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from polytempo.strategies import sync_sgd
 
 _STEPS, _WARM_UP, _SIMULATED = 90, 10, 4
 _CHECKED_STEPS = 40
-"""With an exchange, to see how far a prediction is off."""
+"""Steps with an exchange, for the error of a prediction."""
 _LEAST_BYTES = 1 << 20
-"""Of gradients, for what a byte of an exchange costs to be seen."""
+"""The fewest bytes of gradients that show the cost of a byte of an exchange."""
 _SLOWEST = 0.02
-"""Of steps by workers that share cores; they were held up by something else."""
+"""The share of left-out steps, if workers share cores: something else held them up."""
 _LEAST = 0.01
 """A pace is at least this: a step that takes next to nothing was measured while the machine was faster."""
 
@@ -51,15 +52,15 @@ class Paced(NamedTuple):
 
     cluster: Cluster
     error: float
-    """The largest |ln(simulated / measured)| of the job's steps with an exchange; 0 where that was fitted."""
+    """The largest |ln(simulated / measured)| of the job's steps with an exchange; 0 if it was fitted."""
 
 
 def with_pace(cluster: Cluster, setup: EngineSetup, job: Job, workers: int, options: RunOptions) -> Paced:
-    """The cluster, knowing the job's pace, its stragglers, and on one host what a byte of an exchange costs besides.
+    """The cluster with the job's pace, its stragglers, and on one host the further seconds of a byte of an exchange.
 
-    Of `options` count the batch size, the data and the seed. Cost: 90 steps of the job and 40 or 90 with an exchange,
-    of which the first 10 do not count; twice where workers share cores. Raises ValueError for a cluster whose kernels
-    were not measured; errors of `run`.
+    Only the batch size, the data and the seed of `options` count. Cost: 90 steps of the job and 40 or 90 with an
+    exchange, without the first 10; twice if workers share cores. Raises ValueError for a cluster without measured
+    kernels; errors of `run`.
     """
     if cluster.speeds is None:
         raise ValueError(f"{cluster.name} has one speed for everything; `polytempo calibrate` measures kernels")
@@ -84,8 +85,8 @@ def _with_a_core_each(cluster: Cluster, workers: int) -> int:
 
 
 def _with_steps(cluster: Cluster, job: Job, asked: RunOptions, ranks: list[list[float]], *, shared: bool) -> Cluster:
-    """With the pace of steps without an exchange, those of each rank; and with their stragglers, unless workers may
-    share cores."""
+    """The cluster with the pace of the ranks' steps without an exchange, and their stragglers, unless workers share
+    cores."""
     workers, parameters = len(ranks), sum(p.numel() for p in job.model().parameters())
     step_s = _mean_s(ranks) if shared else median(taken for rank in ranks for taken in rank)
     disturbed = cluster.stragglers if shared else constant()
@@ -109,7 +110,7 @@ def _with_steps(cluster: Cluster, job: Job, asked: RunOptions, ranks: list[list[
 def _with_exchange_of(
     cluster: Cluster, setup: EngineSetup, job: Job, asked: RunOptions, ranks: list[list[float]]
 ) -> Cluster:
-    """With what each byte of an exchange costs on one host, beside its parts."""
+    """The cluster with the further seconds of each byte of an exchange on one host."""
     workers, undisturbed = len(ranks), replace(cluster, stragglers=constant())
     exchanging = _measured_s(setup, job, sync_sgd(), workers, asked)
     besides_s = median(s for rank in exchanging for s in rank) - median(s for rank in ranks for s in rank)

@@ -1,13 +1,13 @@
-"""What a processor takes for the kernels of training, as samples: what was asked for, and seconds.
+"""Samples of a processor's seconds for the kernels of training.
 
 operators     of models' forward and backward passes, one by one            product, convolution, elementwise, view
 transforms    their computations in a virtual world of two ranks            encode …, decode …, low_rank …
 around them   an update, packing and scaling, copying, looking for NaN      update …, scale, copy, check
 
-Operators, and what is around them, are timed within steps of training: what they read was written long before, and
-what is new has no memory yet, so they take up to five times as long as when they are called again and again.
-All processes of a host measure the same at the same time, so they share its memory as they do in training. Times are
-those of the thread on its processor, so other programs take nothing but caches and memory.
+Operators, and the work around them, are timed within steps of training: their inputs were written long before, and new
+tensors have no memory yet, so they take up to five times as long as in repeated calls. All processes of a host measure
+the same at the same time, so they share its memory as they do in training. Times are seconds of the thread on its
+processor, so other programs take only caches and memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _OPTIMIZERS: tuple[Callable[[Any], Optimizer], ...] = (
 
 
 def operators() -> list[Sample]:
-    """Of each operator call of some models' forward and backward passes; `operator` is what torch takes besides."""
+    """Samples of each operator call of some models' forward and backward passes; `operator` is torch's overhead."""
     found = [sample for sizes, batch in _PERCEPTRONS for sample in _passes(_perceptron(sizes), (batch, sizes[0]))]
     for channels, side, batch in _CONVOLUTIONS:
         found += _passes(_convolutions(channels), (batch, channels[0], side, side))
@@ -77,7 +77,7 @@ def operators() -> list[Sample]:
 
 
 def transforms() -> list[Sample]:
-    """Of the computations of each codec's exchange, with feedback and without, and of `low_rank`."""
+    """Samples of the computations of each codec's exchange, with feedback and without, and of `low_rank`."""
     made: list[Transform] = [low_rank(1), low_rank(2), low_rank(4)]
     for name in NAMES.codecs:
         if name == "feedback":
@@ -91,7 +91,7 @@ def transforms() -> list[Sample]:
 
 
 def around() -> list[Sample]:
-    """Of an optimizer's step, of packing and scaling, of copying, and of a look for NaN, within steps of training."""
+    """Samples of an optimizer's step, packing and scaling, copying, and a look for NaN, within steps of training."""
     return [
         sample
         for sizes, batch in _PERCEPTRONS

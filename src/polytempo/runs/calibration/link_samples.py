@@ -1,8 +1,8 @@
-"""What messages and collectives take between the processes of a run, as a run's own routes use them.
+"""Seconds of messages and collectives between the processes of a run, by the run's own routes.
 
-one way      send n bytes; receive, copy to where they belong, answer a byte     latency and rate
-both ways    send and receive n bytes at once, and copy                          whether the directions share the rate
-collectives  all_reduce, all_gather, all_to_all of all ranks, one after another  what the world's own reach
+one way      send n bytes; receive, copy to their place, answer a byte           latency and rate
+both ways    send and receive n bytes at the same time, and copy                 the share of the rate in each direction
+collectives  all_reduce, all_gather, all_to_all of all ranks, one after another  rates of the world's own collectives
 
 The median of many times counts, as of steps: in training, too, ends of links wait for each other and for a core.
 """
@@ -36,7 +36,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
 class LinkSample(NamedTuple):
-    """From one rank to another: the link, and by how much its slow messages are slower than its median ones."""
+    """The link from one rank to another, and the spread of its messages."""
 
     source: int
     target: int
@@ -45,7 +45,7 @@ class LinkSample(NamedTuple):
     """(90th percentile - 10th percentile) / median of the largest messages."""
 
     def figures(self) -> tuple[int, int, float, float, float, float]:
-        """As plain numbers."""
+        """The sample as plain numbers."""
         return (self.source, self.target, self.link.latency_s, self.link.bytes_per_s, self.link.duplex, self.spread)
 
 
@@ -60,17 +60,17 @@ async def links(port: Port) -> list[LinkSample]:
 
 
 class CollectiveSamples(NamedTuple):
-    """Of one kind."""
+    """Samples of one kind of collective."""
 
     kind: str
     taken: list[tuple[int, float]]
     """Bytes of a rank's message, and seconds."""
     on_processor: list[Sample]
-    """What the process takes on its processors, in whatever thread."""
+    """Seconds of all threads of the process on processors."""
 
 
 async def collectives(port: Port, empty: Callable[[int], Tensor]) -> list[CollectiveSamples]:
-    """Of each kind that a strategy may use. `empty(numel)` makes memory for sums."""
+    """Samples of each kind that a strategy may use. `empty(numel)` makes memory for sums."""
     found = []
     for kind in _COLLECTIVES:
         one = CollectiveSamples(kind, [], [])
@@ -98,7 +98,7 @@ def _collective(port: Port, kind: str, numel: int, empty: Callable[[int], Tensor
 
 
 async def _repeated(port: Port, call: Callable[[], Op[Any]]) -> tuple[float, float]:
-    """Of as many calls as all ranks agree on: the median's seconds, and the mean's on processors."""
+    """The median seconds, and the mean seconds on processors, of a number of calls that is equal on all ranks."""
     await call()
     begin_s = time.perf_counter()
     await call()
@@ -135,7 +135,7 @@ async def _other(port: Port, source: int, target: int) -> list[LinkSample]:
 
 
 async def _exchanged(port: Port, to: int, num_bytes: int) -> list[float]:
-    """As many times as there is time for; each message says in its first number whether it is the last one."""
+    """Seconds of each exchange, repeated for a time; the first number of a message marks the last one."""
     message, answer, taken, begun_s = torch.zeros(num_bytes // 4), torch.zeros(2), list[float](), time.perf_counter()
     most = _MESSAGES if num_bytes < _LARGE // 4 else _TRANSFERS
     while not message[0]:
@@ -156,7 +156,7 @@ async def _answered(port: Port, source: int, num_bytes: int) -> None:
 
 
 async def _both_ways(port: Port, other: int) -> list[float]:
-    """The side with the lower rank says when it is enough, by the first number of its messages."""
+    """Seconds of each exchange; the lower rank marks its last message by the first number."""
     mine, theirs, taken = torch.zeros(_LARGE // 4), torch.zeros(_LARGE // 4), list[float]()
     leads, begun_s = port.rank < other, time.perf_counter()
     while not (mine if leads else theirs)[0]:

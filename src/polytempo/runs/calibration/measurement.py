@@ -1,4 +1,4 @@
-"""What one process measures together with the others of its world, as plain data."""
+"""The measurements of one process, together with the others of its world, as plain data."""
 
 from __future__ import annotations
 
@@ -44,48 +44,48 @@ _STEPS, _BATCH = 300, 32
 _QUANTILES = 20
 _FEW = 5
 _TURNS, _TURNS_S = 6, 20.0
-"""At most so many, and no other that would end after so many seconds."""
+"""The most turns, and the most seconds for all of them."""
 
 
 _COMPUTING = "import time\nend_s = time.monotonic() + 30\nwhile time.monotonic() < end_s: sum(range(10_000))"
-"""A program that ends by itself, also if this process was killed."""
+"""A program that ends after 30 s, also if this process was killed."""
 
 
 class SmallRun(NamedTuple):
-    """How a small job is trained."""
+    """The training of a small job."""
 
     strategy: Strategy
     batch_size: int
     sizes: tuple[int, int] = (64, 64)
     """Inputs, and hidden units."""
     steps: int = 300
-    """That count; between slow hosts each takes up to a second."""
+    """Counted steps; between slow hosts each takes up to a second."""
 
     @property
     def job(self) -> Job:
-        """What is trained."""
+        """The small job."""
         return small_job(*self.sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Of its parameters."""
+        """Bytes of its parameters."""
         return 4 * sum(p.numel() for p in self.job.model().parameters())
 
     def options(self, steps: int) -> RunOptions:
-        """Of so many steps."""
+        """The options of a run of so many steps."""
         return RunOptions(steps=steps, epochs=1000, threads=1, batch_size=self.batch_size)
 
 
 NO_EXCHANGE = local_sgd(period=1 << 20)
-"""It exchanges nothing in a run."""
+"""A strategy that exchanges nothing in a run."""
 SMALL_RUNS = {
     "step": SmallRun(NO_EXCHANGE, 4),
     "sample": SmallRun(NO_EXCHANGE, 64),
     "exchange": SmallRun(sync_sgd(), 4),
 }
-"""By the kernel that follows from it, once those before are known."""
+"""Kernel -> the run that gives it, after the kernels before."""
 SMALL_SIZES = {"small": (64, 64), "large": (512, 2048)}
-"""Of a model of 5,000 parameters, and of one of a million."""
+"""Sizes of models of 5,000 parameters and of a million."""
 WHOLE_RUNS = {
     name: SmallRun(strategy, 4, SMALL_SIZES[name.split()[0]], 30)
     for name, strategy in {
@@ -98,9 +98,9 @@ WHOLE_RUNS = {
         "large power_sgd": power_sgd(2),
     }.items()
 }
-"""Without an exchange, with one by the world's own sum, by messages, and encoded."""
+"""Runs without an exchange, with the world's own sum, with messages, and with codecs."""
 CODED = {"large one_bit": ("encode ", "decode "), "large power_sgd": ("low_rank ",)}
-"""The runs that say by how much kernels whose names begin so are slower within steps of training."""
+"""Run -> beginnings of the names of kernels; the run gives their slowdown within steps of training."""
 
 
 def calibration() -> dict[str, Any]:
@@ -141,9 +141,9 @@ def calibration() -> dict[str, Any]:
 
 
 def _in_turns(world: ProcessWorld, cores: int, measure: Callable[[], T]) -> T:
-    """What `measure` answers, while as many ranks of this machine measure as it has cores, or fewer.
+    """The answer of `measure`, while at most as many ranks of this machine measure as it has cores.
 
-    A rank that waits for a core is no straggler: that cores are shared is known by itself.
+    A wait for a core must not count as a straggler, because shared cores are counted separately.
     """
     port, found = world.port, list[T]()
     machine = int.from_bytes(hashlib.sha256(machine_identity().encode()).digest()[:7], "big")
@@ -159,7 +159,7 @@ def _in_turns(world: ProcessWorld, cores: int, measure: Callable[[], T]) -> T:
 
 
 def _beside_another(measure: Callable[[], T]) -> T:
-    """What `measure` answers while another process computes without end, on the same cores."""
+    """The answer of `measure` while another process computes without end, on the same cores."""
     other = subprocess.Popen([sys.executable, "-PS", "-c", _COMPUTING])  # noqa: S603 - this interpreter
     try:
         return measure()
@@ -193,7 +193,7 @@ def samples_of(plain: list[Any]) -> list[Sample]:
 
 
 def small_job(inputs: int = 64, hidden: int = 64) -> Job:
-    """A perceptron on noise, without a test set: what its steps take beyond their kernels is what any step does."""
+    """A perceptron on noise, without a test set: its steps have the same seconds beyond their kernels as any step."""
     draw = torch.Generator().manual_seed(0)
     samples, target = torch.randn(4096, inputs, generator=draw), torch.randint(10, (4096,), generator=draw)
     return Job(
@@ -238,8 +238,8 @@ def step_seconds() -> tuple[list[float], list[float]]:
 
 
 def quantiles_of(factors: list[float]) -> tuple[float, ...]:
-    """The least, and those at equal distances behind it. The last is where a straight line from the one before it has
-    the mean of what lies beyond that: the most, where a single step took ten times as long, would double the mean."""
+    """The least factor, and quantiles at equal distances. The last one is chosen so that a straight line to it has the
+    mean of the last part: the largest factor, of a single step ten times as long, would double the mean."""
     ordered, last = sorted(factors), len(factors) - 1
     places = [round(i * last / _QUANTILES) for i in range(_QUANTILES)]
     before = ordered[places[-1]]
@@ -247,7 +247,7 @@ def quantiles_of(factors: list[float]) -> tuple[float, ...]:
 
 
 def correlation_of(factors: list[float]) -> float:
-    """Of a step's factor with that of the next one: of their normal scores, from 0 to 0.99."""
+    """The correlation of a step's factor with the next step's factor, by their normal scores, from 0 to 0.99."""
     order = sorted(range(len(factors)), key=lambda i: factors[i])
     normal, scores = NormalDist(), [0.0] * len(factors)
     for place, i in enumerate(order):

@@ -1,11 +1,11 @@
-"""What a cluster can do, measured by processes of an engine: latency and rate of every pair of hosts, and their speed.
+"""A cluster's latency and rate of every pair of hosts, and their speed, measured by processes of an engine.
 
     round trip of 1 byte  /2                        latency, one way, from process to process
     n bytes there, 1 back, less two latencies       n / that: bytes a second, one way
-    a product of matrices, on all at once           floating-point operations a second of each
+    a product of matrices, on all at the same time  floating-point operations a second of each
 
-Each is the best of several, for whatever else a host does only adds time. Messages go the way that a run's own routes
-send them (`Port.send`), so what is measured is what a run has, not what a cable could carry. One pair talks at a time.
+Each figure is the best of several, because other programs only add time. Messages go by `Port.send`, as a run's own
+routes do, so the rates are a run's rates, and not the cable's. One pair talks at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from polytempo.spec.placement import on_hosts
 from polytempo.spec.run_spec import RunSpec
 
 PROBE = "probe"
-"""The kind of such a process's role."""
+"""The role's kind of a process that measures."""
 _ROUND_TRIPS, _TRANSFERS = 100, 3
 _LEAST_TRANSFER_S = 0.3
 _MOST_TRANSFER_BYTES = 64 << 20
@@ -57,7 +57,7 @@ def answers(
     work: Callable[[], dict[str, Any]],
     timeout_s: float = _TIMEOUT_S,
 ) -> list[dict[str, Any]]:
-    """What so many processes have to say, by rank. They do `work`, which remote ones find by `kind`.
+    """The answers of so many processes, by rank. They do `work`, which remote processes find by `kind`.
 
     Errors: as `measure`.
     """
@@ -84,7 +84,7 @@ def answers(
 
 
 def measured_of(engine: str, told: Sequence[dict[str, Any]]) -> Measured:
-    """What the answers of all processes, by rank, add up to."""
+    """The measurement from the answers of all processes, by rank."""
     of_rank, names = hosts_of(told)
     hosts = tuple(
         MeasuredHost(
@@ -114,7 +114,7 @@ def _pairs(told: Sequence[dict[str, Any]]) -> list[tuple[int, int, float, float]
 
 
 class _Probes:
-    """An engine whose processes measure instead of being ranks. See `Engine`."""
+    """An `Engine` with processes that measure instead of being ranks."""
 
     def __init__(self, engine: Engine, kind: str) -> None:
         self._engine, self._kind = engine, kind
@@ -129,7 +129,7 @@ class _Probes:
 
 
 def probe() -> dict[str, Any]:
-    """Measure together with the other processes of the world; what this one has to say, as plain data."""
+    """Measure together with the other processes of the world; returns this one's answer, as plain data."""
     world = init(timeout_s=_TIMEOUT_S, quiet=True)
     port = world.port
     links = world.drive(_talk(port)) if port.size > 1 else []
@@ -141,7 +141,7 @@ def probe() -> dict[str, Any]:
 
 
 def flops_per_s() -> float:
-    """Of this process alone: the best of some products of two square matrices, 2n³ operations each."""
+    """The speed of this process alone: the best of some products of two square matrices, 2n³ operations each."""
     left, right = torch.rand(_MATRIX, _MATRIX), torch.rand(_MATRIX, _MATRIX)
     best_s = float("inf")
     for _ in range(_PRODUCTS):
@@ -164,7 +164,7 @@ async def _talk(port: Port) -> list[tuple[int, int, float, float]]:
 
 
 def pairs_of(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Which rank talks to which, where rank r is on host `hosts[r]`."""
+    """The pairs of ranks that talk to each other; rank r is on host `hosts[r]`."""
     ranks: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)

@@ -1,10 +1,10 @@
-"""What a parameter server costs its workers beside what is known of its parts: `server step`, `server exchange`.
+"""The cost of a parameter server for its workers, beyond its known parts: `server step`, `server exchange`.
 
     step with a server - step without one,  real  =  the same simulated  +  server step  +  server exchange · share
 
-Known are the copies of gradient and parameters, the messages, and what the shards do. What remains of a step is to ask
-for its batch; of an exchange what the client does around the messages, what they displace from the caches, and that
-processes wake each other up. Downpour exchanges in one of 8 steps, so it tells the two apart.
+Known are the copies of gradient and parameters, the messages, and the work of the shards. The rest of a step is the
+request for its batch; the rest of an exchange is the client's work around the messages, misses of the caches, and the
+time to wake processes up. Downpour exchanges in one of 8 steps, so it tells the two apart.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class _Charges(NamedTuple):
 
 
 _GUESS = _Charges(3e-4, 3e-4, 1e-10)
-"""So much more is charged to see what becomes of it: workers that wait for the server, or for a core, hide some.
+"""Charges of a trial: workers that wait for the server, or for a core, hide a part of a charge.
 
 Stragglers are left as they are: workers of one speed fall into step, and then meet at the server always or never."""
 
 
 def with_server_exchange(cluster: Cluster, setup: EngineSetup, workers: int) -> Cluster:
-    """The cluster with both kernels. Cost: five runs of 80 steps. Errors: those of `run`."""
+    """The cluster with both kernels. Cost: five runs of 80 steps. Errors: as `run`."""
     alone_s = {name: _simulated_s(run, cluster, workers) for name, run in _RUNS.items() if "alone" in name}
     taken_s = {name: _measured_s(run, setup, workers) for name, run in _RUNS.items()}
 
     def remaining_s(name: str, charges: _Charges) -> float:
-        """By how much the run took longer, beside the one without an exchange, than is said with these charges."""
+        """Measured less simulated seconds of the run with these charges, each beyond the run without an exchange."""
         alone = f"{name.split()[0]} alone"
         said_s = _simulated_s(_RUNS[name], charges.on(cluster), workers)
         return taken_s[name] - taken_s[alone] - (said_s - alone_s[alone])
@@ -78,7 +78,7 @@ def with_server_exchange(cluster: Cluster, setup: EngineSetup, workers: int) -> 
 
 
 def _fitted(charges: _Charges, field: str, remaining_s: Callable[[_Charges], float]) -> _Charges:
-    """A step of the secant method towards the charge with which nothing remains."""
+    """A step of the secant method towards the charge that leaves no remaining seconds."""
     seconds: float = getattr(charges, field)
     guess_s = getattr(_GUESS, field)
     remains_s = remaining_s(charges)

@@ -1,10 +1,10 @@
-"""What a shard takes for a push and the answers to its worker, as samples of the kernel `serve`.
+"""Seconds of a shard for a push and the answers to its worker, as samples of the kernel `serve`.
 
     worker ──frames──▶ decode ─▶ Node.receive: add, step, reply ─▶ encode ──frames──▶
                        └────────────── timed on the thread's clock ─────────────┘
 
-Shards of a simulated run do the work of real ones, by the native optimizer where there is one. What a pull takes is
-added to the next push: a step has one of each, and a push alone is charged.
+Shards of a simulated run do the work of real ones, by the native optimizer if there is one. The seconds of a pull are
+added to the next push: a step has one of each, and only a push is charged.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _LIMITS = FrameLimits()
 
 
 def servers() -> list[Sample]:
-    """Of each push to one shard, for models of several sizes."""
+    """A sample of each push to one shard, for models of several sizes."""
     return [sample for size in _SIZES for sample in pushes(_job(size))[_WARM_UP:]]
 
 
 def pushes(job: Job) -> list[Sample]:
-    """Of each push of a short run by asynchronous SGD."""
+    """A sample of each push of a short run by asynchronous SGD."""
     options = RunOptions(steps=_STEPS, epochs=1000, threads=1, batch_size=1)
     spec = RunSpec.of(job, async_sgd(), _WORKERS, options)
     run = ServedSimulation(spec, Cluster(Link(1e-6, 1e10)), native=available())
@@ -62,14 +62,14 @@ def pushes(job: Job) -> list[Sample]:
 
 
 class _TimedMachine:
-    """A machine that hands out how long each push took it."""
+    """A machine that hands out the seconds of each push."""
 
     def __init__(self, machine: Machine, take: Callable[[Sample], None]) -> None:
         self._machine, self._take, self._pulled_s = machine, take, 0.0
 
     @property
     def finished(self) -> bool:
-        """As the machine says."""
+        """True if the machine has finished."""
         return self._machine.finished
 
     @finished.setter
@@ -92,15 +92,15 @@ class _TimedMachine:
         return out
 
     def tick(self, now_s: float) -> Outbox:
-        """As the machine does."""
+        """The machine's tick."""
         return self._machine.tick(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """As the machine does."""
+        """The machine's wait."""
         return self._machine.wait_s(now_s)
 
     def flops(self, message: Message) -> float:
-        """As the machine says."""
+        """The machine's flops."""
         return self._machine.flops(message)
 
 

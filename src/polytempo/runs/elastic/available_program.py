@@ -1,4 +1,4 @@
-"""Programs of the user's that an elastic run asks again and again: how many workers, or which hosts, there may be."""
+"""Programs of the user that an elastic run runs again and again: they print the allowed number of workers, or hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 _EVERY_S = 2.0
 _LONGEST_S = 20.0
 _END_S = 1.0
-"""How long a program that was killed may take to be gone."""
+"""The time that a killed program has to end."""
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20
 _MOST_NOTES = 50
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 class PolledProgram(Generic[T]):
-    """Runs `program` every `every_s` seconds, beside the run, and answers what `read` made of its last output.
+    """Runs `program` every `every_s` seconds, beside the run. A call returns the answer of `read` to its last output.
 
-    Where it fails, prints what `read` refuses by a ValueError or more than 1 MiB, or takes more than 20 s, the last
-    answer stays, and a note says why, once for each reason and 50 times at most; `goes_on` ends the note. What it has
-    started itself is ended with it. No call waits for the program. Call `close` at the end.
+    The last answer stays if the program fails, prints more than 1 MiB or text that `read` refuses by a ValueError, or
+    takes more than 20 s. A note says why, once for each reason and at most 50 times; `goes_on` ends the note. Processes
+    of the program end with it. No call waits for the program. Call `close` at the end.
 
-    Errors: ValueError where there is no such program, or this user may not run it; `option` names it there.
+    Errors: ValueError if there is no such program, or this user may not run it; the error names `option`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PolledProgram(Generic[T]):
         return self._answer
 
     def close(self) -> None:
-        """End the program and what it has started, if it runs."""
+        """End the program and its processes, if it runs."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -98,7 +98,7 @@ class PolledProgram(Generic[T]):
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def _take_printed(self, process: subprocess.Popen[bytes]) -> None:
-        """What has been printed since; another program may hold the pipe for as long as it likes."""
+        """Read without waiting for the end of the pipe, which another program may hold."""
         assert process.stdout is not None
         with suppress(BlockingIOError):
             while len(self._printed) <= _MOST_BYTES and (more := os.read(process.stdout.fileno(), _READ_BYTES)):
@@ -125,7 +125,7 @@ class PolledProgram(Generic[T]):
 
 
 class AvailableProgram(PolledProgram[int]):
-    """How many workers there may be: a number that `program` prints, asked every two seconds; `workers` at first."""
+    """The number of workers that `program` prints every two seconds; `workers` at first."""
 
     def __init__(self, program: Path, workers: int) -> None:
         super().__init__("available=", program, workers, _number, lambda number: f"{number} workers", _EVERY_S)

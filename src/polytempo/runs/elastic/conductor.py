@@ -42,7 +42,7 @@ class MembershipConductor:
         self.to_begin: list[int] = []
         """Lives that have no process yet."""
         self.dismissed: dict[int, float] = {}
-        """Life → the time at which its process is ended."""
+        """Life → deadline of its process."""
         self._stopped_s: dict[int, float] = {}
 
     @property

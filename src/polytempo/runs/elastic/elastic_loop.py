@@ -1,7 +1,7 @@
-"""`elastic`: a loop of one's own that goes on when workers are lost, leave and join, on the machinery of elastic runs.
+"""`elastic`: a loop of one's own that goes on when workers are lost, leave and join.
 
 commit ── steps ── commit ── steps ─╳ a worker is lost
-  │                  ╰── all that have not come to the next commit point go back to this one ── on, in a new group
+  │                  ╰── workers before the next commit point go back to this one ── on, in a new group
   ╰── newcomers get the state of a living worker as it was committed
 """
 
@@ -68,10 +68,10 @@ def elastic(
         score = pt.elastic(train, pt.ElasticState(model, optimizer, position=None), workers=3, min_workers=2)
 
     Returns the result of `train` on the first worker; JSON must be able to hold it. With a commit after each step, and
-    the position of the data in the state, each sample of an epoch counts once. `logs`: where workers' output is kept.
-    Hooks that `pt.attach` has set on the state's model are taken off between two groups.
+    the position of the data in the state, each sample of an epoch counts once. `logs`: the folder of workers' output.
+    Hooks that `pt.attach` has set on the state's model are removed between two groups.
 
-    Errors: `WorkerDied` where `train` raises on a worker, `WorkersLost` where fewer than `min_workers` are left.
+    Errors: `WorkerDied` if `train` raises on a worker, `WorkersLost` if fewer than `min_workers` are left.
     """
     most = workers if max_workers is None else max_workers
     machine = RunMembership(min_workers, most, workers, restarts=restarts, answer_s=timeout_s)

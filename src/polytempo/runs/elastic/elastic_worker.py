@@ -1,4 +1,4 @@
-"""A process of an elastic run: it waits for views, and takes part in the training as each of them says."""
+"""A process of an elastic run: it waits for views, and takes part in the training of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polytempo.worlds import MOST_WRITTEN, ProcessWorld, combined_hash, joined, 
 
 
 def train_member(spec: RunSpec, life: int, url: str) -> dict[str, Any] | None:
-    """Be the process of `life`. The first member of the last view says how the run went."""
+    """Be the process of `life`. The first member of the last view returns the run's result."""
     host, _ = parsed_url(url)
     if ipaddress.ip_address(host).is_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -50,7 +50,7 @@ class _Worker:
         return self._finish(world, self._training.train(world))
 
     def _finish(self, world: ProcessWorld, summary: TrainingSummary) -> dict[str, Any] | None:
-        """Check the account of samples, and bring the ranks' traces of this group together."""
+        """Check the account of samples, and gather the ranks' traces of this group."""
         training, out = self._training, self._spec.options.out
         context, account = training.context, training.account
         assert context is not None

@@ -40,7 +40,7 @@ from polytempo.worlds import ProcessWorld, set_current
 
 _LOOK_S = 0.1
 _GRACE_S = 0.3
-"""The time in which a member may notice the break of its group without help."""
+"""The time that a member has to notice the break of its group without help."""
 _MOST_FRUITLESS = 50
 """So many groups in a row without a step have another reason than bad luck."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from polytempo.core import PolytempoError
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.membership.message import Dismiss, End, GroupView, Interrupt, Leave, Message, Ready, Report
+from polytempo.membership.message import Dismiss, End, GroupView, Interrupt, Leave, MembershipMessage, Ready, Report
 from polytempo.training.elastic.commit_point import Wishes
 
 _LOOK_S = 0.02
@@ -23,21 +23,21 @@ _WAIT_S = 0.005
 """The same while it waits for a view."""
 
 
-class Row(Message, frozen=True):
+class Row(MembershipMessage, frozen=True):
     """A row of metrics of the view's first member."""
 
     life: int
     row: dict[str, Any]
 
 
-class Formed(Message, frozen=True):
+class Formed(MembershipMessage, frozen=True):
     """The first member of a view has applied a step in it: the run goes on."""
 
     life: int
     generation: int
 
 
-class SaveAndEnd(Message, frozen=True):
+class SaveAndEnd(MembershipMessage, frozen=True):
     """The run has to leave: its members save the same step, and end."""
 
 
@@ -46,7 +46,7 @@ Told = GroupView | Interrupt | Leave | Dismiss | End | SaveAndEnd
 
 
 def group_prefix(generation: int) -> str:
-    """The prefix of the keys at which the members of a generation meet."""
+    """The prefix of the keys of a generation's group."""
     return f"generation/{generation}"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,6 @@ from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.conductor import MembershipConductor
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
-from polytempo.runs.elastic.membership_history import MembershipHistory
 from polytempo.runs.frame.run_frame import framed, torch_threads, with_page
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -64,11 +63,11 @@ def run_elastic(
     available: Available | None = None,
     watch: Callable[[ElasticLauncher], object] = lambda launcher: None,
 ) -> Result:
-    """Train with `spec.workers` workers at first; `available` says a few times a second how many there may be.
+    """Train with `spec.workers` workers at first; `available` returns the allowed number, a few times a second.
 
-    `watch` is called with the launcher as often as it looks for news. Errors: `WorkerDied` where a worker raises,
-    `WorkersLost` where fewer than `min_workers` are left, `Preempted` where this process got SIGTERM and the run has
-    been saved.
+    `watch` is called with the launcher as often as it looks for news. Errors: `WorkerDied` if a worker raises,
+    `WorkersLost` if fewer than `min_workers` are left, `Preempted` if this process got SIGTERM and the run has been
+    saved.
     """
     check_elastic_spec(spec)
     options, history = spec.options, MembershipHistory(time.monotonic)
@@ -118,7 +117,7 @@ def check_elastic_spec(spec: RunSpec) -> None:
 
 
 def bounds_of(spec: RunSpec) -> RunMembership:
-    """The machine that decides who takes part. ValueError for bounds that no run can keep."""
+    """The machine that chooses the members. ValueError for bounds that no run can keep."""
     options = spec.options
     return RunMembership(
         options.min_workers or 1,
@@ -237,7 +236,7 @@ class ElasticLauncher:
             self._members.want(min(ask() for ask in asked))
 
     def _heed_notice(self) -> None:
-        """If this process has to leave: let the members save the same step and end, and end after them."""
+        """Let the members save the same step and end, and end after them, if this process has to leave."""
         if self._notice is None or not self._notice.given:
             return
         self._members.machine.save_and_end()
@@ -274,3 +273,65 @@ class ElasticLauncher:
         if first.result is None:
             raise died([first], len(self.processes))
         return json.loads(first.result)
+
+
+class MembershipHistory:
+    """The rows of `Result.membership` and `polytempo top`. `clock` returns seconds; the first value counts as zero."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._zero_s = clock, clock()
+        self.changes: list[dict[str, Any]] = []
+        """Each view: its begin, members, losses, and the seconds until its first step."""
+        self.events: list[dict[str, Any]] = []
+        """Losses and joins in the order of time, with the keys who, how, at_s, then."""
+        self.lost: list[str] = []
+        """The losses since the last view."""
+        self.broken_s: float | None = None
+        """The time of a change, until the first step after it."""
+
+    @property
+    def group(self) -> dict[str, Any] | None:
+        """The present view."""
+        return self.changes[-1] if self.changes else None
+
+    def loses(self, who: str, how: str) -> None:
+        """A process has ended."""
+        self.lost.append(f"{who} {how}")
+        self.breaks()
+        self._note(who, how)
+
+    def breaks(self) -> None:
+        """The present group is to end."""
+        self.broken_s = self.broken_s or self._clock()
+
+    def announced(self, view: GroupView, names: Mapping[int, str]) -> None:
+        """Take a new view; `names` has the name of each life."""
+        before = set(self.changes[-1]["members"]) if self.changes else set(view.members)
+        for life in view.members:
+            if life not in before:
+                self._note(names[life], "joined")
+        for life in sorted(before - set(view.members)):
+            if not any(event["who"] == names[life] and event["how"] != "joined" for event in self.events):
+                self._note(names[life], "left")
+        for event in self.events:
+            event["then"] = event["then"] or f"{len(view.members)} workers go on after step {view.step}"
+        self.changes.append(
+            {
+                "generation": view.generation,
+                "step": view.step,
+                "members": list(view.members),
+                "joined": len(view.members) - view.stateful if view.stateful else 0,
+                "lost": self.lost,
+                "seconds": None,
+            }
+        )
+        self.lost = []
+
+    def formed(self, generation: int) -> None:
+        """The view of that generation has applied a step."""
+        if self.changes and self.changes[-1]["generation"] == generation and self.broken_s is not None:
+            self.changes[-1]["seconds"] = self._clock() - self.broken_s
+            self.broken_s = None
+
+    def _note(self, who: str, how: str) -> None:
+        self.events.append({"who": who, "how": how, "at_s": self._clock() - self._zero_s, "then": ""})

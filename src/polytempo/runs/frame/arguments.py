@@ -1,4 +1,4 @@
-"""What `run` and `simulate` are given, refused at once where it is of the wrong kind."""
+"""Arguments of `run` and `simulate`: arguments of the wrong kind are refused first of all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from polytempo.training.served.part_noise import FEWEST
 
 
 def checked_job(job: Job | str) -> Job:
-    """The job that is given as it is or by its name. ValueError for anything else, such as a model."""
+    """The job itself, or the job of this name. ValueError for anything else, such as a model."""
     return check_job(jobs.find(job) if isinstance(job, str) else job)
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:
-    """ValueError where a run of `strategy` needs more workers, or has nothing to do for so many."""
+    """ValueError if a run of `strategy` needs more workers, or has nothing to do for so many."""
     check_type("workers", int, workers)
     if workers < 1:
         raise ValueError(f"workers must be positive, got {workers}")
@@ -26,13 +26,13 @@ def check_workers(strategy: Strategy, workers: int) -> None:
         Invariant(strategy.slices).check(workers)
     if workers % strategy.stages:
         raise ValueError(
-            f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} are no whole number of "
-            f"models; use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
+            f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} cannot be whole models; "
+            f"use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
         )
     if workers % strategy.holders:
         raise ValueError(
-            f"{strategy} has each model's layers on {strategy.holders} workers, so workers={workers} are no whole "
-            f"number of models; use workers={-(-workers // strategy.holders) * strategy.holders}, or other parts"
+            f"{strategy} has each model's layers on {strategy.holders} workers, so workers={workers} cannot be whole "
+            f"models; use workers={-(-workers // strategy.holders) * strategy.holders}, or other parts"
         )
     if workers % strategy.groups:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_workers(strategy: Strategy, workers: int) -> None:
 
 
 def check_noise_scale(spec: RunSpec) -> None:
-    """ValueError where the options ask for the noise scale of a run whose batches are too small for it."""
+    """ValueError if the options ask for the noise scale of a run with too small batches."""
     if spec.options.noise_scale is not None and spec.strategy.server is not None and spec.batch_size < FEWEST:
         raise ValueError(
             f"{spec.strategy} measures the noise scale within a worker's batch, and batch_size is {spec.batch_size}; "
@@ -58,9 +58,7 @@ def check_noise_scale(spec: RunSpec) -> None:
 
 
 def check_batches(spec: RunSpec) -> None:
-    """ValueError where a step has no sample for one of the workers, or of the slices, or batches cannot grow or be
-    measured as the options ask.
-    """
+    """ValueError if a step has no sample for a worker or a slice, or batches are too small for the options."""
     check_noise_scale(spec)
     slices, workers, asked = spec.strategy.slices, spec.replicas, spec.options.global_batch_size
     if slices is not None:

@@ -22,9 +22,9 @@ from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, la
 
 
 def diverged_result(spec: RunSpec, error: NotFinite) -> Result:
-    """The run in numbers, as far as its last row of metrics tells them, beside runs that came to their end.
+    """The result of a run up to its last row of metrics, without loss and accuracy; `diverged` says why.
 
-    It has no loss and no accuracy, and `diverged` says why. Where the run has a folder, it is left there, too.
+    It is written into the run's folder, if there is one.
     """
     so_far = _so_far(spec)
     steps = so_far.steps if error.step is None else error.step
@@ -35,7 +35,7 @@ def diverged_result(spec: RunSpec, error: NotFinite) -> Result:
 
 
 def left_result(spec: RunSpec, error: Preempted) -> Result:
-    """The same of a run that was asked to leave, and saved `error.step`: with its last loss and score."""
+    """The result of a run that had to leave and saved `error.step`, with its last loss and score."""
     return replace(_so_far(spec), steps=error.step, left=str(type(error)(error.step)))
 
 
@@ -70,7 +70,7 @@ def _so_far(spec: RunSpec) -> Result:
 
 
 def saved_step(spec: RunSpec, out: Place) -> int | None:
-    """The step that `resume` would go on from, as far as names and manifests tell; None where nothing is saved."""
+    """The last saved step, read from names and manifests; None if nothing is saved."""
     folder = out / "checkpoint"
     with suppress(CheckpointError, SnapshotError, OSError):
         if spec.strategy.server is None:

@@ -1,4 +1,4 @@
-"""A run's folder: one run's at a time, and there from the first step on. A start that fails leaves none."""
+"""A run's folder: it belongs to one run at a time, and a start that fails leaves no folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from polytempo.core.system.folder_lock import held, is_lock
 from polytempo.core.system.url_path import Place, UrlPath
 
 _OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json"})
-"""What a run may have made before its first row of metrics."""
+"""Names that a run may have made before its first row of metrics."""
 
 
 @contextmanager
 def began(out: Place | None) -> Iterator[None]:
-    """Around a run, whose folder is held meanwhile (see `core.folder_lock`): `FolderTaken` where another run has it.
+    """Hold a run's folder (see `core.folder_lock`) while the run goes on. `FolderTaken` if another run holds it.
 
-    Where it ends by an error before its first row of metrics and its first checkpoint, the folder that it made is
-    removed, and so are the parents that it made. A folder that held something before stays as it is.
+    An error before the first row of metrics and the first checkpoint removes the folder and its parents, if this run
+    has made them. A folder that had contents before stays as it is.
     """
     if out is None:
         yield
@@ -52,7 +52,7 @@ def _make(out: Place) -> None:
 
 
 def _has_begun(out: Place) -> bool:
-    """Whether the folder holds more than a start leaves."""
+    """True if the folder holds more than a start leaves."""
     metrics, checkpoint = out / "metrics.jsonl", out / "checkpoint"
     if any(entry.name not in _OF_A_START and not is_lock(entry.name) for entry in out.iterdir()):
         return True

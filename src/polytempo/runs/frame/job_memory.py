@@ -1,7 +1,7 @@
-"""What a worker needs memory for, reckoned from shapes and one batch, and what a process has been seen to take.
+"""The memory of a worker: estimated from shapes and one batch, or measured in a process.
 
-parameters + gradients + optimizer state + activations, or what the optimizer's step needs while it runs
-+ what the strategy remembers + the buffers that it exchanges
+parameters + gradients + optimizer state + activations (or the temporary memory of the optimizer's step, if more)
++ the strategy's memory + the buffers that it exchanges
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from polytempo.training.pipeline.stage_model import StageModel
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PEAK = "5"
-"""What is written to `clear_refs` to begin a new peak."""
+"""This text in `clear_refs` begins a new peak."""
 _STEPS, _PATIENCE_S = 3, 120.0
 _MMAP_THRESHOLD, _LARGE_BYTES = -3, 128 << 10
-"""Of mallopt(3), and what glibc begins with."""
+"""The option of mallopt(3), and glibc's first value of it."""
 
 
 class WorkerMemory(NamedTuple):
     """Bytes of one worker."""
 
     parameters: int
-    """And buffers, such as running statistics. Of a stage: as many versions as it holds."""
+    """Parameters and buffers, such as running statistics; of a stage, all its versions."""
     gradients: int
     optimizer: int
-    """Its state after a step."""
+    """The optimizer's state after a step."""
     temporary: int
-    """What its step needs while it runs."""
+    """The temporary memory of the optimizer's step."""
     activations: int
-    """What autograd keeps of one batch between forward and backward; of a stage, of the micro-batches under way."""
+    """Tensors that autograd keeps of one batch between forward and backward; of a stage, of micro-batches under way."""
     strategy: int
-    """What its transforms remember from step to step."""
+    """The state of the strategy's transforms."""
     exchanged: int
-    """The flat buffers in which gradients or parameters travel."""
+    """The flat buffers of gradients or parameters that travel."""
 
     @property
     def alone(self) -> int:
-        """Of a worker that exchanges nothing."""
+        """Bytes of a worker that exchanges nothing."""
         return self.parameters + self.gradients + self.optimizer + max(self.temporary, self.activations)
 
     @property
     def total(self) -> int:
-        """All of it: activations are gone when the optimizer's step begins."""
+        """All bytes; activations are gone when the optimizer's step begins."""
         return self.alone + self.strategy + self.exchanged
 
 
 def estimated(spec: RunSpec, saved_bytes: int) -> WorkerMemory:
-    """Of a worker with the whole model; `saved_bytes` are the activations of one batch (`JobProfile.saved_bytes`).
+    """The memory of a worker with the whole model; `saved_bytes`: activations of one batch (`JobProfile.saved_bytes`).
 
     Nothing is computed: the model and a step of the optimizer are on the meta device.
     """
@@ -76,11 +76,11 @@ def estimated(spec: RunSpec, saved_bytes: int) -> WorkerMemory:
 
 
 def estimated_stage(spec: RunSpec, parts: Cut) -> WorkerMemory:
-    """Of the worker that needs the most: it has one stage of the job's model, cut in `parts` with a batch of the run.
+    """The largest memory of a worker that has one stage of the job's model, cut in `parts` with a batch of the run.
 
-    parameters x versions that passes under way use, and what is kept of a micro-batch x micro-batches under way
+    parameters x versions that passes under way use, plus saved bytes of a micro-batch x micro-batches under way
 
-    A stage that recomputes keeps what it is sent, and all of one micro-batch. Nothing is computed.
+    A stage that recomputes keeps its inputs, and all of one micro-batch. Nothing is computed.
     """
     schedule, on_meta_device = schedule_of(spec.strategy), on_meta(parts)
     found = []
@@ -98,7 +98,7 @@ def estimated_stage(spec: RunSpec, parts: Cut) -> WorkerMemory:
 
 
 def _reckoned(spec: RunSpec, model: nn.Module, saved_bytes: int) -> WorkerMemory:
-    """`model`: on the meta device, what the worker holds."""
+    """`model`: the worker's part of the model, on the meta device."""
     with torch.device("meta"):
         optimizer = optimizer_of(spec.job, model, spec.lr)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -132,7 +132,7 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Perform it, and count what is new."""
+        """Perform the operator, and count new tensors."""
         out = func(*args, **(kwargs or {}))
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for leaf in () if getattr(func, "is_view", False) else tree_leaves(out):
@@ -147,9 +147,10 @@ class _Live(TorchDispatchMode):
 
 
 def measured_bytes(spec: RunSpec) -> int | None:
-    """The most that a process takes for some steps alone, beyond what it had before it made the model.
+    """The peak of a process that makes some steps alone, in bytes beyond its memory before the model was made.
 
-    It counts pages, so it also has what the allocator and torch's kernels keep. None where the kernel does not say.
+    It counts pages, so memory that the allocator and torch's kernels keep is part of it. None if the kernel does not
+    tell.
     """
 
     def work(rank_info: Any) -> int | None:
@@ -181,10 +182,10 @@ def _measured(spec: RunSpec) -> int | None:
 
 
 def _use_no_heap_for_tensors() -> None:
-    """Let glibc give large blocks back at once.
+    """Let glibc return large blocks to the system when they are freed.
 
-    Otherwise it keeps blocks as large as the largest that was freed before, and the figure depends on what this process
-    has done: a job that takes 1.08 times what is reckoned took 1.26 times after a tensor of 28 MB.
+    Otherwise it keeps blocks as large as the largest that was freed before, and the figure depends on the history of
+    this process: a job of 1.08 times the estimate took 1.26 times after a tensor of 28 MB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -192,7 +193,7 @@ def _use_no_heap_for_tensors() -> None:
 
 
 def _warm() -> None:
-    """Let torch load what any training loads."""
+    """Make one step, so that torch has loaded all that training loads."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, 8)).square().mean().backward()
@@ -200,7 +201,7 @@ def _warm() -> None:
 
 
 def _give_back_what_is_free() -> None:
-    """Pages that glibc keeps from before: tensors would be put there, and the process would not grow by them."""
+    """Return free pages to the system: tensors in them would not make the process grow."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

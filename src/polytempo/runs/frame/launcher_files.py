@@ -1,11 +1,11 @@
-"""Files of a run in its launcher's folder, read and written by processes on hosts that do not see that folder.
+"""Files of a run in its launcher's folder, for processes on hosts that do not see that folder.
 
     process   polytempo://run/checkpoint/…  ──FileRequest──▶  FileServer (a thread of the launcher) ──▶ out/checkpoint/…
               (`launcher_filesystem`)       ◀──FileAnswer──
 
 Names are confined to the run's folder: no "..", no link, nothing absolute. Content travels in parts of bounded size; a
-file appears whole, when its last part has come. The channel has CURVE keys of its own, which travel with a process's
-order alone.
+file appears whole, when its last part has come. The channel has CURVE keys of its own; they travel with a process's
+order only.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _LOOK_S = 0.1
 
 
 class FileRequest(Struct, frozen=True):
-    """`verb` is list, info, get, put or remove; a request that comes twice does what it did before."""
+    """`verb` is list, info, get, put or remove; a repeated request has the same effect as one."""
 
     number: int
     verb: str
     name: str
-    """Relative to the run's folder, parts parted by slashes; "" is the folder itself."""
+    """A path relative to the run's folder, with slashes; "" is the folder."""
     offset: int = 0
     content: bytes = b""
     last: bool = False
-    """Of a put: the file is complete with this part."""
+    """True if a put completes the file with this part."""
     upload: int = 0
-    """Of a put: the same for all parts of one file, and for no other file of this process."""
+    """The number of a put file, equal in all its parts, and different for each file of a process."""
 
 
 class FileAnswer(Struct, frozen=True):
@@ -51,13 +51,13 @@ class FileAnswer(Struct, frozen=True):
 
     number: int
     error: int = 0
-    """An errno; 0: it was done."""
+    """An errno, or 0 for success."""
     reason: str = ""
     size: int = 0
     is_folder: bool = False
     content: bytes = b""
     entries: tuple[tuple[str, int, bool], ...] = ()
-    """Of a list: name, size, whether it is a folder."""
+    """The entries of a list: name, size, True for a folder."""
 
 
 class OutFolder:
@@ -66,12 +66,12 @@ class OutFolder:
     def __init__(self, out: Path) -> None:
         self._out = out
         self._parts: dict[Path, int] = {}
-        """Files that are being put, under a name aside -> the bytes that have come."""
+        """Unfinished files, under a temporary name -> their bytes so far."""
         self._done: dict[bytes, int] = {}
-        """For each process its last upload that is complete: a last part may come twice."""
+        """Process -> its last complete upload: a last part may come twice."""
 
     def perform(self, peer: bytes, request: FileRequest) -> FileAnswer:
-        """The answer; an error of the disk, or a name that is refused, is one, too."""
+        """The answer; errors of the disk and refused names are answers, too."""
         try:
             path = self._path(request.name)
             match request.verb:
@@ -97,7 +97,7 @@ class OutFolder:
         return FileAnswer(request.number)
 
     def close(self) -> None:
-        """Remove what was not put to its end."""
+        """Remove unfinished files."""
         for part in self._parts:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class OutFolder:
         parts = name.split("/") if name else []
         wrong = any(not part or part in (".", "..") or "\\" in part or "\0" in part for part in parts)
         if wrong or len(parts) > _MOST_DEPTH or len(name.encode()) > _MOST_NAME_BYTES:
-            raise PermissionError(errno.EPERM, f"{name!r} is no name in the run's folder")
+            raise PermissionError(errno.EPERM, f"{name!r} is not a name in the run's folder")
         path = self._out
         for part in parts:
             path = path / part
@@ -125,7 +125,7 @@ class OutFolder:
         before = f".{path.name}.{peer.hex()}."
         part = path.with_name(f"{before}{request.upload}.part")
         if len(request.content) > PART_BYTES or len(self._parts) >= _MOST_PARTS:
-            raise OSError(errno.EFBIG, "too much at once")
+            raise OSError(errno.EFBIG, "this part is too large, or too many files are unfinished")
         if request.offset == 0 and part not in self._parts:
             for old in [each for each in self._parts if each.parent == part.parent and each.name.startswith(before)]:
                 old.unlink(missing_ok=True)  # given up
@@ -154,7 +154,7 @@ class OutFolder:
 
 
 class FileServer:
-    """Serves `out` at `host`, on any free port, to those with its keys, by a thread of this process."""
+    """A thread that serves `out` at `host`, on any free port, to processes that have its keys."""
 
     def __init__(self, out: Path, host: str) -> None:
         self._keys, self._folder = make_keys(), OutFolder(out)
@@ -166,11 +166,11 @@ class FileServer:
         self._thread.start()
 
     def to_plain(self) -> dict[str, Any]:
-        """What a process needs, as JSON takes it. It is a secret: it travels with the process's order alone."""
+        """The address and keys for a process, as JSON takes them: a secret, which travels with its order only."""
         return {"address": self._channel.address, "keys": self._keys.to_plain(), "mark": self._mark}
 
     def close(self) -> None:
-        """End the thread, and listen no more."""
+        """End the thread, and close the port."""
         self._over.set()
         self._thread.join()
         self._channel.close(_LOOK_S)
@@ -185,7 +185,7 @@ class FileServer:
 
 @contextmanager
 def served_files(out: object, address: EngineAddress, given: dict[str, Any]) -> Iterator[None]:
-    """Inside, `given` says how processes reach the launcher's folder; nothing where all see it anyway."""
+    """Serve the launcher's folder, and put the access to it into `given`, unless all processes see the folder."""
     if address.shares_files or not isinstance(out, Path):
         yield
         return

@@ -29,14 +29,14 @@ _uploads = count(1)
 
 
 class Asks(Protocol):
-    """Hands a request to the launcher, and waits for its answer."""
+    """Passes a request to the launcher, and waits for its answer."""
 
     def ask(self, request: FileRequest) -> FileAnswer:
-        """The answer. OSError where there is none, or where it says that it was not done."""
+        """The answer. OSError without an answer, or for an answer with an error."""
 
 
 def checked(answer: FileAnswer, name: str) -> FileAnswer:
-    """The same, or the OSError that it tells of."""
+    """The answer, or its OSError."""
     if answer.error:
         raise OSError(answer.error, answer.reason, f"{URL}/{name}")
     return answer
@@ -65,7 +65,7 @@ class FileClient:
         raise TimeoutError(f"{URL}/{request.name}: the run's launcher did not answer for {_DEADLINE_S:g} s")
 
     def close(self) -> None:
-        """Part from the launcher."""
+        """Close the connection."""
         self._channel.close()
 
 
@@ -139,7 +139,7 @@ class LauncherFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
 
 
 def with_launcher_files(spec: RunSpec, setting: Mapping[str, Any]) -> RunSpec:
-    """The run as this process sees it: its folder by a URL, where this host does not see the launcher's folder."""
+    """The run with a URL as its folder, if this host does not see the launcher's folder."""
     given, out = setting.get("files"), spec.options.out
     if given is None or not isinstance(out, Path) or bears(out, given["mark"]):
         return spec

@@ -1,4 +1,4 @@
-"""`LiveRun`: what a launcher knows of its run while it goes on, written to `live.json` about once a second."""
+"""`LiveRun`: the launcher's knowledge of its run, written to `live.json` about once a second."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from polytempo.report.status.live_status import (
 from polytempo.spec.run_spec import RunSpec
 
 WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
-"""On this host's disk, and where a URL names the folder, whose every file may take a request over the network."""
-_MOST_WHY = 300
+"""The interval on this host's disk, and the interval for a URL: each file of it may be a request over the network."""
+_MOST_WHY, _MOST_EVENTS = 300, 200
 
 Row = Mapping[str, Any]
 
@@ -39,23 +39,48 @@ class RunHistory(Protocol):
 
     @property
     def events(self) -> Sequence[Mapping[str, Any]]:
-        """The faults: who, how, at_s, then."""
+        """The faults, with the keys who, how, at_s, then."""
 
     @property
     def group(self) -> Mapping[str, Any] | None:
-        """The present group of an elastic run: generation, step, members."""
+        """The present group of an elastic run, with the keys generation, step, members."""
+
+
+class RunEvents:
+    """Processes that died or fell silent, and the consequences. `say` receives each as a line of text."""
+
+    def __init__(self, say: Callable[[str], object] = lambda line: None) -> None:
+        self._say = say
+        self.restarts = 0
+        """The number of processes that were started in the place of others."""
+        self.events: list[dict[str, Any]] = []
+        """The first events, with the keys who, how, at_s (seconds since the run's begin), then."""
+
+    def add(self, who: str, how: str, at_s: float, then: str) -> None:
+        """Add an event: `who` "was killed by SIGKILL" (`how`) at `at_s`; `then` is the consequence."""
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append({"who": who, "how": how, "at_s": round(at_s, 3), "then": then})
+        self._say(f"{at_s:.1f} s: {who} {how}; {then}")
+
+    @property
+    def group(self) -> None:
+        """None: the processes of the run are not an elastic group."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The events' part of a result's `server`."""
+        return {"events": self.events, "restarts": self.restarts}
 
 
 class LiveRun:
-    """Around a run with the folder `out` (None: nothing is written).
+    """The status of a run with the folder `out` (None: nothing is written).
 
         with LiveRun(out, spec, history) as live:
             engine = live.watching(engine)       # sees processes start and end
             record = live.noting(record)         # sees rows of metrics
 
-    The file is written when the run begins, when it ends, however it does, and while `poll` is called: at most once a
-    second, or every 15 s where a URL names the folder. A file that cannot be written ends no run. Cost: some 200 bytes
-    for each process and second.
+    The file is written when the run begins, when it ends, and during `poll`: at most once a second, or every 15 s if
+    `out` is a URL. A run goes on without a file that cannot be written. Cost: 200 bytes for each process and second.
     """
 
     def __init__(
@@ -70,18 +95,18 @@ class LiveRun:
         self._rows: dict[int, Row] = {}
         """The last row of each worker."""
         self._delays: dict[int, float | None] = {}
-        """How late the updates of each stage of a pipeline were, as the last row that said it has it."""
+        """The delay of updates of each stage of a pipeline, from the last row with a delay."""
         self._last: dict[str, Row] = {}
         """The last row of each kind."""
 
     def watching(self, engine: Engine) -> Engine:
-        """`engine`, whose processes are seen from here."""
+        """`engine`, with this object as an observer of its processes."""
         if self._out is None:
             return engine
         return _WatchedPreempting(engine, self) if isinstance(engine, Preempting) else _WatchedEngine(engine, self)
 
     def noting(self, show: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-        """`show`, whose rows are seen from here."""
+        """`show`, with this object as an observer of its rows."""
 
         def noted(row: dict[str, Any]) -> None:
             self._last[row["kind"]] = row
@@ -96,7 +121,7 @@ class LiveRun:
         return noted
 
     def started(self, process: EngineProcess) -> None:
-        """A process was started. Members of an elastic run that have ended make room for those that come."""
+        """Take the start of a process. New members of an elastic run replace members that have ended."""
         if process.role.kind == "member":
             gone = [node for node, each in self._processes.items() if each.exit_code is not None]
             for node in gone:
@@ -104,7 +129,7 @@ class LiveRun:
         self._processes[process.role.node] = process
 
     def look(self) -> None:
-        """Write, if it is time to."""
+        """Write, if the interval is over."""
         if self._clock() >= self._next_s:
             self._write("running")
 
@@ -134,7 +159,7 @@ class LiveRun:
         )
 
     def _train(self) -> dict[str, Any] | None:
-        """The last row about training; its noise scale is that of all workers that have told theirs."""
+        """The last row about training, with the noise scale of all workers that have one."""
         row = _plain(self._last.get("train"))
         if row is not None and "noise_scale" in row and self._rows:
             row["noise_scale"] = noise_of(self._rows.values())
@@ -178,7 +203,7 @@ class LiveRun:
 
 
 class _WatchedEngine:
-    """An engine, and a `LiveRun` that sees what it does. See `Engine`."""
+    """An `Engine` with a `LiveRun` as an observer."""
 
     def __init__(self, engine: Engine, live: LiveRun) -> None:
         self._engine, self._live = engine, live
@@ -206,7 +231,7 @@ class _WatchedEngine:
 
 
 class _WatchedPreempting(_WatchedEngine):
-    """The same of an engine that passes SIGTERM on."""
+    """An engine that passes SIGTERM on, with an observer."""
 
     def preempt(self) -> None:
         """See `Preempting`."""

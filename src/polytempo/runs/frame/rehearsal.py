@@ -1,7 +1,7 @@
-"""A rehearsal: before a run starts its workers, one process makes everything that a worker makes, and one gradient.
+"""A rehearsal: before a run starts its workers, one process makes all parts of a worker, and one gradient.
 
-So a mistake in a job is one error in the launcher, before there is a folder, instead of one in each worker. It is a
-process of its own because its random numbers, threads and memory must not be the launcher's.
+So a mistake in a job is one error in the launcher, before there is a folder, instead of an error in each worker. The
+process keeps its random numbers, threads and memory away from the launcher.
 """
 
 from __future__ import annotations
@@ -34,31 +34,30 @@ from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.precision.masters import masters_of
 
 _PATIENCE_S = 60.0
-"""A rehearsal that takes longer, for the data say, is given up, and the run begins."""
+"""A longer rehearsal, of large data for example, is given up, and the run begins."""
 _SMAPS = Path("/proc/self/smaps_rollup")
 _KNOWN: WeakKeyDictionary[Job, dict[Any, Rehearsed]] = WeakKeyDictionary()
 _FITTED: WeakKeyDictionary[Job, set[Any]] = WeakKeyDictionary()
-"""The options and strategies, by name, that a job has been rehearsed with."""
+"""Job -> options and names of strategies that have been rehearsed with it."""
 
 
 class Rehearsed(NamedTuple):
-    """What a rehearsal found out."""
+    """The findings of a rehearsal."""
 
     samples: int | None
-    """Of the training data; None where the rehearsal came to no end, or the data have no length."""
+    """Samples of the training data; None if the rehearsal came to no end, or the data have no length."""
     private_bytes: int
-    """Memory that the process had for itself, beside what it shared with the launcher; 0 where that is not known."""
+    """Memory that the process did not share with the launcher; 0 if it is unknown."""
     warned: tuple[str, ...]
-    """What the model, the loss and the optimizer warned of."""
+    """Warnings of the model, the loss and the optimizer."""
 
 
 def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
-    """Make the job's parts in a process of its own, and the gradient of one batch. `specs`: by one strategy each.
+    """Make the job's parts in a process of its own, and the gradient of one batch. `specs` have one strategy each.
 
-    Errors: ValueError and JobFailed as `spec.job_calls` says them, of what any of the functions does wrong, and of a
-    strategy that does not fit. A process that dies, or takes a minute, says nothing here: the run itself will. Cost: a
-    worker's start (the data are read once more) and one step; in a process the same job, options and strategies are
-    rehearsed once.
+    Errors: ValueError and JobFailed of `spec.job_calls`, for wrong functions of the job and for a strategy that does
+    not fit. A process that dies, or takes a minute, fails in the run and not here. Cost: a worker's start (the data are
+    read once more) and one step; the same job, options and strategies are rehearsed once in a process.
     """
     spec, options = specs[0], specs[0].options
     known = _KNOWN.setdefault(spec.job, {})
@@ -135,7 +134,7 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
 
 
 def _private_bytes() -> int:
-    """Memory of this process that no other process has."""
+    """Memory of this process that it shares with no other process."""
     try:
         lines = _SMAPS.read_text(encoding="ascii").splitlines()
     except OSError:

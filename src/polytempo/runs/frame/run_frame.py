@@ -6,6 +6,9 @@ folder ─ logs ─ live status ─ rows as progress ─ [ engine ─ files for 
 from __future__ import annotations
 
 import math
+import secrets
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,14 +19,14 @@ import torch
 
 from polytempo.core.system import files
 from polytempo.core.system.notice import Notice, noticed
+from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import Engine, EngineSetup, Launch
+from polytempo.engines.processes import janitor
 from polytempo.engines.processes.failures import diverged
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.events import RunEvents
 from polytempo.runs.frame.launcher_files import served_files
-from polytempo.runs.frame.live_run import LiveRun, RunHistory
-from polytempo.runs.frame.run_logs import logs_of
+from polytempo.runs.frame.live_run import LiveRun, RunEvents, RunHistory
 from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -47,7 +50,7 @@ class RunFrame:
         self.given: dict[str, Any] = {}
         """Further facts for processes that do not see the folder (see `launcher_files`)."""
         self.notice: Notice | None = None
-        """True if this process was asked to leave. None: that ends it as any other process."""
+        """Given when this process has to leave. None: SIGTERM ends this process."""
         self._live, self._logs, self._stack = live, logs, stack
         self._writer: MetricsWriter | None = None
 
@@ -58,13 +61,13 @@ class RunFrame:
         return self._live.watching(engine)
 
     def heed(self) -> Notice | None:
-        """From now on SIGTERM is noticed, where the run can be saved."""
+        """Turn SIGTERM into a notice from now on, if the run can be saved."""
         if self.out is not None:
             self.notice = self._stack.enter_context(noticed(self.spec.options.grace_s))
         return self.notice
 
     def keep_rows(self, resumed_at: int | None, scored_again: float = math.inf) -> None:
-        """Write the rows that `record` takes into the folder, behind those that a resumed run keeps."""
+        """Write the rows of `record` into the folder, after the rows that a resumed run keeps."""
         if self.out is not None:
             writer = MetricsWriter(self.out / "metrics.jsonl", resumed_at=resumed_at, scored_again=scored_again)
             self._writer = self._stack.enter_context(writer)
@@ -78,26 +81,45 @@ class RunFrame:
 
 @contextmanager
 def framed(spec: RunSpec, progress: Progress | None, history: RunHistory | None = None) -> Iterator[RunFrame]:
-    """A frame around a run. `history`: the fate of its processes, for the live status."""
+    """A frame around a run. `history`: the events of its processes, for the live status."""
     out = spec.options.out and spec.options.out.resolve()
     if out is not None:
         files.run_folder(out)
     with ExitStack() as stack:
-        logs = stack.enter_context(logs_of(out))
+        logs = stack.enter_context(_logs_of(out))
         live = stack.enter_context(LiveRun(out, spec, history or RunEvents()))
         stack.enter_context(diverged())
         show = live.noting(stack.enter_context(show_rows(progress, spec)))
         yield RunFrame(replace(spec, options=replace(spec.options, out=out)), live, logs, show, stack)
 
 
+@contextmanager
+def _logs_of(out: Place | None) -> Iterator[Path | None]:
+    """The local folder of processes' logs, in the run's folder, or copied there at the end if it is a URL."""
+    if not isinstance(out, UrlPath):
+        yield None if out is None else out / "logs"
+        return
+    home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+    with janitor.swept(home):
+        logs = home / "logs"
+        try:
+            yield logs
+        finally:
+            for log in sorted(logs.iterdir()) if logs.is_dir() else []:
+                try:
+                    (out / "logs" / log.name).upload(log)
+                except OSError as error:  # without a log the run goes on
+                    print(f"note: {log.name} is not in {out}: {error}", file=sys.stderr)
+
+
 def with_page(result: Result, spec: RunSpec) -> Result:
-    """The result of a run that is over, with the page that it leaves in its folder, if it has one."""
+    """The result of a run that is over. Its page is written into the run's folder, if there is one."""
     return result if spec.options.out is None else reported(result, spec.options.out)
 
 
 @contextmanager
 def torch_threads(number: int = 1) -> Iterator[None]:
-    """Let this process compute with so many threads inside. OpenMP's would not survive a fork, but for one."""
+    """Let this process compute with `number` threads. Of OpenMP's threads only one survives a fork."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

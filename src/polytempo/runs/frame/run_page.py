@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, and the page that it leaves."""
+"""The progress that a run shows, and the page that it leaves."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def reported(result: Result, out: Place) -> Result:
 
 @contextmanager
 def virtual_rows(spec: RunSpec, progress: Progress | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes the rows of a simulated run: they go into its folder, if it has one, and are shown.
+    """A function that shows rows of a simulated run, and writes them into its folder, if it has one.
 
-    The file is a new one from the first row on: a run that is refused before leaves an older one as it is.
+    The first row begins a new file, so a run that is refused before leaves an older file as it is.
     """
     out, writers = spec.options.out, list[MetricsWriter]()
     with show_rows(progress, spec, "virtual ") as show, ExitStack() as stack:
@@ -49,7 +49,7 @@ def virtual_rows(spec: RunSpec, progress: Progress | None) -> Iterator[Callable[
 
 @contextmanager
 def show_rows(progress: Progress | None, spec: RunSpec, kind: str = "") -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that shows rows of metrics as progress, where there is one to show. `kind`: "virtual " workers."""
+    """A function that shows rows of metrics as progress, if there is a `progress`. `kind`: "virtual " workers."""
     if progress is None:
         yield lambda row: None
         return

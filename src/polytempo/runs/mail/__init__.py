@@ -1,1 +1,1 @@
-"""How the processes of a run find each other's mailboxes."""
+"""The mailboxes of a run's processes, which find each other on one host or on several."""

@@ -1,12 +1,12 @@
-"""How the processes of a run on several hosts find each other's mailboxes: by the coordinator's address book.
+"""Mailboxes of a run's processes on several hosts, which find each other by the coordinator's address book.
 
 launcher   KeeperMail: the coordinator's mailbox, and the book          its address and the keys come with each order
 host 1     worker 0 ◀─ files, shared memory ─▶ shard 0
-              ▲ TCP, encrypted                                          which way: `Place.seen_from`
+              ▲ TCP, encrypted                                          chosen by `Place.seen_from`
 host 2     shard 1
 
-A host's shared memory (`HostMemory`) is made by the process there that forks the others. Without it a process has
-no near end, and all its mail goes over TCP.
+A process that forks the others of its host makes their shared memory (`HostMemory`). Without it all mail of a process
+goes over TCP.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from polytempo.wire.two_ends import TwoEnds
 from polytempo.wire.zeromq import Mailbox, MailCounts
 
 _ASK_S = 0.25
-"""How often a process says where it is until the keeper has answered, and asks for a node that it does not know."""
+"""A process sends its address at this interval until the keeper has answered, and requests for unknown nodes."""
 _REPAIR_S = 2.0
-"""How often it asks what has changed anyway: the message that said so may have been lost with a connection."""
+"""The interval of requests for changes: the message about a change may have been lost with a connection."""
 _MOST_HELD = 16
 
 
 class HostMemory(NamedTuple):
-    """What the processes that one process has forked share. Made before they are."""
+    """The memory and folder that the processes of one parent share, made before they are forked."""
 
     number: int
-    """Equal for those processes, and for no others of the run."""
+    """A number of these processes only."""
     folder: Path
     """A private folder (mode 0700) for their sockets."""
     arenas: Arenas
 
 
 def host_memory(setting: Mapping[str, Any], number: int, home: Path) -> HostMemory | None:
-    """The memory, and a folder in `home`, for the run that `setting` is of; None where its processes share none."""
+    """The memory, and a folder in `home`, for the run of `setting`; None if its processes share no memory."""
     wanted = setting.get("memory")
     if wanted is None:
         return None
@@ -54,10 +54,10 @@ def host_memory(setting: Mapping[str, Any], number: int, home: Path) -> HostMemo
 
 
 class Ends(Protocol):
-    """What a node's mail needs of its mailbox: `TwoEnds`, or a `Mailbox`."""
+    """The mailbox below a node's mail: `TwoEnds`, or a `Mailbox`."""
 
     def connect(self, node: int, address: str) -> None:
-        """Write to `node` there from now on."""
+        """Set the address of `node`."""
 
     def post(self, to: int, message: Message) -> bool:
         """Send without waiting."""
@@ -66,11 +66,11 @@ class Ends(Protocol):
         """The next (source, message)."""
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave, and close."""
+        """Send posted messages for `linger_s`, and close."""
 
 
 class KeeperMail:
-    """The coordinator's mailbox at `host`, and the address book of all nodes. Messages about addresses stay in it."""
+    """The coordinator's mailbox at `host`, with the address book of all nodes, which takes messages about addresses."""
 
     def __init__(self, node: int, host: str, keys: Keys, most_bytes: int) -> None:
         self._mail = Mailbox(node, f"tcp://{host}:*", keys, limits_of(most_bytes))
@@ -79,11 +79,11 @@ class KeeperMail:
 
     @property
     def counts(self) -> MailCounts:
-        """What has come and gone, and was refused."""
+        """Counts of received, sent and refused messages."""
         return self._mail.counts
 
     def mailbox(self, node: int, *, own_process: bool = False) -> KeeperMail:
-        """See `Mailboxes.mailbox`: there is this one."""
+        """See `Mailboxes.mailbox`."""
         assert node == self._node, f"this is the mailbox of node {self._node}"
         return self
 
@@ -103,7 +103,7 @@ class KeeperMail:
                 self.post(to, answer)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave, and close."""
+        """See `Ends.close`."""
         self._mail.close(linger_s)
 
 
@@ -147,7 +147,7 @@ class BookMail:
         self._keeper, self._keeper_address = keeper
         self._asked_s = -math.inf
         self._held: dict[int, deque[Message]] = {}
-        """Node -> messages that leave as soon as it is known where it is."""
+        """Node -> messages that wait for its address."""
         self._ask()
 
     def post(self, to: int, message: Message) -> bool:
@@ -177,7 +177,7 @@ class BookMail:
                 self._release()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave, and close."""
+        """See `Ends.close`."""
         self._lines.ends.close(linger_s)
 
     def _address_of(self, node: int) -> str | None:
@@ -202,7 +202,7 @@ class BookMail:
 
 
 class _Lines:
-    """The lines of a mailbox, each made when it is first needed, and made anew when a node has another address."""
+    """The lines of a mailbox, each made when it is first needed, and again when a node has another address."""
 
     def __init__(self, ends: Ends) -> None:
         self.ends = ends

@@ -1,7 +1,7 @@
-"""How the processes of a run that share a private folder find each other's mailboxes, by node number.
+"""Mailboxes of processes that share a private folder. They find each other in it by node number.
 
 shared   home/mail/n3           a socket in the run's private folder; tensors stay in shared memory
-tcp      home/mail/n3.address   where node 3 listens; encrypted with the keys in home/keys (mode 0600)
+tcp      home/mail/n3.address   the address of node 3; encrypted with the keys in home/keys (mode 0600)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Transport = Literal["shared", "tcp"]
 """Shared memory and sockets without a port, or encrypted TCP on loopback, as between hosts."""
 
 _LOOK_S = 0.05
-"""How often it is looked whether a node listens elsewhere by now."""
+"""The interval between two looks at a node's address."""
 _IDLE_S = 60.0
-"""A line on which nothing was posted for so long is closed when another one is made: its node may be gone for good."""
+"""A line without posts for so long is closed when another line is made: its node may be gone for good."""
 
 
 class MailboxDirectory:
@@ -67,9 +67,9 @@ class MailboxDirectory:
 
 
 class NodeMail:
-    """A mailbox that finds every other node's by its number, also when that node is started anew elsewhere.
+    """A mailbox that finds every other node by its number, also if that node is started again elsewhere.
 
-    `find(node)` is its address, None as long as it has none. `moves`: whether it may be another one later.
+    `find(node)` is its address, None as long as it has none. `moves`: addresses may change.
     """
 
     def __init__(self, node: int, mailbox: Mailbox, find: Callable[[int], str | None], *, moves: bool = True) -> None:
@@ -77,9 +77,9 @@ class NodeMail:
         self._known: dict[int, str] = {}
         """Node -> its address."""
         self._looked_s: dict[int, float] = {}
-        """Node -> when its address was last looked at."""
+        """Node -> time of the last look at its address."""
         self._posted_s: dict[int, float] = {}
-        """Node -> when something was last posted to it."""
+        """Node -> time of the last post to it."""
 
     def post(self, to: int, message: Message) -> bool:
         """Send without waiting, to a node that may not be there yet."""
@@ -90,7 +90,7 @@ class NodeMail:
         return self._mailbox.take(wait_s)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave, and close."""
+        """Send posted messages for `linger_s`, and close."""
         self._mailbox.close(linger_s)
 
     def _reaches(self, node: int) -> bool:
@@ -117,7 +117,7 @@ class NodeMail:
 
 
 def addresses_in(folder: Path) -> Callable[[int], str | None]:
-    """Node -> the address in its file; None where there is none."""
+    """A function from a node to the address in its file; None without a file."""
 
     def find(node: int) -> str | None:
         try:
@@ -129,7 +129,7 @@ def addresses_in(folder: Path) -> Callable[[int], str | None]:
 
 
 def socket_in(home: Path, node: int) -> str:
-    """The address of `node` where all processes have the folder `home`, and use no ports."""
+    """The address of `node` if all processes have the folder `home`, and use no ports."""
     return f"ipc://{_folder_in(home)}/n{node}"
 
 

@@ -135,7 +135,7 @@ def attach_served(
         )
     check_served(model, optimizer, strategy, strategy.features, options.buffers)
     _check_servers(world, strategy)
-    if world.life == 1:  # one that comes back gets all of it from the server
+    if world.life == 1:  # a rank that comes back gets all of it from the server
         world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
     if world.life == 1 and world.size > 1:
         world.drive(begin_alike(ports.data, model, optimizer))
@@ -146,7 +146,7 @@ def attach_served(
 
 
 def _check_servers(world: ProcessWorld, strategy: Strategy) -> None:
-    """Raise ValueError where copies of a shard would lie on one server, or a server would hold nothing."""
+    """Raise ValueError if two copies of a shard would be on one server, or a server would hold nothing."""
     service = strategy.server
     if world.servers is None or service is None:
         return

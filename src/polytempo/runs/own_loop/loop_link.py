@@ -1,4 +1,4 @@
-"""How the ranks of a loop of one's own reach its parameter server, which rank 0 starts beside itself.
+"""Connections of the ranks of a loop of one's own to its parameter server, which rank 0 starts beside itself.
 
 one host         rank 0 ── home ──▶ ranks      sockets in a folder of mode 0700: no port, no key
 several hosts    rank 0 ── address, keys ──▶ ranks      TCP with CURVE keys, from POLYTEMPO_KEYS or made for the run
@@ -39,16 +39,16 @@ from polytempo.worlds import ProcessWorld
 from polytempo.worlds.process.process_world import ServerRanks
 
 _LOOK_S = 0.25
-"""How often a rank that waits looks whether the server still runs."""
+"""A waiting rank looks for the server's process at this interval."""
 _SILENT_S = 30.0
-"""The same, where it is on another host: the server says something several times a second."""
+"""A server on another host is lost after this silence: it sends messages several times a second."""
 _STARTING_S = 120.0
-"""How long the server's process may take to start."""
+"""The time that the server's process has to start."""
 _LINGER_S = 1.0
 
 
 class LoopServerStart:
-    """See `training.dealt_epochs.ServerStart`. Rank 0 starts an interpreter at once: it loads torch meanwhile."""
+    """See `training.dealt_epochs.ServerStart`. Rank 0 starts an interpreter here, which loads torch meanwhile."""
 
     def __init__(self, world: ProcessWorld) -> None:
         self._process = ServerProcess() if world.rank == 0 else None
@@ -59,7 +59,7 @@ class LoopServerStart:
             self._process.end(0.0)
 
     def link(self, world: ProcessWorld, facts: LoopFacts) -> LoopLink:
-        """Begin to serve, and connect this rank; one that has come back is connected to what serves already."""
+        """Begin to serve, and connect this rank; a rank that has come back is connected to the present server."""
         if world.life > 1:
             return _rejoined(world, facts)
         servers = world.servers
@@ -147,7 +147,7 @@ def _rejoined(world: ProcessWorld, facts: LoopFacts) -> LoopLink:
 
 
 def _keys_again(world: ProcessWorld, told: Mapping[str, Any]) -> Keys:
-    """The run's keys for a rank that has come back: those in the file, or, on one host, in the server's folder."""
+    """The run's keys for a rank that has come back, from the file of keys, or, on one host, the server's folder."""
     path = os.environ.get(KEYS)
     if path is None and (world.servers is None or world.servers.spread):
         raise ValueError(
@@ -158,11 +158,11 @@ def _keys_again(world: ProcessWorld, told: Mapping[str, Any]) -> Keys:
 
 
 class _Place(NamedTuple):
-    """Where a rank is."""
+    """The process and host of a rank."""
 
     process: int
     host: str
-    """Where others can reach it."""
+    """Others reach the rank at this address."""
 
 
 def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> ServerLine:
@@ -175,16 +175,16 @@ def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> Server
             "is rank 0's, says why"
         ) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PolytempoError(f"{home} is not a private folder of this user, so what listens there is not the server")
+        raise PolytempoError(f"{home} is not a private folder of this user, so the process there is not the server")
     mailbox = Mailbox(rank, socket_in(home, rank), None, limits_of(facts.plan.mail_bytes))
     return NodeMail(rank, mailbox, lambda node: socket_in(home, node), moves=False)
 
 
 class WatchedMail:
-    """A rank's mailbox that notices the end of the server, whose coordinator is node `coordinator`.
+    """A rank's mailbox that notices the end of the server. `coordinator` is the server's node.
 
-    `process`: the server's, where it is on this host. `take` raises PolytempoError when the server has failed or is
-    gone.
+    `process`: the server's process if it is on this host. `take` raises PolytempoError when the server has failed or
+    is gone.
     """
 
     def __init__(self, mail: ServerLine, coordinator: int, *, process: int | None) -> None:
@@ -216,7 +216,7 @@ class WatchedMail:
                 return None
 
     def close(self, linger_s: float) -> None:
-        """Let what was posted leave, and close."""
+        """See `worlds.mail.Mail`."""
         self._mail.close(linger_s)
 
     def _look(self) -> None:
@@ -263,7 +263,7 @@ class LoopLink:
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this host runs; one that has ended and that no process has collected does not."""
+    """True if a process of this host runs; an uncollected process that has ended does not."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
     if os.path.isdir("/proc/self"):
@@ -276,7 +276,7 @@ def _runs(process: int) -> bool:
 
 
 def _own_address() -> str:
-    """Where the other hosts can reach this one: the address from which it would write to rank 0's."""
+    """The address of this host for others: the source address of its packets to rank 0's host."""
     place = recognise(os.environ)
     if place.master_address is None:
         return "127.0.0.1"
@@ -284,7 +284,7 @@ def _own_address() -> str:
 
 
 def _agreed_keys(world: ProcessWorld, *, spread: bool) -> Keys:
-    """The run's keys on all ranks: those in the file, or new ones of rank 0, which travel as torch's messages do."""
+    """The run's keys on all ranks, from the file of keys, or made by rank 0; these travel as torch's messages do."""
     path = os.environ.get(KEYS)
     everywhere = world.drive(gather_json(world.port, path is not None))
     if any(everywhere) and not all(everywhere):

@@ -4,7 +4,7 @@ rank 0 ── LoopFacts (JSON, vectors) ──▶ LoopServer ── fork ──�
                                                    └─ agents of ranks that serve ── fork ──▶ copies of shards
 every rank ◀── mail: tickets, weights, gradients ──▶ both
 
-Ranks are no children of it: it sees on its own host that one has ended, and deals its batches to the others.
+Ranks are not its children: it looks for the ends of ranks on its own host, and deals their batches to the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,10 +28,11 @@ from polytempo.engines.local_engine import Local
 from polytempo.engines.processes import janitor
 from polytempo.engines.remote.messages import TravellingRun
 from polytempo.engines.remote.remote_engine import opened_remote
-from polytempo.runs.frame.events import RunEvents
+from polytempo.engines.remote.starter import StartedAgent
+from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.mail.host_mail import HostMailboxes, KeeperMail
 from polytempo.runs.mail.mailbox_directory import MailboxDirectory
-from polytempo.runs.own_loop.rank_agents import RankAgents
 from polytempo.runs.own_loop.shard_copy import hold_shard
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
@@ -49,11 +50,11 @@ from polytempo.worlds.process.mail import MailWorld
 
 _MOST_EPOCHS = 1 << 24
 _GRACE_S = 3.0
-"""How long copies may take to end by themselves."""
+"""The time that copies have to end."""
 _LINGER_S = 1.0
-"""How long last messages may take to leave."""
+"""The time that last messages have to leave."""
 _STOPPED_S = 30.0
-"""A rank that a signal has stopped is lost after so long."""
+"""A rank that a signal has stopped for so long is lost."""
 
 
 class ServerLine(Protocol):
@@ -66,18 +67,18 @@ class ServerLine(Protocol):
         """The next (source, message)."""
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave, and close."""
+        """Send posted messages for `linger_s`, and close."""
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in an address: an IPv6 address in brackets."""
+    """A host as a part of an address: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 class LoopServer:
-    """One loop's server. `order`: the ranks' process ids, the keys, this host, and which ranks serve.
+    """One loop's server. `order`: the ranks' process ids, the keys, this host, and the ranks that serve.
 
-    `say(line)` is heard by rank 0; `orders`: a descriptor from which rank 0's last word can be read.
+    `say(line)` sends a line to rank 0; `orders` is the descriptor of rank 0's last message.
     """
 
     def __init__(
@@ -103,13 +104,13 @@ class LoopServer:
         self._folder: Path | None = None
         self._ranks = _Ranks(order["processes"])
         self._lost = set[int]()
-        """The first ranks of the replicas that are lost."""
+        """The first ranks of lost replicas."""
         self._zero_s = time.monotonic()
 
     # ------------------------------------------------------------------ the process's life
 
     def serve(self) -> dict[str, Any]:
-        """Be the server until the loop ends; what there is to say of it."""
+        """Be the server until the loop ends; returns its account of the loop."""
         facts = self.facts
         with ExitStack() as stack:
             setting = self._setting if facts.servers else dict
@@ -139,7 +140,7 @@ class LoopServer:
 
     @contextmanager
     def _on_servers(self, launch: Launch) -> Iterator[Engine]:
-        """The engine whose processes are on the ranks that serve."""
+        """The engine for processes on the ranks that serve."""
         order, blobs = self._order["servers"], self.facts.blobs
         home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
         run = TravellingRun(json.dumps(self.facts.to_plain()), self.topology, b"".join(blobs))
@@ -160,7 +161,7 @@ class LoopServer:
                 yield engine
 
     def _meet(self, home: Path | None) -> tuple[ServerLine, Mailboxes, str]:
-        """The coordinator's line, the mailboxes of the copies, and where ranks of other hosts reach the coordinator."""
+        """The coordinator's line, the mailboxes of the copies, and the coordinator's address for other hosts."""
         node, most_bytes = self.topology.coordinator, self.plan.mail_bytes
         if self._order["keys"] is None:
             assert home is not None
@@ -177,20 +178,15 @@ class LoopServer:
             world.drive(serve(world.port, launcher))
         except BaseException as error:
             for rank in self.topology.workers:
-                self._line.post(
-                    rank,
-                    RunFailed(
-                        f"{error}" if isinstance(error, _LoopEnded) else f"the parameter server has ended: {error}"
-                    ),
-                )
+                self._line.post(rank, RunFailed(_in_words(error)))
             raise
 
     def _hold(self, role: Role) -> Mapping[str, Any]:
-        """What a forked process does that is a copy of a shard."""
+        """Be a copy of a shard in a forked process."""
         return hold_shard(self.facts, role, self.coordinator.view, self._mailboxes, self._zero_s)
 
     def _setting(self) -> Mapping[str, Any]:
-        """What such a process must know besides, where it is a rank's that serves."""
+        """Facts for a copy in a process of a rank that serves."""
         assert isinstance(self._line, KeeperMail)
         keeper = [self.topology.coordinator, self._line.address]
         now = Setting(view=self.coordinator.view, zero_s=self._zero_s)
@@ -199,7 +195,7 @@ class LoopServer:
     # ------------------------------------------------------------------ between messages
 
     def look(self, now_s: float, out: Outbox) -> None:
-        """Called now and then: have ranks ended, has rank 0 said something?"""
+        """Look for ended ranks and for an order of rank 0; called now and then."""
         self._read_orders()
         for rank, how in self._ranks.gone():
             out += self._lose(now_s, rank, how)
@@ -209,7 +205,7 @@ class LoopServer:
             self.coordinator.failure_detector.note_alive(now_s, rank)
 
     def _lose(self, now_s: float, rank: int, how: str) -> Outbox:
-        """A rank has gone; where it held a stage, the others of its replica cannot go on, and hear why."""
+        """Take the end of a rank. If it held a stage, the others of its replica cannot go on, and get the reason."""
         replica = self.topology.replica_of(rank)
         out = [] if replica[0] in self._lost else self.coordinator.lose(now_s, replica[0])
         if self.coordinator.scheduler.finished or replica[0] in self._lost:
@@ -257,12 +253,12 @@ class _LoopEnded(PolytempoError):
 
 
 class _Ranks:
-    """Those ranks that are processes of this host, and whether they run. Of others (None) nothing is seen."""
+    """The ranks that are processes of this host. Ranks on other hosts (None) count as present."""
 
     def __init__(self, processes: list[int | None]) -> None:
         self._processes = processes
         self.present = set(range(len(processes)))
-        """The ranks that are not known to have ended."""
+        """The ranks without a known end."""
         self._descriptors: dict[int, int] = {}
         self._stopped_s: dict[int, float] = {}
         for rank, process in enumerate(processes):
@@ -271,7 +267,7 @@ class _Ranks:
                     self._descriptors[rank] = os.pidfd_open(process)
 
     def come_back(self, rank: int, process: int | None) -> None:
-        """A process has taken the place of one that has ended."""
+        """Take a new process in the place of an ended one."""
         self._processes[rank] = process
         self.present.add(rank)
         if (before := self._descriptors.pop(rank, None)) is not None:
@@ -281,7 +277,7 @@ class _Ranks:
                 self._descriptors[rank] = os.pidfd_open(process)
 
     def gone(self) -> list[tuple[int, str]]:
-        """(rank, how it was lost) of those that have ended since the last call, or are stopped for too long."""
+        """(rank, reason) of the ranks that have ended since the last call, or are stopped for too long."""
         lost = [(rank, "has ended") for rank in sorted(self.present) if self._has_ended(rank)]
         now_s = time.monotonic()
         for rank in sorted(self.present - {rank for rank, _ in lost}):
@@ -311,3 +307,42 @@ class _Ranks:
         with suppress(OSError):
             return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1] == "T"
         return False
+
+
+class RankAgents:
+    """The agents of ranks that serve (see `AgentStarter`): they wait for a ticket, and rank 0 hands it on.
+
+    `hand_over(text)` reaches all of `ranks`, and `engines.join.server_ranks` reads it.
+
+    `folder`: a private folder of this host, if all ranks are on it; else the ticket travels, or only the head's
+    address if the ranks `have_keys`.
+    """
+
+    replaces = False
+
+    def __init__(
+        self, ranks: Sequence[int], hand_over: Callable[[str], None], folder: Path | None, *, have_keys: bool
+    ) -> None:
+        self._ranks, self._hand_over, self._folder, self._have_keys = ranks, hand_over, folder, have_keys
+
+    def start(self, numbers: Sequence[int], ticket: AgentTicket) -> Sequence[StartedAgent]:
+        """See `AgentStarter`."""
+        self._hand_over(self._text(ticket))
+        return [StartedAgent(number, f"server (rank {self._ranks[number]})") for number in numbers]
+
+    def poll(self) -> None:
+        """Nothing: the head notices the end of an agent."""
+
+    def stop(self) -> None:
+        """Nothing: agents end on the head's order, or after its end."""
+
+    def _text(self, ticket: AgentTicket) -> str:
+        if self._have_keys:
+            return ticket.head
+        if self._folder is None:
+            return ticket.to_json()
+        path = self._folder / "ticket"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
+            file.write(ticket.to_json())
+        return str(path)

@@ -1,4 +1,4 @@
-"""`pipeline`: a model whose layers lie on several ranks, trained in a loop of one's own."""
+"""`pipeline`: a model that has its layers on several ranks, trained in a loop of one's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ServedPipeline`: a pipeline in a loop of one's own whose stages have parameter servers.
+"""`ServedPipeline`: a pipeline in a loop of one's own; each stage has a parameter server.
 
 pt.shard(loader) ── ticket ──▶ the same batch at all stages of a replica ──▶ pipe.step(x, y)
                                                              stage 0 ── push, pull ── its shards
@@ -63,7 +63,7 @@ class ServedPipeline:
         seed: int,
         start: ServerStart,
     ) -> None:
-        """`between`: the strategy that names the server; `strategy` itself, where it has the stages already."""
+        """`between`: the strategy that names the server; `strategy` itself, if it has the stages already."""
         self._world, self._strategy, self._between, self._start = world, strategy, between, start
         self._seed, self.schedule = seed, schedule_of(strategy)
         assert strategy.server is not None
@@ -191,7 +191,7 @@ class ServedPipeline:
 
     @property
     def _epochs_done(self) -> int:
-        """Of the run, with those before it was resumed."""
+        """The epochs of the run, with the epochs before it was resumed."""
         before = 0 if self._resumed is None else int(self._resumed["epochs"])
         return before + self._epochs.done
 
@@ -201,7 +201,7 @@ class ServedPipeline:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What a state must be of to be this rank's."""
+        """The facts that a state of this rank must have."""
         return self._told | {"rank": self._world.rank, "ranks": self._world.size}
 
     def _between_epochs(self, what: str) -> TicketLoop | None:
@@ -266,7 +266,7 @@ def _pair(batch: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
 def _check(
     world: ProcessWorld, model: nn.Module, optimizer: Optimizer, strategy: Strategy, max_norm: float | None
 ) -> None:
-    """ValueError for what stages with servers cannot have in a loop of one's own."""
+    """ValueError for features that stages with servers cannot have in a loop of one's own."""
     assert strategy.server is not None
     check_service(strategy.server)
     check_served(model, optimizer, strategy, strategy.features - {"stages"})

@@ -1,4 +1,4 @@
-"""`ServerProcess`: the process of a loop's parameter server, as rank 0 sees it. See `polytempo.parameter_server`."""
+"""`ServerProcess`: rank 0's handle of the process of a loop's parameter server. See `polytempo.parameter_server`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from polytempo.engines.processes.fork import held_signals
 
 _MODULE = "polytempo.parameter_server"
 LENGTHS = struct.Struct(">QQQQ")
-"""Of the four parts of an order."""
+"""Lengths of the four parts of an order."""
 _MOST_BYTES = 64 << 20
 _END_S = 5.0
-"""How long it may take to end its processes after the order to end."""
+"""The time that it has to end its processes after the order to end."""
 
 
 class ServerProcess:
@@ -40,15 +40,15 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its number on this host."""
+        """The process id on this host."""
         return self._process.pid
 
     def begin(
         self, order: Mapping[str, Any], blobs: Sequence[bytes], wait_s: float, hand_over: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Let it serve; what it says then: {"ready": …}, or {"failed": why}.
+        """Let it serve; returns its answer, {"ready": …} or {"failed": why}.
 
-        `hand_over(text)` gets the ticket for ranks that serve, where there are any.
+        `hand_over(text)` gets the ticket for ranks that serve, if there are any.
         """
         assert self._process.stdin is not None
         text = json.dumps(order).encode()
@@ -68,9 +68,9 @@ class ServerProcess:
         return said
 
     def end(self, wait_s: float, reason: str = "") -> dict[str, Any] | None:
-        """What it said of the run at its end, which this awaits for `wait_s`; with a `reason`, or no time, it ends now.
+        """Wait for its end for `wait_s`, and return its account of the run; with a `reason`, or no time, end it now.
 
-        However it ends, its processes and its folder end with it.
+        Its processes and its folder end with it in any case.
         """
         process = self._process
         if process.poll() is None and reason:
@@ -96,14 +96,14 @@ class ServerProcess:
             self._process.stdin.flush()
 
     def _how(self) -> str:
-        """How it ended, whose output has."""
+        """The end of a process with closed output, in words."""
         try:
             return f"it has ended with exit code {self._process.wait(_END_S)} and said nothing"
         except subprocess.TimeoutExpired:
             return "it has closed its output and said nothing"
 
     def _line(self, wait_s: float) -> dict[str, Any]:
-        """The next line that it says; {"failed": why} where none comes."""
+        """The next line of its output; {"failed": why} without one."""
         assert self._process.stdout is not None
         until_s, source = time.monotonic() + wait_s, self._process.stdout.fileno()
         with selectors.DefaultSelector() as selector:

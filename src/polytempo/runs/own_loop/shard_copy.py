@@ -17,14 +17,14 @@ from polytempo.wire.keys import Keys
 
 
 def is_loop(text: Mapping[str, Any]) -> bool:
-    """Whether an agent's `Welcome` is of a loop of one's own, not of a job."""
+    """True if an agent's `Welcome` is for a loop of one's own, and not for a job."""
     return text.get("format") == LOOP_FORMAT
 
 
 def hold_shard_of(
     text: Mapping[str, Any], data: bytes, role: Role, setting: Mapping[str, Any], host: str
 ) -> dict[str, Any]:
-    """Be `role` on the host where others reach this process at `host`. `data`: `LoopFacts.blobs` together."""
+    """Be `role` in this process, which others reach at `host`. `data`: `LoopFacts.blobs` together."""
     first, second, _ = accumulate(text["sizes"])
     facts = LoopFacts.from_plain(text, data[:first], data[first:second], data[second:])
     now, (node, address) = Setting.from_plain(setting), setting["keeper"]

@@ -1,11 +1,11 @@
-"""An agent: one process on a host, which starts the run's processes there, and tells the run's head how they fare.
+"""An agent: one process on a host, which starts the run's processes there, and reports about them to the run's head.
 
 head ── Welcome, StartProcess, StopProcess, Close ──▶ agent ── fork ──▶ process of the run, process of the run, …
      ◀── Hello, AgentBeat, LogLines, Ended, Bye ──┘               it has torch loaded, so they start in milliseconds
 
-It ends, and all its processes with it, when the head says so, when it has had no connection to the head for
-`PATIENCE_S`, soon after nothing listens there any more, or when the process that started it is gone. Without a head
-copies of shards save first (see `lost_launcher`). Its files end with it, also where it is killed (`janitor`).
+It ends, with all its processes, on an order of the head, after `PATIENCE_S` without a connection to the head, soon
+after the head's port is closed, or when the process that started it is gone. Without a head, copies of shards save
+first (see `lost_launcher`). Its files end with it, also if it is killed (`janitor`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 from polytempo import jobs
 from polytempo.core.errors import PolytempoError
@@ -33,6 +36,7 @@ from polytempo.engines.local_engine import LocalEngine
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.capacity import limits
 from polytempo.engines.processes.command_process import CommandRun, is_command, perform_command
+from polytempo.engines.processes.fork import default_signals
 from polytempo.engines.remote.messages import (
     ECHO,
     SAVE_S,
@@ -61,24 +65,24 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.channel import ChannelClient
 
 PATIENCE_S = 15.0
-"""How long an agent waits for the head to be reachable again."""
+"""An agent waits this long for the head to be reachable again."""
 BEAT_S = 0.25
 _STANDARD_ERROR = 2
 _PROBE_S, _MOST_REFUSALS = 0.5, 3
-"""How often it is looked whether anything listens where the head was, and how often in a row nothing may."""
+"""The interval of probes of the head's port, and the number of refusals in a row that mean its end."""
 _TICK_S = 0.05
 _LOG_BYTES = 64 << 10
 _MOST_LOG_BYTES = 16 << 20
-"""More of one process's log does not travel; it is a job that prints without end."""
+"""No more bytes of one process's log travel: some jobs print without end."""
 _FAREWELL_S = 2.0
 
 Channel = ChannelClient[ToAgent, FromAgent]
 
 
 def serve_head(ticket: AgentTicket, parent: int) -> None:
-    """Be an agent until the run is over, or `parent` is this process's no more.
+    """Be an agent until the run is over, or `parent` has ended.
 
-    PolytempoError where the head cannot be reached, or `parent` has ended before.
+    PolytempoError if the head cannot be reached, or `parent` has ended before.
     """
     home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
     with janitor.swept(home, parent) as notes, _connected(ticket) as channel:
@@ -95,7 +99,7 @@ def serve_head(ticket: AgentTicket, parent: int) -> None:
 
 
 def _pieces(channel: Channel, number: int, parent: int) -> bytes:
-    """The bytes that follow a `Welcome`. PolytempoError where they stop."""
+    """The bytes that follow a `Welcome`. PolytempoError if they stop."""
     found: list[bytes] = []
     while len(found) < number:
         message = channel.take(_TICK_S)
@@ -127,21 +131,21 @@ class _Agent:
         self._orders: dict[int, StartProcess] = {}
         self._logs: dict[int, _Log] = {}
         self._ended: dict[int, Ended] = {}
-        """What was said of processes that have ended; it may have been lost."""
+        """The sent messages about ended processes; they may have been lost."""
         self._processes: dict[int, EngineProcess] = {}
         self._address = address_towards(channel.address)
         made(home / "logs")
         where = EngineAddress(self._address, welcome.threads, home, inherits=True)
         self._engine = LocalEngine(self._perform, where, notes, home / "logs", welcome.most)
         self._leaves_until_s: float | None = None
-        """When this host is given up, where it is asked to leave."""
+        """The deadline of this host if it has to leave."""
         self._beat_at_s = self._probe_at_s = 0.0
         self._refusals = 0
         self._number, self._home = welcome.number, home
         self._memory: HostMemory | None = None
 
     def run(self) -> None:
-        """Do what the head says, until it says that the run is over, or is gone, or this host has to leave."""
+        """Obey the head until the run is over, the head is gone, or this host has to leave."""
         _on_sigterm(lambda number, frame: self._leave())
         try:
             while not self._head_is_lost:
@@ -161,7 +165,7 @@ class _Agent:
 
     @property
     def _head_is_lost(self) -> bool:
-        """Out of reach for long, or for a short time if nothing listens there any more."""
+        """True if the head is out of reach for long, or for a short time if its port is closed."""
         if os.getppid() != self._parent:
             return True
         parted_s, now_s = self._channel.parted_s, time.monotonic()
@@ -173,7 +177,7 @@ class _Agent:
         return parted_s > PATIENCE_S or self._refusals >= _MOST_REFUSALS
 
     def _save(self) -> None:
-        """Let copies of shards save what they hold; without the head the run cannot go on."""
+        """Let copies of shards save, because the run cannot go on without the head."""
         copies = [process for process in self._processes.values() if process.role.kind == "copy"]
         self._engine.signal(copies, SAVE_AND_LEAVE)
         until_s = time.monotonic() + SAVE_S
@@ -196,10 +200,10 @@ class _Agent:
                 pass
 
     def _leave(self) -> None:
-        """SIGTERM, as Kubernetes and spot machines send it: the processes of this host save and end, then this one."""
+        """Handle SIGTERM of Kubernetes and spot machines: the processes of this host save and end, then the agent."""
         grace_s = float(json.loads(self._spec).get("options", {}).get("grace_s", 30.0))
         self._leaves_until_s = time.monotonic() + grace_s
-        self._beat_at_s = 0.0  # the head should know at once
+        self._beat_at_s = 0.0  # the head should know soon
         _on_sigterm(end_politely)
         self._engine.preempt()
 
@@ -221,7 +225,7 @@ class _Agent:
         self._processes[role.life], self._logs[role.life] = process, _Log(process.log)
 
     def _perform(self, role: Role) -> Result:
-        """What a process does; it runs in it."""
+        """Be one of the run's processes."""
         order = self._orders[role.life]
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))
@@ -233,7 +237,7 @@ class _Agent:
         return perform(RunSpec.from_json(self._spec, jobs.find), role, setting, self._address, self._memory)
 
     def _tell(self) -> None:
-        """Send what is new: logs, ends, and now and then that this agent lives."""
+        """Send new logs, ends of processes, and now and then a beat."""
         gone = self._engine.poll()
         for life, log in self._logs.items():
             for text in log.news():
@@ -257,13 +261,13 @@ class _Agent:
 
 
 class _Log:
-    """Reads what a process has written since the last look."""
+    """Reads the lines that a process has written since the last look."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read_bytes = path, 0
 
     def news(self) -> Iterator[bytes]:
-        """In parts; a last one says where the log was cut."""
+        """The new text, in parts; the last part of a log that is cut says so."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._read_bytes)
             while self._read_bytes < _MOST_LOG_BYTES and (text := file.read(_LOG_BYTES)):
@@ -274,7 +278,7 @@ class _Log:
 
 
 def _environment(order: StartProcess, setting: dict[str, Any], address: str) -> dict[str, str]:
-    """What `environment.recognise`, gloo and NCCL read in a process of the run."""
+    """The variables of a process of the run, for `environment.recognise`, gloo and NCCL."""
     interface = interface_of(address)
     named = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {
@@ -287,13 +291,35 @@ def _environment(order: StartProcess, setting: dict[str, Any], address: str) -> 
 
 
 def _on_sigterm(handler: Callable[[int, FrameType | None], object]) -> None:
-    """What SIGTERM does, where this is a process of its own."""
+    """Set the handler of SIGTERM, if this is a process of its own."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def end_politely(number: int, frame: object) -> None:
-    """The handler of SIGTERM and SIGINT of an agent's process: it unwinds, and takes its processes along."""
+    """Handle SIGTERM and SIGINT of an agent's process: it unwinds, and its processes end with it."""
     del frame
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
+
+
+def be_agent(parent: int) -> int:
+    """Be the agent of `python -m polytempo.agent` until the end of the run or of `parent`; returns the exit code."""
+    default_signals()  # the launcher held some back while it started this process
+    signal.signal(signal.SIGTERM, end_politely)
+    signal.signal(signal.SIGINT, end_politely)
+    try:
+        ticket = AgentTicket.read(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+        _warm_up()
+        serve_head(ticket, parent)
+    except (PolytempoError, ValueError, OSError) as error:
+        print(f"polytempo agent: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _warm_up() -> None:
+    """Make an optimizer's first step here, because torch loads modules in it, and not in each process's training."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    optimizer.zero_grad()
+    optimizer.step()

@@ -1,4 +1,4 @@
-"""`perform`: what a process does that knows nothing but the run's `RunSpec`, its role, and where the others are.
+"""`perform`: the work of a process that knows only the run's `RunSpec`, its role, and the addresses of the others.
 
 engine ── RunSpec, Role, setting (JSON) ──▶ python -m polytempo.worker ──▶ perform ──▶ result, or failure (JSON)
 """
@@ -25,9 +25,9 @@ from polytempo.wire.keys import Keys
 def perform(
     spec: RunSpec, role: Role, setting: Mapping[str, Any], host: str, memory: HostMemory | None = None
 ) -> Result:
-    """Be `role` to the end. `setting` is what the run's own process says; `host` is where others reach this one.
+    """Be `role` to the end. `setting` comes from the launcher; others reach this process at `host`.
 
-    `memory`: what this process shares with others of its host, which one process there has forked.
+    `memory` is shared with the other processes that one process of this host has forked.
     """
     if role.kind == PROBE:
         return probe()

@@ -17,17 +17,17 @@ from polytempo.one_host.sparse_linear import EpochReport, Settings, shared_for, 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """What `fit_logistic` answers."""
+    """The answer of `fit_logistic`."""
 
     weights: NDArray[np.float32]
     """Shape (num_columns,)."""
     losses: list[float]
-    """On all samples, after each epoch."""
+    """The loss on all samples after each epoch."""
     seconds: list[float]
-    """Of training, in each epoch, until the last worker was done."""
+    """Seconds of training in each epoch, until the last worker was done."""
     updates: int
     samples_per_s: float
-    """In the median epoch."""
+    """The rate of the median epoch."""
 
 
 def fit_logistic(rows: SparseRows, settings: Settings | None = None, **more: Any) -> LinearFit:
@@ -42,10 +42,10 @@ def fit_logistic(rows: SparseRows, settings: Settings | None = None, **more: Any
     serial gradient descent by the same code. λ is `l2`: a sample decays only its own features, by n/nᵥ times as much
     for a feature that nᵥ samples have.
 
-    `window`: how many samples a free worker learns from, on weights of its own, before it adds what it has learned to
-    the shared ones and sees what the others have. With 1 every update is written at once, which is the paper to the
-    letter; but a sample is learned from faster than a cache line travels between two cores, so it gains little. None
-    chooses one (`window_of`), and 1 for one worker.
+    `window`: the number of samples that a free worker learns from, on weights of its own, before it adds its changes to
+    the shared weights and reads them. With 1 every update is written immediately, as in the paper; but learning from a
+    sample takes less time than a cache line needs between two cores, so it gains little. None chooses a window
+    (`window_of`), and 1 for one worker.
 
     Cost: an update touches only the sample's features; memory 4 bytes a feature, and 8 more a worker where it has a
     window. Deviations from the paper: the window; and samples are dealt without repetition, as in its experiments.
@@ -79,7 +79,7 @@ def _check(rows: SparseRows) -> None:
     if len(rows.columns) != len(rows.values):
         raise ValueError(f"{len(rows.columns)} columns need as many values, got {len(rows.values)}")
     if len(rows.columns) and not 0 <= rows.columns.min() <= rows.columns.max() < rows.num_columns:
-        raise ValueError(f"columns must lie in 0 to {rows.num_columns - 1}, got up to {rows.columns.max()}")
+        raise ValueError(f"columns must be from 0 to {rows.num_columns - 1}, got up to {rows.columns.max()}")
     first_of_row = np.zeros(len(rows.columns), dtype=bool)
     first_of_row[rows.starts[:-1][counts > 0]] = True
     if (np.diff(rows.columns)[~first_of_row[1:]] <= 0).any():

@@ -36,16 +36,15 @@ from polytempo.training.job.training_loss import PortionLoss
 from polytempo.worlds.process.mail import Mail, MailWorld
 
 _PORTIONS = 8
-"""For each replica, unless another number is asked for."""
+"""The default number of portions for each replica."""
 _LOOK_S = 0.05
 _LINGER_S = 1.0
 
 
 class Minimised(NamedTuple):
-    """What a run of L-BFGS came to."""
+    """The end of a run of L-BFGS; `model` has the final parameters."""
 
     model: nn.Module
-    """With the parameters at the end."""
     iterations: list[Iteration]
     lost: list[int]
     """The replicas that were lost."""
@@ -114,7 +113,7 @@ def lbfgs(
 
 
 class _Run:
-    """What all processes of a run have in common, before they are forked."""
+    """The common part of all processes of a run, made before they are forked."""
 
     def __init__(self, job: Job, topology: Topology, data: Path | None, seed: int) -> None:
         self.topology, self.shards = topology, [chain[0] for chain in topology.chains]
@@ -216,5 +215,5 @@ class _Conducted:
 
 
 def _killed(process: EngineProcess) -> bool:
-    """By a signal, not by an error of its own."""
+    """True for a process that a signal ended, and not an error of its own."""
     return process.exit_code is not None and process.exit_code < 0

@@ -25,14 +25,14 @@ from polytempo.worlds.trace import combined_hash
 
 @dataclass(frozen=True)
 class ScheduledFit:
-    """What `schedule` answers."""
+    """The answer of `schedule`."""
 
     program: str
     world: str
     """ "processes", or the cluster's name."""
     workers: int
     parameters: Mapping[str, Tensor]
-    """What was learned, whole, by the program's names."""
+    """The whole learned tensors, by the program's names."""
     sweeps: Sequence[SweepReport]
     """The measures at the beginning and after each sweep."""
     bytes_sent_per_rank: float
@@ -45,7 +45,7 @@ class ScheduledFit:
 
 
 class _Worker(NamedTuple):
-    """What one worker has to say at the end."""
+    """The answer of one worker."""
 
     sweeps: list[SweepReport]
     parameters: dict[str, Tensor]

@@ -1,14 +1,14 @@
-"""What is saved where a run with a parameter server loses its launcher, and with it the coordinator.
+"""A snapshot of a run with a parameter server that loses its launcher, and with it the coordinator.
 
 launcher   keeps its part of snapshot `number` up to date           the number is above all that it orders
            is lost
 hosts      see it within seconds, and send every copy of a shard `SAVE_AND_LEAVE`
-copies     workers push what they have in hand; nothing new is dealt, so the shards come to rest, all at one step
+copies     workers push their present gradients; no batch is dealt, so the shards come to rest, all at one step
            the first copy of each shard saves under `number`; the others leave once that is done
            then all processes of the host end, and `resume` goes on from snapshot `number`
 
 A shard applies nothing after it has begun to save, so it holds every push that it has acknowledged. If a first copy is
-gone as well, the one behind it saves: what was acknowledged is in all copies.
+gone as well, the next copy saves: acknowledged pushes are in all copies.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from polytempo.server.shard.node import Node
 from polytempo.server.snapshots.snapshot import begun, complete_part
 
 SAVE_AND_LEAVE: Final = signal.SIGUSR2
-"""What a host's agent sends to copies of shards once the launcher is lost."""
+"""The signal of a host's agent to copies of shards when the launcher is lost."""
 _REST_S = 0.5
 """A shard that has applied nothing for so long is at rest."""
 _LONGEST_S = 3.0
-"""It saves after this time in any case; a copy further back after as many times this."""
+"""A first copy saves after this time in any case, the next copy after twice this time, and so on."""
 _LOOK_S = 0.05
 _STOOD_STILL_S, _DOUBT_S = 2.0, 60.0
 """A launcher that has not looked for so long may have been stopped; if it was lost, its run ends within that time."""
@@ -37,10 +37,10 @@ _SPAN = 1_000_000
 
 
 class Saves(Protocol):
-    """What keeps the launcher's parts of snapshots: `SnapshotSaves`."""
+    """Keeps the launcher's parts of snapshots, as `SnapshotSaves` does."""
 
     def write(self, number: int, now_s: float) -> None:
-        """Write that of snapshot `number`."""
+        """Write the part of snapshot `number`."""
 
     def remove(self, number: int) -> None:
         """Remove it."""
@@ -50,7 +50,7 @@ class Saves(Protocol):
 
 
 def number_after(last: int) -> int:
-    """The number of the snapshot in question, for a run that goes on from snapshot `last` (0: from none)."""
+    """The number of this snapshot for a run that goes on from snapshot `last` (0: from none)."""
     return (last // _SPAN + 1) * _SPAN
 
 
@@ -58,8 +58,8 @@ class LauncherPart:
     """Keeps the launcher's part of snapshot `number` on the disk, at most `every_s` old.
 
     Parts of shards with that number are removed as long as this process lives: a host that was cut off has taken it
-    for lost, and the run has gone on without that host. They are left alone for a while where this process may itself
-    have stood still, for then it is the one that was lost.
+    for lost, and the run has gone on without that host. They stay for a while after this process has stood still,
+    because then the others have lost it.
     """
 
     def __init__(self, saves: Saves, number: int, every_s: float = 1.0) -> None:
@@ -67,7 +67,7 @@ class LauncherPart:
         self._next_s = self._removes_from_s = -math.inf
 
     def look(self, now_s: float) -> None:
-        """Write it if it is due."""
+        """Write the part if the interval is over."""
         if now_s < self._next_s:
             return
         if self._next_s > -math.inf and now_s - self._next_s > _STOOD_STILL_S:
@@ -78,7 +78,7 @@ class LauncherPart:
         self._saves.write(self.number, now_s)
 
     def remove(self) -> None:
-        """The run has come to its end."""
+        """Remove all parts: the run has come to its end."""
         self._saves.discard(self.number)
         self._saves.remove(self.number)
 
@@ -98,12 +98,12 @@ class LeavingCopy:
         """The entries that had been applied at the last look."""
 
     def order(self, *_: object) -> None:
-        """Save and leave from now on; for a handler of signals, which may run in the midst of anything."""
+        """Save and leave from now on. It is a handler of signals, so it may run at any place."""
         self._ordered = True
 
     @property
     def finished(self) -> bool:
-        """Whether the machine has finished."""
+        """True if the machine has finished."""
         return self._machine.finished
 
     @finished.setter
@@ -116,20 +116,20 @@ class LeavingCopy:
         return self._machine.receive(now_s, source, message)
 
     def tick(self, now_s: float) -> Outbox:
-        """The machine's, and a look at whether it is time to save."""
+        """Look if it is time to save, and let the machine tick."""
         if self._ordered and not self.finished:
             self._look(now_s)
         return [] if self.finished else self._machine.tick(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """The machine's; once ordered, until the next look."""
+        """The machine's wait; after the order, at most until the next look."""
         if not self._ordered:
             return self._machine.wait_s(now_s)
         due_s = 0.0 if self._since_s == math.inf else self._look_s - now_s
         return max(0.0, min(self._machine.wait_s(now_s), due_s))
 
     def flops(self, message: Message) -> float:
-        """The machine's."""
+        """The machine's flops."""
         return self._machine.flops(message)
 
     def _look(self, now_s: float) -> None:

@@ -1,9 +1,9 @@
-"""What a run with a parameter server leaves for `polytempo replay`.
+"""The record of a run with a parameter server, for `polytempo replay`.
 
 out/record/0000/                    one folder for each time that the run was started or resumed
   run.json                          job, strategy, options, versions: all that a repetition must have in common
-  coordinator.jsonl                 what the coordinator took in, in that order
-  shard-0-node-2.jsonl, …           what met each copy of each shard (see `server.record`)
+  coordinator.jsonl                 the coordinator's entries, in their order
+  shard-0-node-2.jsonl, …           the entries of each copy of each shard (see `server.record`)
   start/                            of a resumed run: the snapshot that it went on from
   end.json                          the hash of each worker's final weights, if the run came to its end
 """
@@ -39,24 +39,24 @@ VERSION = 1
 
 
 class RunFacts(msgspec.Struct, frozen=True):
-    """What a repetition must have in common with the run, and what it should."""
+    """The facts that a repetition must, or should, have in common with the run."""
 
     format: str
     version: int
     job: str
     origin: str | None
-    """What the job was found by; None where a program gave it."""
+    """The text that named the job; None if a program gave the job."""
     origin_sha256: str | None
-    """Of the job's file."""
+    """The hash of the job's file."""
     strategy: str
     workers: int
     shards: int
     options: dict[str, Any]
     native: bool
-    """Whether the shards' optimizer was the native kernel."""
+    """True if the shards' optimizer was the native kernel."""
     threads: int
     bits: dict[str, str]
-    """What rounding may depend on: torch's version, instruction sets."""
+    """Versions and instruction sets: rounding may depend on them."""
     generation: int = 0
     snapshot: int | None = None
     """The snapshot that it went on from."""
@@ -86,7 +86,7 @@ def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
 
 
 def bits_now() -> dict[str, str]:
-    """What rounding may depend on, on this machine."""
+    """Versions and instruction sets of this machine: rounding may depend on them."""
     return {
         "polytempo": version("polytempo"),
         "torch": str(torch.__version__),
@@ -97,7 +97,7 @@ def bits_now() -> dict[str, str]:
 
 
 def sha256_of(origin: str | None) -> str | None:
-    """Of the file that a job comes from; None where it comes from none."""
+    """The hash of the job's file; None for a job without a file."""
     path = Path((origin or "").rpartition(":")[0])
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" and path.is_file() else None
 
@@ -122,7 +122,7 @@ class Recording:
         self._coordinator = Recorder(self.folder / "coordinator.jsonl", "coordinator")
 
     def on_entry(self, entry: Entry) -> None:
-        """The coordinator has taken `entry`; a call that came again is not recorded again."""
+        """Record an entry of the coordinator; a repeated call is recorded once."""
         if isinstance(entry, Asking):
             number = entry.incarnation, entry.sequence
             if number <= self._heard.get(entry.worker, (-1, -1)):
@@ -131,30 +131,27 @@ class Recording:
         self._coordinator.append(entry, time.monotonic())
 
     def flush(self) -> None:
-        """Hand the coordinator's entries to the operating system: a snapshot is about to rest on them."""
+        """Hand the coordinator's entries to the operating system, before a snapshot that depends on them."""
         self._coordinator.flush()
 
     def close(self) -> None:
-        """Nothing more is recorded by the coordinator."""
+        """Close the coordinator's file."""
         self._coordinator.close()
 
 
 def leave_end(out: Place, generation: int, finals: Mapping[str, str]) -> None:
-    """The run came to its end; `finals` are the hashes of final weights by worker and life ("0.1").
-
-    It is left where a run keeps no record, too.
-    """
+    """Note the end of a run, also without a record; `finals`: hashes of final weights by worker and life ("0.1")."""
     path = files.made(out / "record" / f"{generation:04d}") / "end.json"
     files.replace(path, json.dumps({"parameters_sha256": dict(finals)}) + "\n")
 
 
 def has_ended(out: Place, generation: int) -> bool:
-    """Whether start number `generation` of the run in `out` came to its end: with its last score, that is."""
+    """True if start number `generation` of the run in `out` came to its end, with its last score."""
     return (out / "record" / f"{generation:04d}" / "end.json").is_file()
 
 
 def _keep(checkpoint: Path, last: RunSnapshot, start: Path) -> None:
-    """Keep the snapshot that a resumed run goes on from: by links where there are any, for it will not change."""
+    """Keep the first snapshot of a resumed run, by links if possible, because it will not change."""
     start.mkdir()
     of_shards = files_of(checkpoint, last.number, last.facts["shards"])
     for path in map(local_path, [*of_shards, run_snapshot_path(checkpoint, last.number)]):
@@ -165,14 +162,14 @@ def _keep(checkpoint: Path, last: RunSnapshot, start: Path) -> None:
 
 
 class CopyRecorder:
-    """What one copy of a shard records, from its first entry on."""
+    """The record of one copy of a shard, from its first entry on."""
 
     def __init__(self, folder: Path | None, shard: Shard, node: int) -> None:
         self._folder, self._shard, self._node = folder, shard, node
         self._recorder: Recorder | None = None
 
     def on_entry(self, index: int, entry: ShardEntry) -> None:
-        """The copy has applied `entry` as number `index`."""
+        """Record entry number `index` of the copy."""
         if self._folder is None:
             return
         if self._recorder is None:
@@ -182,6 +179,6 @@ class CopyRecorder:
         self._recorder.append(entry_of(entry, self._shard.version), time.monotonic())
 
     def close(self) -> None:
-        """Nothing more is recorded."""
+        """Close the file, if there is one."""
         if self._recorder is not None:
             self._recorder.close()

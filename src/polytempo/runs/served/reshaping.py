@@ -1,4 +1,4 @@
-"""`Reshapes`: after which epochs a run goes on with how many shards. The same in both worlds.
+"""`Reshapes`: changes of the number of shards after some epochs. The same in both worlds.
 
 epoch 0 … e   all tickets done, no worker holds one ──▶ start copies, add_shard / drain_shard ──▶ epoch e+1 …
 """
@@ -16,7 +16,7 @@ Chain = tuple[int, ...]
 
 
 class Reshapes:
-    """`wanted`: epochs done -> shards from then on. `spares`: the nodes for the copies of each shard that comes.
+    """`wanted`: epochs done -> shards from then on. `spares`: the nodes for the copies of each new shard.
 
     `start(shard, nodes)` starts the processes of a shard's copies.
     """
@@ -54,7 +54,7 @@ class Reshapes:
         return out
 
     def hear(self, event: tuple[str, int]) -> None:
-        """The coordinator's events: when a change is done, wait for the next one's epoch."""
+        """Take an event of the coordinator; after a change, wait for the epoch of the next change."""
         if event[0] == "reshaped" and not self._coordinator.reshaper.busy:
             self._pause()
 
@@ -64,7 +64,7 @@ class Reshapes:
             scheduler.pause(at=self._ahead[0][0] * scheduler.batches_per_epoch)
 
     def _check(self) -> None:
-        """Refuse before the first step what could only fail later."""
+        """Refuse impossible changes before the first step."""
         scheduler, reshaper = self._coordinator.scheduler, self._coordinator.reshaper
         trial = Reshaper(reshaper.parameters, reshaper.spans)
         for epoch, number in self._ahead:

@@ -1,7 +1,7 @@
 """`run` for strategies with a parameter server: workers, copies of shards, and the coordinator in this process.
 
 launcher   coordinator ── looks after ──▶ workers, copies of shards     each a process with a mailbox and an arena
-           a process has ended ─▶ coordinator.lose(node) ─▶ another is started in its place
+           a process has ended ─▶ coordinator.lose(node) ─▶ another process is started in its place
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch,
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.failures import WorkerDied, died, how
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.frame.run_frame import framed, torch_threads, with_page
-from polytempo.runs.served.departure import Departure
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_run import ServedOutcome, ServedRun
-from polytempo.runs.served.supervisor import ProcessSupervisor
+from polytempo.runs.served.supervisor import Departure, ProcessSupervisor
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
 from polytempo.spec.options import RunOptions
@@ -33,22 +32,22 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_plan import ServerPlan
 
 _LOOK_S = 0.05
-"""How often the launcher looks whether a process has ended."""
+"""The interval of the launcher's looks for ended processes."""
 _GRACE_S = 3.0
-"""How long processes may take to end by themselves after the run."""
+"""The time that processes have to end after the run."""
 _LONGEST_WRITE_S = 300.0
-"""The same for shards that write the last snapshot."""
+"""The time that shards have to write the last snapshot."""
 
 
 def run_served(spec: RunSpec, setup: EngineSetup | None = None, progress: Progress | None = None) -> Result:
     """Train with worker processes and the parameter server that the run's strategy asks for.
 
-    A worker that a signal kills is started again, and its batches are done by the others meanwhile; so is a copy of a
-    shard, if another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run.
-    After SIGTERM a worker pushes what it has and leaves; this process has a snapshot written and ends with `Preempted`.
+    A worker that a signal kills is started again, and the others do its batches meanwhile; so is a copy of a shard, if
+    another copy lives. At most `options.restarts` times in all. An exception in a worker ends the run. After SIGTERM a
+    worker pushes its gradients and leaves; this process has a snapshot written and ends with `Preempted`.
 
-    Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` where the last copy
-    of a shard has died.
+    Errors: `NotFinite` as in `run`. `WorkerDied` names the process and quotes its log; `ShardLost` if the last copy of
+    a shard has died.
     """
     events = RunEvents() if progress is None else RunEvents(progress.note)
     with torch_threads(), framed(spec, progress, events) as frame, ExitStack() as stack:
@@ -67,7 +66,7 @@ def run_served(spec: RunSpec, setup: EngineSetup | None = None, progress: Progre
 
 
 def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
-    """Start all processes, be the coordinator until the end, and see that none is left."""
+    """Start all processes, be the coordinator until the end, and leave no process."""
     supervisor = ProcessSupervisor(engine, run.plan.topology)
     for worker in run.plan.topology.workers:
         supervisor.start("worker", worker, incarnation=run.incarnation)
@@ -89,7 +88,7 @@ def _conducted(run: ServedRun, engine: Engine, notice: Notice) -> ServedOutcome:
 
 
 class Conducted(Protocol):
-    """A run as its launcher sees it; `ServedRun` is one."""
+    """The launcher's view of a run, such as a `ServedRun`."""
 
     coordinator: Coordinator
     options: RunOptions
@@ -100,50 +99,50 @@ class Conducted(Protocol):
 
     @property
     def plan(self) -> ServerPlan:
-        """Its nodes and limits."""
+        """The run's nodes and limits."""
 
     @property
     def out(self) -> object:
-        """The run's folder, as messages show it."""
+        """The run's folder, for messages."""
 
     def look(self, now_s: float, out: Outbox) -> None:
-        """Called by the launcher now and then, between messages."""
+        """Look for changes; the launcher calls it now and then, between messages."""
 
 
 class Launcher:
-    """The coordinator with the eyes and hands of its process: it sees processes end, and starts others."""
+    """The coordinator's machine with the processes: it sees processes end, and starts others."""
 
     def __init__(self, run: Conducted, supervisor: ProcessSupervisor) -> None:
         self.departure: Departure | None = None
-        """Who leaves because of SIGTERM. None: no process does."""
+        """Handles SIGTERM. None: no process leaves."""
         self._run, self._supervisor, self._coordinator = run, supervisor, run.coordinator
         self._incarnations = dict.fromkeys(run.plan.topology.workers, run.incarnation)
         self._next_node = run.plan.topology.evaluator + 1
         self._restarts = 0
         self._now_s = 0.0
         self._heard_s: dict[int, float] = {}
-        """Node -> when it was last heard of, or started."""
+        """Node -> time of its last message, or of its start."""
         self._silent: dict[int, float] = {}
-        """Nodes that were given up for their silence -> how long that was."""
+        """Nodes that were given up -> seconds of their silence."""
         self._shrunk = ""
         self._after: dict[int, str] = {}
-        """Copies that left their chain -> what that meant to their shard."""
+        """Copies that left their chain -> the consequence for their shard."""
         self._short: set[int] = set()
-        """Shards that lack a copy for good."""
+        """Shards that cannot get another copy."""
         self._look_at_s = 0.0
         self._ending: dict[int, set[int]] = {}
-        """First worker of a replica that has lost a stage -> those of its processes that have not ended yet."""
+        """First worker of a replica that has lost a stage -> its processes that have not ended yet."""
         self._reshapes = Reshapes(self._coordinator, run.options.reshape, run.plan.topology.spares, self._shard)
         run.on_event = self._hear
 
     @property
     def restarts(self) -> int:
-        """How many processes were started in the place of others."""
+        """The number of processes that were started in the place of others."""
         return self._restarts
 
     @property
     def finished(self) -> bool:
-        """As the coordinator says."""
+        """True if the coordinator has finished."""
         return self._coordinator.finished
 
     @finished.setter
@@ -160,7 +159,7 @@ class Launcher:
         return out
 
     def tick(self, now_s: float) -> Outbox:
-        """What the coordinator does as time passes, and what has become of the processes."""
+        """Look at the processes, and let the coordinator tick."""
         out: Outbox = []
         self._now_s = now_s
         if now_s >= self._look_at_s:
@@ -169,17 +168,17 @@ class Launcher:
         return out + self._coordinator.tick(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """As long as the coordinator waits, or until the next look."""
+        """The coordinator's wait, at most until the next look."""
         return max(0.0, min(self._coordinator.wait_s(now_s), self._look_at_s - now_s))
 
     def await_saved(self) -> None:
-        """After the end: until the shards have written the last snapshot, or cannot any more."""
+        """Wait, after the end, until the shards have written the last snapshot or cannot write it any more."""
         saves, until_s = self._run.saves, time.monotonic() + _LONGEST_WRITE_S
         while saves is not None and saves.pending and time.monotonic() < until_s:
             if not any(role.kind == "copy" for role in self._supervisor.running):
                 for process in self._supervisor.ended:
                     if process.role.kind == "copy" and process.failure is not None and not process.failure.symptom:
-                        raise self._died(process)  # it could not write what it holds: that is how the run ends
+                        raise self._died(process)  # it could not write its part
                 print(f"the last snapshot was not written; look into the logs of {self._run.out}", file=sys.stderr)
                 break
             self._supervisor.wait(_LOOK_S)
@@ -189,17 +188,17 @@ class Launcher:
         return 0.0
 
     def dismiss(self) -> None:
-        """End those that do not know that the run is over: copies that have not joined their chain, late workers."""
+        """End processes that do not know of the end: copies that have not joined their chain, and late workers."""
         roles = {
             role.node: role
             for role in [*(process.role for process in self._supervisor.ended), *self._supervisor.running]
         }
-        for node in self._silent:  # those given up after the last look
+        for node in self._silent:  # given up after the last look
             self._tell(roles[node], "", again=False)
         chained = {node for chain in self._coordinator.chains for node in chain}
         for role in self._supervisor.running:
             if role.kind == "evaluator":
-                continue  # it hears of the end as the shards do
+                continue  # it gets the end from the coordinator, as the shards do
             node = role.node if role.kind == "copy" else self._run.plan.topology.replica_of(role.node)[0]
             if node not in (chained if role.kind == "copy" else self._coordinator.released):
                 self._supervisor.kill(role.node)
@@ -207,7 +206,7 @@ class Launcher:
     def _look(self, now_s: float) -> Outbox:
         out: Outbox = []
         if self.finished:
-            return out  # processes end now because they shall
+            return out  # the end of processes is expected now
         for process in self._supervisor.look():
             role = process.role
             ending = role.kind == "worker" and self._run.plan.topology.replica_of(role.node)[0] in self._ending
@@ -238,8 +237,8 @@ class Launcher:
         return out + self._reshapes.look(now_s)
 
     def _stage_ended(self, process: EngineProcess, now_s: float) -> Outbox:
-        """A worker that holds a stage has ended. The others of its replica cannot go on without it: all begin anew,
-        unless every batch is done."""
+        """Take the end of a worker that holds a stage. All workers of its replica begin again, unless every batch is
+        done."""
         role, replica = process.role, self._run.plan.topology.replica_of(process.role.node)
         first, ending = replica[0], self._ending.get(replica[0])
         if ending is None:
@@ -269,7 +268,7 @@ class Launcher:
         return died([process], self._run.plan.most_lives, who=str(process.role), why=self._waited_for(process))
 
     def _see_alive(self, now_s: float) -> None:
-        """A process that runs is alive, however long it says nothing; one that is stopped is not heard of any more."""
+        """Note running processes as alive, also silent ones; stopped processes count as silent."""
         stopped = {role.node for role in self._supervisor.stopped}
         for role in self._supervisor.running:
             if role.node not in stopped:
@@ -277,7 +276,7 @@ class Launcher:
                 self._coordinator.failure_detector.note_alive(now_s, role.node)
 
     def _waited_for(self, process: EngineProcess) -> str:
-        """What a process that ended for want of others waited for, as far as it is known here."""
+        """The causes of a process's long wait in words: held batches and stopped processes."""
         if process.failure is None or not process.failure.symptom:
             return ""
         stopped = {other.node: str(other) for other in self._supervisor.stopped}
@@ -288,7 +287,8 @@ class Launcher:
         return f" Meanwhile {'; '.join(facts)}: {remedy}." if facts else ""
 
     def _tell(self, role: Role, how_it_ended: str, *, again: bool, whose: str = "") -> None:
-        """Say what has become of a process; where we killed it, say why. `whose`: who else was started again."""
+        """Add the end of a process to the events, with the reason if the launcher killed it. `whose`: other processes
+        that were started again."""
         silent_s = self._silent.get(role.node)
         reason = how_it_ended if silent_s is None else f"was silent for {silent_s:.1f} s"
         if role.kind == "copy":
@@ -298,7 +298,7 @@ class Launcher:
         self._run.events.add(str(role), reason, self._now_s, then)
 
     def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
-        """Start the copies of a shard that comes."""
+        """Start the copies of a new shard."""
         for node in nodes:
             self._supervisor.start("copy", node, shard=shard)
 
@@ -314,7 +314,7 @@ class Launcher:
         self._heard_s[worker] = self._now_s
 
     def _score_again(self, role: Role, reason: str) -> None:
-        """Start the evaluator's next life; the shards still hold what it had not let go."""
+        """Start the evaluator's next life; the shards still hold the snapshots that it has not scored."""
         self._run.events.add(str(role), reason, self._now_s, "started again")
         self._count(role, reason)
         self._supervisor.start("evaluator", role.node, incarnation=role.incarnation + 1)
@@ -343,7 +343,7 @@ class Launcher:
             )
 
     def _hear(self, event: tuple[str, int]) -> None:
-        """A process that the coordinator gives up must not go on by itself: one that only stood still, say."""
+        """Take an event of the coordinator. A process that it gives up may only have stood still, and is ended."""
         self._reshapes.hear(event)
         what, node = event
         if what == "silent":

@@ -1,12 +1,12 @@
-"""Where a run with a parameter server stands: the launcher's part of a snapshot, and when the next one is due.
+"""The launcher's part of a snapshot of a run with a parameter server, and the times of snapshots.
 
     out/checkpoint/
-      snapshot-00000012-shard-0.safetensors, .json      what the shards write (see `server.shard.snapshot`)
-      snapshot-00000012-run.json                        the scheduler, and what a resume has in common with the run
+      snapshot-00000012-shard-0.safetensors, .json      the shards' parts (see `server.shard.snapshot`)
+      snapshot-00000012-run.json                        the scheduler, and facts that a resume has in common
 
 The launcher's part is on the disk before the shards begin to write theirs, so a resume with all of theirs finds it.
-The shards write at a moment of their own each; what some of them have and others have not is dealt again after a
-resume, and those that have it drop it.
+Each shard writes at its own time. Batches that only some of them have are dealt again after a resume, and these shards
+drop them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ FORMAT = "polytempo-run-snapshot"
 VERSION = 1
 _LEAST_STEPS = 4
 _PATIENCE_S = 30.0
-"""A shard that has not written its part by then is asked again: its head may have died with the order."""
+"""A shard that has not written its part by then gets another order: its head may have died with the first."""
 _LOOK_AT_URL_S = 0.5
-"""How often it is looked whether the shards have written, where that is a request to another host."""
+"""The interval of looks at the shards' files, if a look is a request to another host."""
 _MAX_BYTES = 64 << 20
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _NAME = re.compile(r"snapshot-(\d{8,})-run\.json(\.partial)?")
@@ -62,39 +62,39 @@ class RunSnapshot(msgspec.Struct, frozen=True, rename={"scheduler": "scheduler"}
 
     number: _Count
     generation: _Count
-    """How often the run had been resumed."""
+    """The number of times that the run had been resumed."""
     step: _Count
-    """The last step that a row of metrics was about."""
+    """The last step with a row of metrics."""
     facts: dict[str, Any]
-    """What a resumed run must have in common: job, strategy, seed, batch size, …"""
+    """Facts that a resumed run must have in common: job, strategy, seed, batch size, …"""
     scheduler: str
     """`BatchScheduler.dump` as base64."""
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """How long the run had lasted, on the clock of its rows."""
+    """Seconds of the run so far, on the clock of its rows."""
 
 
 class Resumed(NamedTuple):
-    """Where a resumed run goes on from."""
+    """The snapshot of a resumed run."""
 
     run_snapshot: RunSnapshot
     scheduler: bytes
     applied: tuple[tuple[Range, ...], ...]
-    """For each shard the tickets in its part."""
+    """The tickets in the part of each shard."""
     indices: tuple[int, ...]
-    """For each shard the entries of its log that its part is the state after."""
+    """The number of log entries before the part of each shard."""
 
     @property
     def batches(self) -> list[int]:
-        """For each shard how many batches are in its part."""
+        """The number of batches in the part of each shard."""
         return [sum(last - first + 1 for first, last in tickets) for tickets in self.applied]
 
     @property
     def is_one_step(self) -> bool:
-        """Whether all parts hold the same number of batches."""
+        """True if all parts hold the same number of batches."""
         return len(set(self.batches)) == 1
 
     def scored_again(self, points: ScorePoints, batches: Batches) -> int:
-        """The fewest samples of a score that comes again, or for the first time: what some shard has is no more."""
+        """The fewest samples of a score that comes again, or for the first time."""
         fewest = min(self.batches)
         stands = points.stands(fewest) and fewest == max(self.batches)
         return batches.samples_before(fewest) + (not stands)
@@ -112,12 +112,11 @@ def resumed(
 ) -> Resumed:
     """The newest snapshot in `folder` that is whole on every shard; newer, partial ones are removed.
 
-    `numbers_per_batch`: as the shards know them; the last one closes a batch. `even`: batches are dealt evenly, so all
-    shards save the same step. A snapshot that was ordered twice, because the run ended or a shard was late, may have
-    parts of two steps if the run was killed in between; then it is the one before, whose parts are of one, if it is
-    there.
+    `numbers_per_batch`: the shards' numbers of a batch; the last number closes it. `even`: batches are dealt evenly,
+    so all shards save the same step. A snapshot that was ordered twice, because the run ended or a shard was late, may
+    have parts of two steps if the run was killed in between; then the snapshot before is taken, if it has one step.
 
-    Errors: ValueError where there is none, and where the run that it is of had other `facts`.
+    Errors: ValueError if there is no snapshot, or its run had other `facts`.
     """
     newest = _newest(folder, num_shards, facts)
     if newest is None:
@@ -138,8 +137,7 @@ def resumed(
 
 
 def _set_aside(folder: Place, num_shards: int, last: int) -> None:
-    """Of snapshots after `last`, which all shards have written whole, and which are damaged: keep the files under other
-    names where they can be renamed, and name them."""
+    """Rename the files of whole snapshots after `last`, which are damaged, if they can be renamed, and name them."""
     numbers = {int(match[1]) for name in disk_of(folder).names(folder) if (match := _NAME.fullmatch(name))}
     for number in sorted(each for each in numbers if each > last and complete(folder, each, num_shards)):
         harmed = [run_snapshot_path(folder, number), *files_of(folder, number, num_shards)]
@@ -150,7 +148,7 @@ def _set_aside(folder: Place, num_shards: int, last: int) -> None:
 
 
 def _with_parts(folder: Place, num_shards: int, run_snapshot: RunSnapshot, numbers_per_batch: int) -> Resumed:
-    """The snapshot whose launcher's part is `run_snapshot`, with what the shards' parts say."""
+    """The snapshot with the launcher's part `run_snapshot`, and facts from the shards' parts."""
     states = []
     for shard in range(num_shards):
         part = read(folder, run_snapshot.number, shard)
@@ -163,7 +161,7 @@ def _with_parts(folder: Place, num_shards: int, run_snapshot: RunSnapshot, numbe
 
 
 def go_on(scheduler: BatchScheduler, found: Resumed, folder: Place) -> None:
-    """Let `scheduler` deal what is left."""
+    """Let `scheduler` deal the remaining batches."""
     try:
         scheduler.load(found.scheduler, found.applied)
     except FORGED as error:
@@ -172,7 +170,7 @@ def go_on(scheduler: BatchScheduler, found: Resumed, folder: Place) -> None:
 
 
 def _closed(numbers: Ranges, numbers_per_batch: int) -> tuple[Range, ...]:
-    """The batches whose last number is among `numbers`."""
+    """The batches that have their last number among `numbers`."""
     closed = Ranges()
     for first, last in numbers:
         begin, end = first // numbers_per_batch, (last + 1) // numbers_per_batch
@@ -242,7 +240,7 @@ def read_run_snapshot(folder: Place, number: int) -> RunSnapshot:
 
 
 def write_run_snapshot(folder: Place, run_snapshot: RunSnapshot) -> None:
-    """Complete or not at all, and on the disk when it returns."""
+    """Write the part, complete or not at all; it is on the disk when this returns."""
     disk, path = disk_of(folder), run_snapshot_path(folder, run_snapshot.number)
     body = msgspec.json.encode(run_snapshot)
     partial = path.with_name(path.name + ".partial")
@@ -254,10 +252,10 @@ def write_run_snapshot(folder: Place, run_snapshot: RunSnapshot) -> None:
 
 
 class SnapshotSaves:
-    """When a run saves. One snapshot is under way at a time; one that does not get ready is ordered once more.
+    """Orders a run's snapshots, one at a time; a snapshot that does not get ready is ordered once more.
 
     `every`: steps between snapshots; None: at the end of each epoch, at least four steps apart. In any case at the end.
-    `step()` is the last step that a row was about; `on_order` is called before each order.
+    `step()` is the last step with a row; `on_order` is called before each order.
     """
 
     def __init__(
@@ -284,7 +282,7 @@ class SnapshotSaves:
 
     @property
     def pending(self) -> bool:
-        """Whether a snapshot is under way."""
+        """True if a snapshot is under way."""
         if time.monotonic() < self._look_at_s:
             return self._ordered_s is not None
         if self._ordered_s is not None and isinstance(self._folder, UrlPath):
@@ -294,12 +292,12 @@ class SnapshotSaves:
             for name in disk_of(self._folder).names(self._folder):
                 match = _NAME.fullmatch(name)
                 if match and int(match[1]) < self._number - 1:
-                    with suppress(OSError):  # what is too old and cannot be removed does no harm
+                    with suppress(OSError):  # an old file that cannot be removed does no harm
                         disk_of(self._folder).remove(self._folder / name)
         return self._ordered_s is not None
 
     def leave(self, now_s: float) -> Outbox:
-        """Order a last snapshot, because the run ends before its end; `left` says when all have written it."""
+        """Order a last snapshot, because the run ends early; `left` is True when all have written it."""
         if self._leaves or self.pending:
             return []
         self._leaves = True
@@ -307,11 +305,11 @@ class SnapshotSaves:
 
     @property
     def left(self) -> bool:
-        """Whether the last snapshot is whole."""
+        """True if the last snapshot is whole."""
         return self._leaves and not self.pending
 
     def look(self, now_s: float) -> Outbox:
-        """Order what is due."""
+        """Order a snapshot, if the interval is over."""
         if self._coordinator.scheduler.finished:
             if self._ended:
                 return []
@@ -334,7 +332,7 @@ class SnapshotSaves:
         return self._coordinator.scheduler.epoch > self._saved_epoch and steps >= _LEAST_STEPS
 
     def _order(self, now_s: float) -> Outbox:
-        """Number n + 1 when every shard has n; else n again, for n - 1 is what a resume would need then."""
+        """Order number n + 1 when every shard has n; else n again, because a resume would need n - 1 then."""
         if not self.pending:
             self._number += 1
         self._ordered_s = now_s
@@ -345,7 +343,7 @@ class SnapshotSaves:
         return self._coordinator.save(now_s, self._number)
 
     def write(self, number: int, now_s: float) -> None:
-        """Write the launcher's part of snapshot `number`, as things stand."""
+        """Write the launcher's part of snapshot `number`, with the present state."""
         dump = b64encode(self._coordinator.scheduler.dump()).decode()
         seconds = self._seconds + now_s - self._coordinator.began_s
         run_snapshot = RunSnapshot(number, self._generation, self._step(), self._facts, dump, seconds)

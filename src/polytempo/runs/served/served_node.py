@@ -1,16 +1,17 @@
-"""What one process of a run with a parameter server does: a worker, a copy of a shard, or the evaluator.
+"""One process of a run with a parameter server: a worker, a copy of a shard, or the evaluator.
 
-    RunSpec + Role + Setting + mail ──▶ act(…) ──▶ what it leaves: its trace, and how it fared
+    RunSpec + Role + Setting + mail ──▶ act(…) ──▶ its trace and its account
 
-That is all that it is given. An engine whose processes are forked has these in memory; any other sends them as JSON.
+It has no other inputs. Forked processes have these in memory; other engines send them as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,22 +20,26 @@ import msgspec
 import torch
 from torch import Tensor
 
-from polytempo.core import world_port
+from polytempo.core import NotFinite, world_port
 from polytempo.core.system.folder_lock import machine_identity
 from polytempo.core.system.notice import Notice, noticed
+from polytempo.core.system.url_path import Place
 from polytempo.engines.engine import Role
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.runs.served.recording import CopyRecorder
 from polytempo.runs.served.served_program import ServedProgram
-from polytempo.runs.served.shard_saves import ShardSaves, shard_saves
 from polytempo.server.coordinator.evaluator import Evaluator
+from polytempo.server.layout import Parameter, Spans, describe, flat_index
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Entry as ShardEntry
 from polytempo.server.message import View
+from polytempo.server.pieces import split, without_tables
 from polytempo.server.shard.node import Node
+from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.score_snapshots import ScoreSnapshots, Showing
-from polytempo.server.snapshots.snapshot import read, snapshot_errors
+from polytempo.server.snapshots.snapshot import SnapshotWriter, WrittenSnapshot, read, snapshot_errors
 from polytempo.server.worker.host.lent_gradients import LentGradients
+from polytempo.spec.options import RunOptions
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import performed_work
 from polytempo.wire.shared import Arenas
@@ -42,28 +47,29 @@ from polytempo.worlds import MOST_WRITTEN
 from polytempo.worlds.process.mail import Mail, MailWorld
 
 _LINGER_S = 1.0
-"""How long a process that has done its part lets its last messages leave."""
+"""The time that a process has for its last messages."""
+_LONGEST_WRITE_S = 300.0
 
 
 class Setting(NamedTuple):
-    """What a process must know of the run at the moment at which it is started."""
+    """Facts about the run at the start of a process."""
 
     view: View
-    """Who holds what by now."""
+    """The present chains and spans."""
     zero_s: float
-    """When the run began, on this host's monotonic clock: the zero of all processes' clocks."""
+    """The run's begin on this host's monotonic clock: the zero of all processes' clocks."""
     record: Path | None = None
-    """Where copies record what met them."""
+    """The folder of the copies' records."""
     snapshot: int | None = None
-    """The snapshot in the run's folder that copies begin with; None: with the job's own weights."""
+    """Copies begin with this snapshot in the run's folder; None: with the job's own weights."""
     if_lost: int | None = None
-    """The snapshot that copies save if the launcher is lost; None: they end with it."""
+    """Copies save this snapshot if the launcher is lost; None: they end with it."""
     hosts: tuple[int, ...] = ()
-    """Each node's host, where there are several."""
+    """Each node's host, if there are several."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it. Another machine's monotonic clock has another zero, and its wall clock may be wrong, so it
-        gets the run's age.
+        """The facts for JSON. Another machine's monotonic clock has another zero, and its wall clock may be wrong, so
+        it gets the run's age.
         """
         return {
             "view": msgspec.json.encode(self.view).decode(),
@@ -76,7 +82,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Setting:
-        """What `to_plain` made; on another machine the time that it has travelled is missing from the clock."""
+        """The facts of `to_plain`; on another machine the clock lacks the time of their travel."""
         machine, zero_s, age_s = plain["zero"]
         return cls(
             view=msgspec.json.decode(plain["view"], type=View),
@@ -92,17 +98,17 @@ class OpenMail(Mail, Protocol):
     """A process's mailbox."""
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was posted leave for up to `linger_s`, and close."""
+        """Send posted messages for `linger_s`, and close."""
 
 
 class Mailboxes(Protocol):
     """Gives each process its mailbox."""
 
     def mailbox(self, node: int, *, own_process: bool = False) -> OpenMail:
-        """The mailbox of `node`, in the process that is it.
+        """The mailbox of `node`, in the node's process.
 
-        `own_process`: this process is nothing else than that node, and may keep its memory (see `wire.memory`). The
-        coordinator's is the user's own.
+        `own_process`: this process is only that node, and may keep its memory (see `wire.memory`). The coordinator's
+        process is the user's own.
         """
 
 
@@ -110,7 +116,7 @@ class Mailboxes(Protocol):
 def joined_mail(
     mail: Mailboxes, node: int, plan: ServerPlan, zero_s: float, *, max_events: int = 20_000
 ) -> Iterator[tuple[OpenMail, MailWorld]]:
-    """The mailbox of this process, which is `node`, and the world of its messages. Its last ones may take a second."""
+    """The mailbox of this process, which is `node`, and the world of its messages. Last messages may take a second."""
     line = mail.mailbox(node, own_process=True)
     try:
         yield line, MailWorld(node, line, plan.hosts, zero_s=zero_s, max_events=max_events)
@@ -123,7 +129,7 @@ def act(
 ) -> Mapping[str, Any] | None:
     """Be `role` until the run is over. `arenas`: memory that all processes share, one for each life."""
     part = _Part(program, role, setting, mail, arenas)
-    # SIGTERM, which may come to all processes at once, ends neither a copy nor the evaluator: first the run is saved
+    # SIGTERM, which all processes may get, ends neither a copy nor the evaluator: first the run is saved
     with noticed(program.spec.options.grace_s) as notice:
         if role.kind == "evaluator":
             part.evaluate()
@@ -132,7 +138,7 @@ def act(
 
 
 class _Leaving:
-    """Whether a worker leaves, and whether it has been told so."""
+    """True if a worker has to leave; `left`: the worker has asked, and the answer was True."""
 
     def __init__(self, notice: Notice) -> None:
         self._notice, self.left = notice, False
@@ -152,7 +158,7 @@ class _Part:
         self._mail = mail
 
     def train(self, leaving: _Leaving) -> Mapping[str, Any]:
-        """A worker: what its model came to, and how it fared."""
+        """Be a worker; returns the hash of its model, and its account."""
         role, arenas = self._role, self._arenas
         memory = None if arenas is None else LentGradients(self._empty, lambda one: arenas.reference(one) is not None)
         peers = self._plan.peers_of(role.node)
@@ -166,7 +172,7 @@ class _Part:
             attendance = world.drive(performed_work(world.port, group, context, client, stages, leaving))
         return self._told(world) | {
             "attendance": list(attendance),
-            # a worker that came when the run was over, or left before it was, has not got the final weights
+            # a worker that came after the end, or left before it, does not have the final weights
             "sha256": None if client.finished or leaving.left else context.sha256(),
             "stage": None if context.stage is None else context.stage.report(),
             "left": leaving.left,
@@ -174,7 +180,7 @@ class _Part:
         }
 
     def evaluate(self) -> None:
-        """The evaluator: it scores what the shards hold."""
+        """Be the evaluator: score the shards' snapshots."""
         scorer = self._program.scorer()
 
         def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
@@ -189,7 +195,7 @@ class _Part:
             world.drive(serve(world.port, evaluator))
 
     def hold(self) -> Mapping[str, Any]:
-        """A copy of a shard."""
+        """Be a copy of a shard."""
         role, program, setting = self._role, self._program, self._setting
         present, options = setting.view.spans, program.spec.options
         shard = self._plan.shard(role.shard, present, empty=None if self._arenas is None else self._empty)
@@ -224,7 +230,7 @@ class _Part:
         return self._told(world)
 
     def _leaving(self, machine: Machine, node: Node, saves: ShardSaves, number: int) -> LeavingCopy:
-        """The copy that saves snapshot `number` and leaves when it gets the signal for that."""
+        """The copy, which saves snapshot `number` and leaves on the agent's signal."""
         assert self._program.spec.options.out is not None
         folder = self._program.spec.options.out.absolute() / "checkpoint"
         leaving = LeavingCopy(machine, node, folder, number, lambda: saves.on_save(number, node.shard))
@@ -239,8 +245,58 @@ class _Part:
         return self._arenas.empty(self._role.life, numel, dtype)
 
     def _told(self, world: MailWorld) -> dict[str, Any]:
-        """What every process leaves of its trace."""
+        """A process's part of the trace."""
         return {
             **world.trace.excerpt(MOST_WRITTEN // self._topology.coordinator + 1),
             "bytes": world.trace.bytes_sent[world.rank],
         }
+
+
+class ShardSaves:
+    """The parts of the run's snapshots of a shard with `spans` of `parameters`, written in the background.
+
+    `on_save` is for its `Node`. A part that is not finite is never written; without `allow_nan` it raises NotFinite.
+    """
+
+    def __init__(
+        self, folder: Place, shard: int, parameters: Sequence[Parameter], spans: Spans, *, allow_nan: bool
+    ) -> None:
+        self._snapshots, self._allow_nan = SnapshotWriter(folder, shard), allow_nan
+        self._parameters, self._spans = without_tables(parameters), split(parameters, spans).dense
+
+    def on_save(self, number: int, shard: Shard) -> None:
+        """Begin snapshot `number`, after the end of a snapshot that is still under way."""
+        state, tensors = shard.dump()
+        self.look()
+        if not self._snapshots.begin(number, state, tensors):
+            self.close()
+            self._snapshots.begin(number, state, tensors)
+
+    def look(self) -> None:
+        """Take the end of the snapshot that is under way, if it is done."""
+        self._say(self._snapshots.poll())
+
+    def close(self) -> None:
+        """Wait for the snapshot that is under way."""
+        self._say(self._snapshots.close(_LONGEST_WRITE_S))
+
+    def _say(self, saved: WrittenSnapshot | None) -> None:
+        if saved is None or not saved.error:
+            return
+        error = saved.not_finite
+        if error is None or self._allow_nan:
+            print(saved.error, file=sys.stderr)  # into the log of this copy
+            return
+        if error.index is None or error.index >= sum(span.numel for span in self._spans):
+            raise error
+        name = describe(self._parameters, flat_index(self._spans, error.index))
+        where = f"{name} ({error.where})"
+        raise NotFinite.from_facts(error.facts | {"parameter": name, "index": None, "where": where}) from error
+
+
+def shard_saves(shard: int, parameters: Sequence[Parameter], spans: Spans, options: RunOptions) -> ShardSaves | None:
+    """The parts of a copy of `shard`; None if the run has no folder."""
+    if options.out is None:
+        return None
+    folder = options.out.absolute() / "checkpoint"
+    return ShardSaves(folder, shard, parameters, spans, allow_nan=options.allow_nan)

@@ -1,12 +1,12 @@
-"""`ServedProgram`: what a run with a parameter server is made of, worked out from its `RunSpec` alone.
+"""`ServedProgram`: the parts of a run with a parameter server, made from its `RunSpec` only.
 
 RunSpec ──▶ data, batches, model ──▶ plan: clients, shards, coordinator      see `ServerPlan`
                                   ├─▶ context                               of a worker
                                   ├─▶ batch scheduler
                                   └─▶ scorer                                of the evaluator
 
-It is the same in every process of the run, in both worlds, and in a replay: they differ in where machines live, and in
-what becomes of one that has ended.
+It is the same in every process of the run, in both worlds, and in a replay: they differ in the places of machines, and
+in the consequences of a machine's end.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from polytempo.training.step.guard import Guard
 from polytempo.training.step.step_cost import StepCost
 
 _FREE = StepCost(0.0)
-"""Of a worker that is no virtual one."""
+"""The cost of a worker in a process."""
 
 
 class ServedProgram:
-    """Everything that is the same for all nodes. `topology` None: the run's own, on one host.
+    """The parts that are the same for all nodes. `topology` None: the run's own, on one host.
 
-    `see(model, data)` is called before anything is built on them. It may refuse them, and says how long machines wait
-    for each other; None: as processes do. With `meta` tensors have no values: nothing is read, computed or scored.
-    Errors: ValueError where the shards cannot do what the job's optimizer and schedule say.
+    `see(model, data)` is called before anything is built on them. It may refuse them, and returns the waiting times of
+    machines; None: the times of processes. With `meta` tensors have no values: nothing is read, computed or scored.
+    Errors: ValueError if the shards cannot follow the job's optimizer and schedule.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class ServedProgram:
         timing = see(model, self.data)
         with_values = model
         self._without_values: tuple[nn.Module, Optimizer] | None = None
-        """The one model of all workers, where it has no values."""
+        """The one model of all workers, if it has no values."""
         if meta:
             with torch.device("meta"):
                 self._without_values = model, optimizer = replica_of(spec)
         parameters = parameters_of(model, optimizer, spec.strategy)
         self._check_tables(parameters, service)
         self.stages: ServedStages | None = None
-        """Which stage has which parameters; None: every worker has all."""
+        """The parameters of each stage; None: every worker has all."""
         if spec.strategy.schedule is not None:
             self.stages = stages_of_job(spec, with_values, self.data, parameters, meta=meta)
         weights, topology = flat_of(model, optimizer), topology or spec.topology()
         self.precision = _precision_facts(spec, model)
-        """What results say of 16-bit parameters."""
+        """Facts about 16-bit parameters, for results."""
         self.plan = ServerPlan(
             self._service(service, optimizer),
             topology,
@@ -109,20 +109,20 @@ class ServedProgram:
             passed_bytes=0 if self.stages is None else self.stages.most_bytes,
             spare_lives=topology.stages * options.restarts,
         )
-        """The server, and how workers meet it."""
+        """The server, and the workers' clients."""
 
     def place(self, num_hosts: int) -> None:
-        """The nodes are on so many hosts."""
+        """Put the nodes on so many hosts."""
         self.plan = replace(self.plan, topology=on_hosts(self.plan.topology, num_hosts))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all parameters."""
+        """The dtype of all parameters."""
         return self.plan.weights.dtype
 
     @property
     def scores(self) -> bool:
-        """Whether there is a test set to score on."""
+        """True if there is a test set to score on."""
         return self.data.test is not None and self._without_values is None
 
     def scheduler(self) -> BatchScheduler:
@@ -134,11 +134,11 @@ class ServedProgram:
 
     @property
     def points(self) -> ScorePoints:
-        """When scores are taken."""
+        """The points of scores."""
         return score_points(len(self.batches), self._num_tickets, self.batches.size)
 
     def context(self, cost: StepCost = _FREE, stages: Port | None = None) -> ServedContext:
-        """What a worker is to train; a virtual one charges `cost`. `stages`: its replica's processes."""
+        """The training of a worker; a virtual worker charges `cost`. `stages`: its replica's processes."""
         spec, batches, stage = self.spec, self.batches, None
         meta = self._without_values is not None
         if self.stages is None:
@@ -175,16 +175,16 @@ class ServedProgram:
         )
 
     def running_of(self, parts: Mapping[int, torch.Tensor | None]) -> torch.Tensor | None:
-        """The whole model's running statistics, of those that each shard has."""
+        """The whole model's running statistics, from the statistics of each shard."""
         return of_first(parts) if self.stages is None else self.stages.running_of(parts)
 
     def scorer(self) -> Scorer:
-        """Scores what the shards hold, with a model of its own."""
+        """A scorer of the shards' weights, with a model of its own."""
         return Scorer(self.spec.job, self.data, self.batches, *replica_of(self.spec), self.spec.options.precision)
 
     @property
     def _num_tickets(self) -> int:
-        """How many batches the run has, to the end of its steps or its epochs, whichever comes first."""
+        """The number of batches to the end of the run's steps or epochs, the earlier of both."""
         batches, steps, epochs = self.batches, self.spec.options.steps, self.spec.epochs
         by_steps = None if steps is None else steps * batches.size
         if epochs is None:
@@ -200,7 +200,7 @@ class ServedProgram:
         return max(1, len(self.batches) // self.batches.size)
 
     def _check_tables(self, parameters: Sequence[Parameter], service: Service) -> None:
-        """ValueError where rows that were touched cannot travel alone."""
+        """ValueError if touched rows cannot travel alone."""
         if not (tables := [each.name for each in parameters if each.row_width]):
             return
         if self._without_values is not None:
@@ -215,7 +215,7 @@ class ServedProgram:
             )
 
     def _service(self, service: Service, optimizer: Optimizer) -> Service:
-        """`service` with the optimizer that its shards apply. `optimizer`, the job's, is given away."""
+        """`service` with the optimizer that its shards apply. The job's `optimizer` must not be used afterwards."""
         allow_nan = self.spec.options.allow_nan or self._without_values is not None
         made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=allow_nan)
         if (schedule := made_schedule(self.spec.job)) is not None:
@@ -224,7 +224,7 @@ class ServedProgram:
 
 
 def _precision_facts(spec: RunSpec, model: nn.Module) -> dict[str, Any] | None:
-    """What a result says of workers that compute in 16 bits; None where they do not."""
+    """A result's facts about workers that compute in 16 bits; None for other workers."""
     precision, service = spec.options.precision, spec.strategy.server
     if precision is None or service is None:
         return None
@@ -234,7 +234,7 @@ def _precision_facts(spec: RunSpec, model: nn.Module) -> dict[str, Any] | None:
 
 
 def _movable(service: Service | None) -> Collection[str] | None:
-    """What a schedule may move: what the shards need of it travels with each push, or the workers alone need it."""
+    """The settings that a schedule may move: they travel with each push, or only the workers need them."""
     assert service is not None
     if service.optimizer is None:
         return ("lr",)

@@ -1,6 +1,6 @@
-"""`ServedRun`: one run with a parameter server on processes, as the process sees it that conducts the run.
+"""`ServedRun`: one run with a parameter server on processes, in the process that conducts it.
 
-out/checkpoint  the shards' snapshots      out/record   what met each shard in which order
+out/checkpoint  the shards' snapshots      out/record   the entries of each shard, in their order
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polytempo.core import PolytempoError
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
-from polytempo.runs.frame.events import RunEvents
+from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.frame.run_frame import RunFrame
 from polytempo.runs.mail.host_mail import KeeperMail
 from polytempo.runs.mail.mailbox_directory import MailboxDirectory
@@ -42,29 +42,29 @@ from polytempo.worlds import Joined, combined_hash, joined, write_chrome_trace
 from polytempo.worlds.process.mail import MailWorld
 
 _FAREWELL_S = 0.2
-"""How long the launcher's last words may take to leave; some of them are for nodes that are dead."""
+"""The time that the launcher's last messages have; some of them are for dead nodes."""
 _EVERY_S = 10.0
-"""How often what a resume needs is written anew where that is a request to another host."""
+"""The interval of writing the launcher's part of a snapshot, if a write is a request to another host."""
 
 
 class ServedOutcome(NamedTuple):
-    """What the processes left."""
+    """The answers of the processes."""
 
     attendances: list[Attendance]
     sha256: str | None
     bytes_sent: dict[str, int]
-    """By workers and by copies."""
+    """Kind ("worker", "copy") -> bytes."""
     finals: dict[str, str]
     """The hash of each worker's final weights, by worker and life."""
     threads: int
     events: Joined
     trace_hash: str
     stages: list[dict[str, Any]]
-    """What each stage of a replica did, where the model is cut."""
+    """The report of each stage of a replica, if the model is cut."""
 
 
 class ServedRun:
-    """What the process knows that conducts the run: the machines that decide, and what each process is to be told."""
+    """The knowledge of the process that conducts the run: the machines that decide, and the facts for each process."""
 
     def __init__(self, frame: RunFrame, events: RunEvents) -> None:
         self.spec, self.options, self.out, self.events = frame.spec, frame.spec.options, frame.out, events
@@ -91,7 +91,7 @@ class ServedRun:
         return self.program.plan
 
     def meet(self, address: EngineAddress) -> None:
-        """Say how processes find each other: in a folder where they have this one's memory, else by the address book.
+        """Choose the mailboxes: in a folder if processes have this one's memory, else by the address book.
 
         Call it before the first of them is started, and `close` at the end.
         """
@@ -109,7 +109,7 @@ class ServedRun:
         self._mail = self._keeper
 
     def close(self) -> None:
-        """Let go of shared memory, which is many files, and of the address book: this object is part of cycles."""
+        """Close shared memory, which is many files, and the address book: this object is part of cycles."""
         if self._arenas is not None:
             self._arenas.close()
         if self._keeper is not None:
@@ -124,7 +124,7 @@ class ServedRun:
         return self.plan.coordinator(self.scheduler, listeners, self.evaluator, self.incarnation)
 
     def _resume(self) -> None:
-        """Take over where the saved run stood, if this one goes on from one."""
+        """Load the saved run, if this run goes on from one."""
         options, batches, service = self.options, self.program.batches, self.plan.service
         self.common: dict[str, Any] = {
             "job": self.spec.job.name,
@@ -160,7 +160,7 @@ class ServedRun:
 
     @contextmanager
     def kept(self, threads: int) -> Iterator[None]:
-        """Record what happens, and save now and then, where there is a folder for it."""
+        """Record the run, and save now and then, if there is a folder for it."""
         if self.out is None:
             yield
             return
@@ -201,14 +201,14 @@ class ServedRun:
         if self._lost is not None:
             self._lost.remove()
 
-    # ------------------------------------------------------------------ what the processes do
+    # ------------------------------------------------------------------ the processes
 
     def work(self, role: Role) -> Mapping[str, Any] | None:
-        """What a process does that has this one's memory; it runs in it."""
+        """Be one of the run's processes, with a copy of this one's memory."""
         return act(self.program, role, self._now(), self._mail, self._arenas)
 
     def setting(self) -> Mapping[str, Any]:
-        """What a process reads beside the run's `RunSpec`; see `program.perform`."""
+        """The facts for a process without this one's memory, in addition to the `RunSpec`; see `program.perform`."""
         assert self._keeper is not None
         plan = self.plan
         shares = self.options.transport == "shared"
@@ -240,16 +240,16 @@ class ServedRun:
             line.close(_FAREWELL_S)
 
     def look(self, now_s: float, out: Outbox) -> None:
-        """Called by the launcher now and then, between messages."""
+        """Save if the interval is over; the launcher calls it now and then, between messages."""
         if self.saves is not None:
             out += self.saves.look(now_s)
         if self._lost is not None and not self.scheduler.finished:
             self._lost.look(now_s)
 
-    # ------------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------------ the end
 
     def outcome(self, ended: Sequence[EngineProcess]) -> ServedOutcome:
-        """What the processes left."""
+        """The answers of the processes, together."""
         attendances, excerpts, stages = [], list[dict[str, Any]](), dict[int, dict[str, Any]]()
         threads, finals = 1, dict[str, str]()
         sent = {"worker": 0, "copy": 0}

@@ -1,4 +1,4 @@
-"""`ServedStages`: the stages of a training with parameter servers: who has which parameters.
+"""`ServedStages`: the stages of a training with parameter servers, and the parameters of each.
 
 whole model ──▶ Cut ──▶ own[k]: the parameters of stage k      ──▶ shards S·k … S·k + S - 1 hold them, S of each stage
                                                                  and its workers push to these alone
@@ -36,16 +36,16 @@ from polytempo.training.served.server_plan import PlannedStage
 from polytempo.training.served.shard_rule import parameters_of
 
 _MOST_MESSAGES = 200
-"""On their way from one process to another: a mailbox drops what is more than 256."""
+"""The most messages on their way from one process to another: a mailbox drops messages beyond 256."""
 
 
 class ServedStages:
-    """Of `model`, cut as `cut` says, whose trained parameters are `parameters`, in so many `shards` in all.
+    """The stages of `model` by `cut`, with the trained `parameters`, in so many `shards` in all.
 
-    The model is kept, and copied for each worker; where it has no values (`training.priced`) all have the same.
+    The model is kept, and copied for each worker; without values (`training.priced`) all workers have the same.
 
     Errors: ValueError for weights that several stages use, for sparse embeddings, for parameter groups that differ from
-    stage to stage, for more messages at a time than a mailbox takes, and for norms whose statistics are out of reach.
+    stage to stage, for more messages at a time than a mailbox takes, and for norms with statistics out of reach.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ServedStages:
         if training.priced is not None:
             self._whole = model, on_meta(cut)
         self.own = tuple(self._own(stage, parameters) for stage in range(self._schedule.stages))
-        """The parameters of each stage, in the order in which its model has them."""
+        """The parameters of each stage, in the order of its model."""
         self.most_bytes = max(cost.bytes_out for cost in cut.costs)
-        """Of a tensor that passes from stage to stage: no stage sends more for a whole batch."""
+        """The most bytes of a tensor that passes from stage to stage, for a whole batch."""
         self._shards_of_each = shards // self._schedule.stages
         self._running = [Running(self._model(stage)).vector() for stage in range(self._schedule.stages)]
 
     def stage(self, stages: Port, flops_per_sample: float) -> ServedStage:
-        """That of position `stages.rank` of a replica, in memory of its own."""
+        """The stage at position `stages.rank` of a replica, in memory of its own."""
         training = self._training
         if training.priced is None:
             return ServedStage(training, *deepcopy(self._whole), self.own, stages, flops_per_sample)
@@ -78,7 +78,7 @@ class ServedStages:
 
     @property
     def planned(self) -> tuple[PlannedStage, ...]:
-        """The stages as a `ServerPlan` has them."""
+        """The stages for a `ServerPlan`."""
         sizes = [0 if vector is None else vector.numel() for vector in self._running]
         return tuple(
             PlannedStage(tuple(each.name for each in own), size) for own, size in zip(self.own, sizes, strict=True)
@@ -91,14 +91,14 @@ class ServedStages:
         return torch.cat(found) if found else None
 
     def running_of(self, parts: Mapping[int, Tensor | None]) -> Tensor | None:
-        """The whole model's, of those that each shard has: of each stage the first shard's count."""
+        """The whole model's running statistics, from the first shard of each stage."""
         firsts = [parts[stage * self._shards_of_each] for stage in range(self._schedule.stages)]
         held = {stage: vector for stage, vector in enumerate(firsts) if vector is not None}
         found = [held[stage][begin:end] for stage, begin, end in self._places]
         return torch.cat(found) if found else None
 
     def _running_places(self, model: nn.Module) -> list[tuple[int, int, int]]:
-        """For each of the model's buffers of norms its stage, and its range in the vector of that."""
+        """The stage of each buffer of the model's norms, and its range in the stage's vector."""
         known: dict[int, tuple[int, int, int]] = {}
         for stage in range(self._schedule.stages):
             at = 0
@@ -108,9 +108,9 @@ class ServedStages:
         buffers = Running(model).buffers
         if any(id(buffer) not in known for buffer in buffers):
             raise ValueError(
-                f"{self._training.who}: the model is cut by torch.export, in which its norms are no modules any "
-                "more, so their running statistics do not reach a parameter server; use GroupNorm or LayerNorm, or an "
-                "inner strategy without a server"
+                f"{self._training.who}: the model is cut by torch.export, which replaces its norms, so their running "
+                "statistics do not reach a parameter server; use GroupNorm or LayerNorm, or an inner strategy without "
+                "a server"
             )
         return [known[id(buffer)] for buffer in buffers]
 
@@ -126,9 +126,9 @@ class ServedStages:
         for each in found:
             if known.get(each.name) != each:
                 raise ValueError(
-                    f"the optimizer of stage {stage} has {each.name} in parameter group {each.group}, and that of the "
-                    "whole model has it elsewhere; a parameter server knows learning rates by the number of their "
-                    "group, so let the optimizer have the same groups for the parameters of each stage"
+                    f"the optimizer of stage {stage} has {each.name} in parameter group {each.group}, and the "
+                    "optimizer of the whole model has it elsewhere; a parameter server knows learning rates by the "
+                    "number of their group, so let the optimizer have the same groups for the parameters of each stage"
                 )
         return found
 
@@ -163,9 +163,9 @@ class ServedStages:
 def stages_of_job(
     spec: RunSpec, model: nn.Module, data: Data, parameters: tuple[Parameter, ...], *, meta: bool
 ) -> ServedStages:
-    """Those of a run, worked out from its `RunSpec`. `model` has values, also with `meta`.
+    """The stages of a run, made from its `RunSpec`. `model` has values, also with `meta`.
 
-    Errors: ValueError as of `ServedStages`, and for what a run with stages and parameter servers cannot have.
+    Errors: ValueError as of `ServedStages` and `check_staged`.
     """
     service, job = spec.strategy.server, spec.job
     assert service is not None
@@ -188,10 +188,10 @@ def stages_of_job(
 
 
 def check_staged(spec: RunSpec) -> None:
-    """ValueError for what a run with stages and parameter servers cannot have."""
+    """ValueError for options that a run with stages and parameter servers cannot have."""
     assert spec.strategy.server is not None
     check_service(spec.strategy.server)
     if spec.options.reshape:
         raise ValueError(
-            f"{spec.strategy} has a parameter server for each stage, whose shards stay as they are; leave out reshape"
+            f"{spec.strategy} has a parameter server for each stage, with a fixed number of shards; leave out reshape"
         )

@@ -1,4 +1,4 @@
-"""`Tally`: what workers of a parameter server tell of their training, and the result that it adds up to."""
+"""`Tally`: the rows of workers of a parameter server, and the result of the run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from polytempo.training.step.guard import check_score
 
 
 class ServedTotals(NamedTuple):
-    """What all processes of a run have come to."""
+    """The totals of all processes of a run."""
 
     world: str
     """"process" or "virtual"."""
     attendances: Sequence[Attendance]
-    """Of the workers that lived to the end."""
+    """The attendances of workers that lived to the end."""
     statistics: Sequence[Statistics]
-    """Of each shard."""
+    """The statistics of each shard."""
     idle_share: Callable[[float], float]
-    """From the run's seconds: the workers' part of that time that was not computation."""
+    """A function from the run's seconds to the workers' share of time without computation."""
     worker_bytes: int
     """Bytes that the workers have sent."""
     server_bytes: int
@@ -39,9 +39,9 @@ class ServedTotals(NamedTuple):
     parameters_sha256: str | None
     trace_hash: str
     stages: Sequence[dict[str, Any]] = ()
-    """What each stage of a replica did; see `Result.stages`."""
+    """The reports of a replica's stages; see `Result.stages`."""
     server_facts: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default, which is only read)
-    """Goes into `Result.server`."""
+    """Further facts for `Result.server`."""
 
 
 class Tally:
@@ -58,18 +58,18 @@ class Tally:
         self._precision = program.precision
         self._coordinator, self._scheduler, self._record = coordinator, coordinator.scheduler, record
         self.last_step, self._seconds = (0, 0.0) if before is None else (before.step, before.seconds)
-        """The highest step of any row; and how long the run lasted before it was resumed."""
+        """The highest step of any row, and the seconds of the run before it was resumed."""
         self._resumed_at = None if before is None else before.step
         self._tested: dict[str, Any] | None = None
         self._trained: dict[str, Any] | None = None
         self._reached: bool | None = False if self._spec.options.until else None
 
     def take(self, text: bytes) -> None:
-        """A row, as JSON, of whichever worker."""
+        """Take a row, as JSON, of any worker."""
         self.take_row(json.loads(text))
 
     def take_row(self, row: dict[str, Any]) -> None:
-        """A row; its time counts from the first work of the run, as a result's does, however often that was resumed."""
+        """Take a row; its time counts from the first work of the run, also if the run was resumed."""
         row = row | {"seconds": self._seconds + max(0.0, row["seconds"] - self._coordinator.began_s)}
         self.last_step = max(self.last_step, row["step"])
         if row["kind"] == "test":
@@ -125,12 +125,12 @@ class Tally:
 
 
 def _samples_behind(scheduler: BatchScheduler, batches: Batches) -> int:
-    """How many samples the finished tickets are of; of an epoch that is not finished as if its first ones were."""
+    """The samples of the finished tickets; of an unfinished epoch, as if its first tickets were finished."""
     return batches.samples_before(sum(last - first + 1 for first, last in scheduler.done))
 
 
 def _reached(row: dict[str, float], options: RunOptions) -> bool | None:
-    """Whether a row of a test meets what `until` asks for; None where it asks for nothing."""
+    """True if a row of a test meets the goals of `until`; None without goals."""
     if not options.until:
         return None
     return all(

@@ -1,8 +1,8 @@
-"""Which workers of a simulation are in step, so that one of them can compute and act for others.
+"""Groups of workers of a simulation that are in step, so that one worker can compute and act for its group.
 
 They hold equal parameters after every step, exchange nothing but a mean over all of them by the world's own collective,
 compute equally fast, and get equally many samples in every step. An epoch's last batch may be dealt unevenly: then
-there are two groups, the first of which gets a sample more there.
+there are two groups, and the first gets a sample more there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from polytempo.worlds import VirtualWorld
 from polytempo.worlds.virtual.virtual_operations import Asymmetric
 
 _WIDE = (torch.float32, torch.float64)
-"""In which the sum of many workers' gradients is not too large for its dtype, where their mean is not."""
+"""Dtypes that hold the sum of many workers' gradients if they hold the mean."""
 
 
 def groups_in_step(spec: RunSpec, cluster: Cluster, data: Data, dtypes: set[torch.dtype]) -> list[range]:
-    """All workers in groups that are in step, which are at most a few; none where workers are not.
+    """All workers, in a few groups that are in step; no groups if workers are not in step.
 
-    `dtypes`: of the model's parameters.
+    `dtypes` are the parameters' dtypes.
     """
     strategy, options = spec.strategy, spec.options
     linear = strategy.synchronized and Promise.LINEAR in strategy.gradients.promises
@@ -48,9 +48,9 @@ def groups_in_step(spec: RunSpec, cluster: Cluster, data: Data, dtypes: set[torc
 
 
 def groups_in_turn(spec: RunSpec, cluster: Cluster, data: Data, model: nn.Module) -> list[range]:
-    """As `groups_in_step`, where one model computes each worker's gradient by itself, with the same bits.
+    """The groups of `groups_in_step` if one model can compute each worker's gradient separately, with the same bits.
 
-    So the model has to be of torch's own layers, of which it is known that they remember nothing.
+    So the model has to be of torch's own layers, which remember nothing.
     """
     strategy, options = spec.strategy, spec.options
     if strategy.features - {"server"} or sparse_tables(model) or not all(map(_forgets, model.modules())):
@@ -61,14 +61,14 @@ def groups_in_turn(spec: RunSpec, cluster: Cluster, data: Data, model: nn.Module
 
 
 def _forgets(module: nn.Module) -> bool:
-    """Whether a pass leaves the layer, and what hangs on it, as they were."""
+    """True if a pass leaves the layer and its attachments unchanged."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     known = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, LazyModuleMixin)
     return known and not module._buffers and not any(hooks) and getattr(module, "max_norm", None) is None
 
 
 def _acts_for_all(spec: RunSpec, cluster: Cluster) -> bool:
-    """Whether the strategy's messages are such that some ranks can act for all: one sum, and nothing else."""
+    """True if some ranks can act for all, because the strategy's messages are one sum."""
     transform = spec.strategy.gradients
 
     async def program(port: Port) -> None:

@@ -1,4 +1,4 @@
-"""`priced_parts`: a run of a model in parts in the virtual world that computes nothing and takes its time.
+"""Runs of divided models in the virtual world that compute nothing and take their time.
 
 real model, once ──▶ rules, operations, a batch's sizes ──▶ each rank's parts on the meta device
                                                             forward and backward of sizes alone: all exchanges are sent
@@ -28,34 +28,38 @@ from polytempo.partition.plan import split_plan
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.job import Data
 from polytempo.spec.job_calls import optimizer_of, replica_of
+from polytempo.spec.objective import pair_loss
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.distillation import objective_of
 from polytempo.training.model.ports import ports_of
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model, planned_names
-from polytempo.training.parts.staged_training import first_batch, sample_of
+from polytempo.training.parts.staged_training import cut_of, first_batch, sample_of
+from polytempo.training.pipeline.micro_batches import MicroBatches
+from polytempo.training.pipeline.pipeline_stage import laid_out, schedule_of
+from polytempo.training.pipeline.priced_stage import PricedStage, on_meta
+from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.step.replica import Replica
-from polytempo.training.step.step_cost import StepCost
+from polytempo.training.step.step_cost import StepCost, flops_per_sample
 from polytempo.training.virtual.virtual_step import StepWork, charged, step_of_work
-from polytempo.worlds import Outcome
+from polytempo.worlds import Outcome, VirtualWorld
 from polytempo.worlds.virtual.symmetry import run_priced
 
 _WITHOUT_VALUES = re.compile(r"\bmeta\b", re.IGNORECASE)
-"""In what torch says where an operation needs the values of a tensor on the meta device, or a tensor elsewhere."""
+"""A part of torch's errors about operations that need the values of a tensor on the meta device."""
 
 
 class PricedParts(NamedTuple):
-    """What came of it."""
+    """The outcome, and the parts of the first rank."""
 
     outcome: Outcome[None]
     parts: ModelParts
-    """Of the first rank."""
 
 
 def priced_parts(
     spec: RunSpec, cluster: Cluster, data: Data, cost: StepCost, steps: int, updates: Callable[[int], Updates]
 ) -> PricedParts:
-    """So many steps of `spec`, each on a batch as large as the first one. `updates`: of each rank.
+    """So many steps of `spec`, each on a batch as large as the first. `updates(rank)`: the updates of a rank.
 
     Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `parted_model`, and for a
     job that cannot be computed without values.
@@ -118,3 +122,44 @@ def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any) ->
 
 def _on_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+class PricedStages(NamedTuple):
+    """The outcome, and the stage of each rank."""
+
+    outcome: Outcome[None]
+    stages: list[PricedStage]
+
+
+def priced_stages(spec: RunSpec, cluster: Cluster, data: Data, steps: int) -> PricedStages:
+    """So many steps of `spec`, each on a batch as large as the first one.
+
+    Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `cut_of`.
+    """
+    job, strategy, schedule = spec.job, spec.strategy, schedule_of(spec.strategy)
+    model, _ = replica_of(spec)
+    parts = cut_of(spec, model, data)
+    size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
+    inputs, target = first_batch(job, data, size, spec.seed)
+    flops = flops_per_sample(job, model, data, spec.seed)
+    batch = MicroBatches(parts, schedule, pair_loss(job), spec.seed, 0, flops).of((inputs,), target, 0)
+    priced = on_meta(parts)
+    models = [StageModel(priced.stages[number :: schedule.stages]) for number in range(schedule.stages)]
+    optimizers = [optimizer_of(job, each, lr=spec.lr) for each in models]
+
+    def stage(port: Port) -> PricedStage:
+        whole = laid_out(port, schedule.stages)
+        number = whole.rank % schedule.stages
+        return PricedStage(priced, models[number], optimizers[number], strategy, whole, batch)
+
+    hosts = cluster.hosts(spec.workers)
+    stages = [stage(world_port(rank, hosts)) for rank in range(spec.workers)]
+
+    async def program(port: Port) -> Any:
+        for step in range(steps):
+            await port.mark(step)
+            await stages[port.rank].step()
+        await stages[port.rank].finish()
+        await port.barrier()  # as where it computes: waiting for the slowest is training time
+
+    return PricedStages(VirtualWorld(cluster, spec.workers, seed=spec.seed).run(program), stages)

@@ -30,8 +30,7 @@ from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.frame.run_page import reported, virtual_rows
 from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
-from polytempo.runs.simulated.priced_parts import priced_parts
-from polytempo.runs.simulated.priced_stages import priced_stages
+from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
@@ -67,7 +66,7 @@ from polytempo.worlds.virtual.symmetry import run_priced
 
 _HOST_WORKERS = 64
 _Together = BatchedReplicas | WorkersInStep | WorkersInTurn
-"""What computes for many workers at once."""
+"""Computes for many workers together."""
 
 
 def simulate(
@@ -249,7 +248,7 @@ def _context(
 
 
 class Dealing(NamedTuple):
-    """How batches are dealt: rows that all ranks take theirs from, and groups of ranks whose batches come together."""
+    """The deal of batches: rows for all ranks, and groups of ranks that get their batches together."""
 
     gathered: Gathered | None
     groups: Sequence[range]
@@ -311,7 +310,7 @@ def _only_time(
     steps: int,
     stages: Sequence[dict[str, Any]] = (),
 ) -> Result:
-    """The result of so many steps in which nothing was computed."""
+    """The result of so many steps without computations."""
     shard = DataShard(
         data.training(), rank=0, size=1, batch_size=spec.batch_size, seed=spec.seed
     )  # its length; not dealt
@@ -332,13 +331,13 @@ def _only_time(
 
 
 def _part(spec: RunSpec, rank: int) -> float:
-    """Of a global batch that `rank` computes."""
+    """The share of a global batch that `rank` computes."""
     slices = spec.strategy.slices
     return 1 / spec.workers if slices is None else len(subtree(slices, spec.workers, rank)) / slices
 
 
 def _equal_parts(spec: RunSpec) -> bool:
-    """Whether all ranks compute equally much of a global batch."""
+    """True if all ranks compute equally much of a global batch."""
     return spec.strategy.slices is None or len({_part(spec, rank) for rank in range(spec.workers)}) == 1
 
 

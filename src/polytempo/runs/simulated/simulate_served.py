@@ -106,13 +106,13 @@ class ServedSimulation:
         self.nodes = self._nodes()
 
     def _take(self, text: bytes) -> None:
-        """A worker's row, with what it has measured."""
+        """Take a worker's row, with its measured noise."""
         row = json.loads(text)
         noise = self.contexts[row["worker"]].noise if row["kind"] == "train" else None
         self.tally.take_row(row if noise is None else row | noise.row)
 
     async def act(self, port: Port) -> Attendance | None:
-        """What each rank does. Where one fails, the machines end, so that the world does."""
+        """Be the rank of `port`. If a rank fails, the machines end, so that the world ends."""
         try:
             if port.rank < self.spec.workers:
                 return await self._work(port)
@@ -120,7 +120,7 @@ class ServedSimulation:
                 await serve(port, self.nodes[port.rank])
                 return None
             await serve(port, _Launcher(self.coordinator, self.world, self.topology, self.reshapes))
-            for node in self.nodes.values():  # also those that were never needed, or are not any more
+            for node in self.nodes.values():  # also unused nodes
                 node.finished = True
         except Exception:
             self.coordinator.finished = True
@@ -134,7 +134,7 @@ class ServedSimulation:
         return performed_work(port, self._group(port), self.contexts[port.rank], client, self._stages(port))
 
     def _group(self, port: Port) -> Port:
-        """The workers with the same stage of all replicas: they follow each other. They share what a group lists."""
+        """The workers with the same stage of all replicas, which follow each other. They share the group's lists."""
         stage = self.topology.stage_of(port.rank)
         if stage not in self._groups:
             self._groups[stage] = port.among(self.topology.beside(port.rank))
@@ -169,7 +169,7 @@ class ServedSimulation:
     # ------------------------------------------------------------------ the end
 
     def finish(self, outcome: Outcome[Attendance | None]) -> Result:
-        """The result of the run, and what it leaves in its folder."""
+        """The result of the run; its folder gets the result, the trace and the page."""
         attendances = [a for worker in self.topology.firsts if (a := outcome.results[worker]) is not None]
         if not attendances:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
@@ -204,7 +204,7 @@ class ServedSimulation:
 
 
 class _Launcher:
-    """The coordinator with the eyes of the launcher that it lives in: whose process has ended is lost at once."""
+    """The coordinator with the launcher's knowledge of lost ranks."""
 
     def __init__(self, coordinator: Coordinator, world: VirtualWorld, topology: Topology, reshapes: Reshapes) -> None:
         self._coordinator, self._world, self._reshapes = coordinator, world, reshapes
@@ -213,7 +213,7 @@ class _Launcher:
 
     @property
     def finished(self) -> bool:
-        """As the coordinator says."""
+        """True if the coordinator has finished."""
         return self._coordinator.finished
 
     @finished.setter
@@ -227,11 +227,11 @@ class _Launcher:
         return out + self._reshapes.look(now_s)
 
     def tick(self, now_s: float) -> Outbox:
-        """What the coordinator does as time passes."""
+        """Take losses, and let the coordinator tick."""
         return self._losses(now_s) + self._coordinator.tick(now_s) + self._reshapes.look(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """As long as the coordinator waits, or until a death is known."""
+        """The coordinator's wait, at most until the next death is known."""
         if not self._world.lost:
             return self._coordinator.wait_s(now_s)
         due = (s + self._world.cluster.detection_s for rank, s in self._dead())
@@ -280,9 +280,9 @@ def _timing(step_s: float) -> Timing:
 
 
 def _step_s(model: nn.Module, cost: StepCost, spec: RunSpec, cluster: Cluster) -> float:
-    """About how long a step takes: its computation, and all workers' messages to one server and back.
+    """The approximate seconds of a step: its computation, and all workers' messages to one server and back.
 
-    Where servers have a speed of their own, also what one takes for all workers' pushes.
+    With servers of a speed of their own, also the time of one server for all workers' pushes.
     """
     numel = sum(parameter.numel() for parameter in model.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

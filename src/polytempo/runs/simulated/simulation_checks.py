@@ -1,4 +1,4 @@
-"""Features that no simulation can have, or none of a strategy, or none without values."""
+"""Features that a simulation cannot have: any, or one of some strategies, or one without values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, bat
 
 
 def needs_values(strategy: Strategy, options: RunOptions) -> bool:
-    """Whether a simulation of the strategy has to compute gradients for its times to be known."""
+    """True if a simulation of the strategy has to compute gradients, because its times depend on values."""
     return refusal_of(_features(strategy, options, meta=True, batched=False)) is not None
 
 

@@ -1,6 +1,6 @@
 """Scores off the clock: in the virtual world, and in a replay, where all shards are in this process.
 
-on_entry of the last copy of each shard ─▶ 96 batches are decided: a copy of what it holds ─▶ of all shards ─▶ a score
+on_entry of the last copy of each shard ─▶ 96 batches are decided: a copy of its weights ─▶ of all shards ─▶ a score
 
 No op is performed, no message sent and no time passes, so a run with scores is the run without them.
 """
@@ -23,7 +23,7 @@ from polytempo.training.served.scorer import Scorer
 
 
 class OffTheClock:
-    """Scores what `shards` hold at `points`, and gives each row to `take`. `now_s()` is the time for rows."""
+    """Scores the shards' weights at `points`, and gives each row to `take`. `now_s()` is the time for rows."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class OffTheClock:
         self._scored = -1
 
     def watcher(self, shard: Shard, node: Callable[[], Node]) -> Callable[[int, Entry], None]:
-        """For the `on_entry` of `node()`, which holds `shard`."""
+        """An `on_entry` for `node()`, which holds `shard`."""
 
         def on_entry(index: int, entry: Entry) -> None:
             number = self._points.crossed(shard.decisions.batches_before, shard.decisions.batches)
-            if number is not None and node().chain[-1:] == (node().node,):  # what the last copy has, all have
+            if number is not None and node().chain[-1:] == (node().node,):  # all copies have the last one's entries
                 self._note(number, shard)
 
         return on_entry
