@@ -93,7 +93,7 @@ def test_limits_that_no_run_keeps_are_exit_code_1(capsys: pytest.CaptureFixture[
         (("--deadline-s", "-1"), "--deadline-s -1: must be a "),
         (("--strategies", "best_sgd"), "best_sgd"),
         (("--strategies", "sync_sgd", "--periods", "4"), "it says all strategies; leave out --periods"),
-        (("--codecs", "zip"), "codec 'zip' is not one that a plan tries"),
+        (("--codecs", "zip"), "codec 'zip' is not tried by plans"),
         (("--cluster", "none.toml"), "--cluster none.toml: there is no such file"),
         (("--cluster", "moon()"), "moon"),
         (("--page", "no/such/plan.html"), "name a file in a folder that exists"),

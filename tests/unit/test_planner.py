@@ -72,7 +72,7 @@ def test_the_usual_space_has_two_hundred_runs() -> None:
 
 
 def test_an_unknown_codec_is_named() -> None:
-    with pytest.raises(ValueError, match=r"codec 'zip' is not one that a plan tries; there are: bf16, int8"):
+    with pytest.raises(ValueError, match=r"codec 'zip' is not tried by plans; there are: bf16, int8"):
         usual_strategies(codecs=("bf16", "zip"))
 
 

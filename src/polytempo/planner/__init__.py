@@ -1,7 +1,7 @@
-"""Which strategy, how many workers, which batch: time and money until a job reaches a target, and the best of them.
+"""A plan for a job to reach a target: strategy, number of workers and batch with the least time or money.
 
     search space ──▶ memory, step times (priced without values) ──▶ time to target = samples / rate ──▶ front ──▶ plan
                      short trials with real gradients ──▶ samples to target ───▲
 
-Import the modules one by one. `plan_run` in `planner.search` is the whole of it.
+Import the modules one by one. The entry is `plan_run` in `planner.search`.
 """

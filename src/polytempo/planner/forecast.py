@@ -1,4 +1,4 @@
-"""`RunForecast`: how long a run takes to the target and what it costs, with an interval.
+"""`RunForecast`: a run's time to the target and its cost, with an interval.
 
     seconds = E(B), up to the next score / samples a second        money = seconds · hosts · price
 
@@ -22,53 +22,53 @@ from polytempo.planner.search_space import PlannedRun
 
 DRAWS = 200
 _OUTER = 0.05
-"""Of the draws, left out at either end."""
+"""The share of draws that is left out at either end."""
 _DEVIATIONS = 2.563
-"""From the 10th to the 90th percentile of a normal distribution, in standard deviations."""
+"""Standard deviations from the 10th to the 90th percentile of a normal distribution."""
 
 
 class RunForecast(NamedTuple):
-    """Of one run."""
+    """The forecast of one run."""
 
     run: PlannedRun
     price: RunPrice
     hosts: int
     memory_bytes: int
-    """Of a worker."""
+    """Bytes of a worker."""
     samples: float
-    """Until the score that reaches the target: the mean of the draws."""
+    """Samples to the score that reaches the target: the mean of the draws."""
     seconds: float
     """The mean of the draws."""
     low_s: float
     high_s: float
-    """Nine of ten draws lie between them."""
+    """Nine of ten draws are between `low_s` and `high_s`."""
     drawn_s: tuple[float, ...]
-    """Draw i of every run has the same factor for the cluster, and those of one family the same law."""
+    """Draw i of every run has the same factor for the cluster, and draw i of runs of one family the same law."""
 
     @property
     def host_s(self) -> float:
-        """Seconds of all hosts together: what is paid for."""
+        """Paid seconds: the seconds of all hosts together."""
         return self.seconds * self.hosts
 
     def money(self, price_per_host_hour: float | None) -> float:
-        """In the currency of the price; without one, host hours."""
+        """The cost in the currency of the price; without a price, host hours."""
         return self.host_s / 3600 * (1.0 if price_per_host_hour is None else price_per_host_hour)
 
 
 class Uncertainty(NamedTuple):
-    """Standard deviations, as parts of what varies."""
+    """Standard deviations, as parts of the varying quantities."""
 
     computing: float = 0.0
     messages: float = 0.0
     whole: float = 0.0
-    """Of what both are a part of."""
+    """The deviation of the whole step."""
 
 
 def uncertainty_of(cluster: Cluster, spread: Mapping[str, float]) -> Uncertainty:
-    """How far a cluster's speeds may be wrong: the spread of its measurements, how well its kernels were fitted, and by
-    how much they had changed when it was measured again; and how far a job's own steps were from their simulation.
+    """The uncertainty of a cluster's speeds: the spread of its measurements, the errors of fitted kernels, their change
+    between two measurements, and the error of a job's own steps in simulation.
 
-    Nothing for a cluster that is declared: then its numbers are taken as they are.
+    None for a declared cluster: its numbers are taken as they are.
     """
     errors = [] if cluster.speeds is None else [speed.error for _, speed in cluster.speeds.kernels]
     fit = sorted(errors)[len(errors) // 2] if errors else 0.0
@@ -91,7 +91,7 @@ def forecast(
     memory_bytes: int,
     seed: int,
 ) -> RunForecast:
-    """By `laws` drawn for the run's family; runs of equal arguments differ by `noise`, as a part of their samples."""
+    """The forecast by `laws`, drawn for the run's family; equal runs differ by `noise`, as a part of their samples."""
     of_seeds, of_cluster = Random(f"{seed}/{run}"), Random(f"{seed}/cluster")
     share = price.communication_share
     samples, drawn = [], []

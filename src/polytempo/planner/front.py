@@ -1,4 +1,4 @@
-"""Which of the forecasts are worth a look, which of them is chosen, and what would reverse the choice."""
+"""The front of the forecasts, the choice among them, and changes that would reverse the choice."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from polytempo.planner.run_price import Pricer
 
 
 class PlanLimits(NamedTuple):
-    """What a run must keep to. None: no limit."""
+    """The limits of a run. None: no limit."""
 
     memory_bytes: float | None = None
-    """Of each worker."""
+    """Bytes of each worker."""
     deadline_s: float | None = None
     budget: float | None = None
     """Money, in the currency of the price; without a price host hours."""
@@ -22,15 +22,15 @@ class PlanLimits(NamedTuple):
 
     @property
     def by_price(self) -> bool:
-        """Whether the cheapest run is chosen, as where only a deadline is given; else the fastest."""
+        """True if the cheapest run is chosen, because only a deadline is given; else the fastest is chosen."""
         return self.deadline_s is not None and self.budget is None
 
     def weight(self, found: RunForecast) -> int:
-        """What a second of the run counts in the choice: 1, or its hosts where the cheapest run is chosen."""
+        """The weight of a second of the run in the choice: 1, or its hosts if the cheapest run is chosen."""
         return found.hosts if self.by_price else 1
 
     def hold(self, found: RunForecast) -> bool:
-        """Whether the run is expected to keep to all of them."""
+        """True if the run is expected to keep to all limits."""
         return (
             (self.memory_bytes is None or found.memory_bytes <= self.memory_bytes)
             and (self.deadline_s is None or found.seconds <= self.deadline_s)
@@ -39,7 +39,7 @@ class PlanLimits(NamedTuple):
 
 
 def front(forecasts: Sequence[RunForecast]) -> list[RunForecast]:
-    """Those that no other one beats in both time and money, from the fastest on."""
+    """The forecasts that no other beats in both time and money, from the fastest on."""
     found: list[RunForecast] = []
     for each in sorted(forecasts, key=lambda one: (one.seconds, one.host_s, one.run)):
         if not found or each.host_s < found[-1].host_s:
@@ -48,18 +48,18 @@ def front(forecasts: Sequence[RunForecast]) -> list[RunForecast]:
 
 
 def ranked(forecasts: Sequence[RunForecast], limits: PlanLimits) -> list[RunForecast]:
-    """Those within the limits, the best first: the cheapest where only a deadline is given, else the fastest."""
+    """The forecasts within the limits, the best first: the cheapest if only a deadline is given, else the fastest."""
     within = [each for each in forecasts if limits.hold(each)]
     return sorted(within, key=lambda one: (limits.weight(one) * one.seconds, one.seconds, one.host_s, one.run))
 
 
 def runner_up(order: Sequence[RunForecast]) -> RunForecast | None:
-    """The best run by another family than the first one's; None where there is none."""
+    """The best run of another family than the first run's; None if there is none."""
     return next((each for each in order[1:] if each.run.family != order[0].run.family), None)
 
 
 def chance(first: RunForecast, second: RunForecast, limits: PlanLimits) -> float:
-    """In how many of the draws the first is faster, or cheaper where the cheapest run is chosen: from 0 to 1."""
+    """The share of draws in favour of the first run: faster, or cheaper if the cheapest run is chosen."""
     one, other = limits.weight(first), limits.weight(second)
     better = sum(one * a <= other * b for a, b in zip(first.drawn_s, second.drawn_s, strict=True))
     return better / len(first.drawn_s)
@@ -70,18 +70,18 @@ _HALVINGS = 5
 
 
 class Reversal(NamedTuple):
-    """When the runner-up is as fast as the winner, or as cheap where the cheapest run is chosen."""
+    """Conditions that make the runner-up as fast as the winner, or as cheap if the cheapest run is chosen."""
 
     slower_bytes_per_s: float | None
     """Links between hosts of this rate or below; None: not down to a 64th of the cluster's."""
     faster_bytes_per_s: float | None
     """Links of this rate or above; None: not up to 64 times the cluster's."""
     more_samples: float
-    """The winner needs so many times the samples that are expected of it."""
+    """The factor of the winner's expected samples."""
 
 
 def reversal(winner: RunForecast, other: RunForecast, pricer: Pricer, limits: PlanLimits) -> Reversal:
-    """By prices on other links, with the samples that are expected. Cost: about twenty prices."""
+    """The reversal by prices on other links, with the expected samples. Cost: about twenty prices."""
 
     def on_links(found: RunForecast, factor: float) -> float:
         """The seconds of the forecast, or host seconds, on links that carry `factor` times as many bytes."""
@@ -89,7 +89,7 @@ def reversal(winner: RunForecast, other: RunForecast, pricer: Pricer, limits: Pl
         return limits.weight(found) * found.seconds * rates[0] / rates[1]
 
     def ahead(factor: float) -> float:
-        """How far the winner is ahead, as the logarithm of the ratio of times, or of prices."""
+        """The winner's lead, as the logarithm of the ratio of times, or of prices."""
         return math.log(on_links(other, factor) / on_links(winner, factor))
 
     rate = pricer.cluster.network.bytes_per_s
@@ -101,7 +101,7 @@ def reversal(winner: RunForecast, other: RunForecast, pricer: Pricer, limits: Pl
 
 
 def _crossing(ahead: Callable[[float], float], direction: float) -> float | None:
-    """The factor nearest to 1 in that direction at which `ahead` is 0; None up to the furthest."""
+    """The root of `ahead` nearest to a factor of 1 in that direction; None if there is none up to the furthest."""
     near, far = 0.0, None
     for exponent in (1.0, 3.0, math.log2(_FURTHEST)):
         if ahead(2 ** (direction * exponent)) < 0:

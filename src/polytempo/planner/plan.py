@@ -1,4 +1,4 @@
-"""`RunPlan`: what was found, as a value: forecasts, the front, the winner, what would change it, what is missing."""
+"""`RunPlan`: the findings of a search: forecasts, the front, the winner, its reversal, and missing runs."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ NOT_CONSIDERED = (
 
 
 class RunPlan(NamedTuple):
-    """The answer to: which strategy, how many workers, which batch."""
+    """The chosen strategy, number of workers and batch, with all forecasts."""
 
     job: str
     cluster: str
     until: Mapping[str, float]
     limits: PlanLimits
     num_runs: int
-    """That were priced."""
+    """The number of priced runs."""
     forecasts: list[RunForecast]
-    """The best first; those of families that were given up are missing."""
+    """The fastest first, without runs of families that were given up."""
     front: list[RunForecast]
     winner: RunForecast | None
-    """None where no run keeps to the limits."""
+    """None if no run keeps to the limits."""
     runner_up: RunForecast | None
     """The best of another family."""
     chance: float | None
-    """That the winner is faster than the runner-up in a draw, or cheaper where the cheapest run is chosen."""
+    """The chance that the winner beats the runner-up in a draw."""
     reversal: Reversal | None
     laws: Mapping[str, SamplesLaw]
-    """By family."""
+    """Family -> law."""
     noise: float
-    """By how much runs that differ in their seeds differ, as a part of their samples."""
+    """The deviation of runs with other seeds, as a part of their samples."""
     trials: list[SamplesTrial]
     given_up: list[LeftOut]
     """Families that cannot win, or that did not reach the target."""

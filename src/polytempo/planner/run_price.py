@@ -1,4 +1,4 @@
-"""`Pricer`: how fast a run goes through samples, by its priced simulation: no values, equal ranks simulated once."""
+"""`Pricer`: a run's samples a second by a priced simulation, without values, with one rank for all equal ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_PERIOD = 64
 
 
 class RunPrice(NamedTuple):
-    """What a priced simulation says of a run."""
+    """The result of a priced simulation of a run."""
 
     samples_per_s: float
     step_s: float
@@ -38,7 +38,7 @@ class RunPrice(NamedTuple):
 
 
 class Pricer:
-    """Prices of one job on one cluster. Each is worked out once."""
+    """Prices of one job on one cluster. Each is computed once."""
 
     def __init__(self, job: Job, data: Path | None, cluster: Cluster) -> None:
         held = data_of(job, data)
@@ -50,10 +50,10 @@ class Pricer:
         self._found: dict[tuple[object, ...], RunPrice] = {}
         self._memory: dict[tuple[object, ...], int] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
-        """By the number of parts, and the batch size."""
+        """(Number of parts, batch size) -> cut."""
 
     def price(self, run: PlannedRun, *, rounds: int = 1, network_factor: float = 1.0) -> RunPrice:
-        """Of the run, for at least `rounds` times its period, on links between hosts that are so much faster.
+        """The price of the run, for at least `rounds` times its period, on links that are so much faster.
 
         Cost: 20 to 100 ms for equal ranks; others take some 100 µs a message.
         """
@@ -69,7 +69,7 @@ class Pricer:
         return self._found[key]
 
     def memory_bytes(self, run: PlannedRun) -> int:
-        """Of a worker, reckoned; of the stage that needs the most. Layers in parts are counted as whole ones."""
+        """The estimated memory of a worker with the largest stage. Layers in parts are counted as whole ones."""
         key = (run.strategy, run.workers, run.batch_size)
         if key not in self._memory:
             options = RunOptions(batch_size=run.batch_size)
@@ -78,7 +78,7 @@ class Pricer:
         return self._memory[key]
 
     def hosts(self, run: PlannedRun) -> int:
-        """That are paid for: the workers', and those of copies of shards where the cluster has these on other hosts."""
+        """Paid hosts: the workers' hosts, and the hosts of copies of shards if the cluster has these elsewhere."""
         spec = RunSpec.of(self.job, parse_strategy(run.strategy), run.workers, RunOptions())
         servers = max(0, spec.topology().num_servers - 1)  # the last is the coordinator, in the launcher
         return len(set(replace(self.cluster, servers=servers).hosts(run.workers + servers)))
@@ -100,7 +100,7 @@ class Pricer:
         return self._saved_bytes
 
     def _steps(self, strategy: Strategy, workers: int, rounds: int) -> int:
-        """Whole periods: at least four steps, in which a server's queues fill, times `rounds`."""
+        """Whole periods: at least four steps, so that a server's queues fill, times `rounds`."""
         period = 1
         for transform in (strategy.gradients, strategy.parameters):
             for exchange in cost_of(transform, self._bundle, workers).exchanges:
@@ -109,7 +109,7 @@ class Pricer:
 
 
 def with_data(job: Job, held: Data) -> Job:
-    """The job whose data are read already."""
+    """The job with data that are read already."""
     return replace(job, data=lambda path: held)
 
 

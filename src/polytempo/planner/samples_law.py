@@ -1,13 +1,13 @@
-"""`SamplesLaw`: how many samples a strategy needs to a target, by the samples of a step.
+"""`SamplesLaw`: the samples that a strategy needs to a target, as a function of the samples of a step.
 
     E(B) = E_min + S_min B = S_min (𝓑 + B),   𝓑 = E_min / S_min
 
 E_min are the samples that tiny batches need, S_min the steps that huge ones need: the law of the noise scale. Measured
-at two or more batches of short runs, with few workers, it says what more workers need: B is the samples of all.
+at two or more batches of short runs with few workers, it gives the need of more workers: B counts all workers' samples.
 
 Source: S. McCandlish, J. Kaplan, D. Amodei et al., "An empirical model of large-batch training", 2018, equation 2.11.
 Deviations: the learning rate is the job's own at every batch, not tuned for each; staleness and periods have no term,
-but each strategy has a law of its own, whose E_min and S_min have the penalty in them.
+but are in E_min and S_min, because each strategy has a law of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 _LEAST_NOISE = 0.05
 """Runs of equal arguments and other seeds differ by so much at least, as a part of their samples."""
 _PRIOR_DEGREES = 2
-"""How many degrees of freedom a guessed deviation counts as, beside those that were seen."""
+"""A guessed deviation counts as so many degrees of freedom."""
 _PRIOR_NOISE = 0.15
 
 
@@ -34,16 +34,16 @@ class SamplesTrial(NamedTuple):
     global_batch: int
     seed: int
     samples: int
-    """When a score had reached the target, or when the run gave up."""
+    """Samples up to the score that reached the target, or to the end of the trial."""
     before: int
-    """Samples of the score before, which had not."""
+    """Samples up to the score before."""
     reached: bool
     failed: str | None = None
-    """What ended the run before it reached the target: it diverged, or could not be simulated to its end."""
+    """The error that ended the run early, such as divergence."""
 
 
 class SamplesLaw(NamedTuple):
-    """Of one strategy, one job and one target."""
+    """The law of one strategy, one job and one target."""
 
     e_min: float
     s_min: float
@@ -54,7 +54,7 @@ class SamplesLaw(NamedTuple):
 
     @property
     def noise_scale(self) -> float:
-        """𝓑 = E_min / S_min, in samples; infinite where larger batches cost nothing."""
+        """𝓑 = E_min / S_min, in samples; infinite if larger batches cost nothing."""
         return self.e_min / self.s_min if self.s_min > 0 else math.inf
 
 
@@ -84,7 +84,7 @@ def _squares(values: Sequence[float], level: float) -> float:
 def _noise_scales(least: float, most: float) -> list[float]:
     """0, and from a quarter of the smallest batch to 64 times the largest, two steps for each doubling.
 
-    Beyond, a law cannot be told from one without S_min. None, where there is one batch.
+    Beyond, a law cannot be told from a law without S_min. Empty for one batch.
     """
     if least == most:
         return []
@@ -93,12 +93,12 @@ def _noise_scales(least: float, most: float) -> list[float]:
 
 
 def middle(trial: SamplesTrial) -> float:
-    """Where the target was crossed, as far as is known: between two scores."""
+    """The estimated samples at the crossing of the target: the middle between two scores."""
     return (trial.before + trial.samples) / 2
 
 
 def deviation(families: Sequence[Sequence[SamplesTrial]]) -> float:
-    """How far runs lie from their laws, as a part of their samples, over all families: they share it.
+    """The deviation of runs from their laws, as a part of their samples, common to all families.
 
     A guess of 15 % counts as two degrees of freedom, and less than 5 % is not believed.
     """
@@ -112,7 +112,7 @@ def deviation(families: Sequence[Sequence[SamplesTrial]]) -> float:
 
 
 def drawn_laws(trials: Sequence[SamplesTrial], noise: float, draws: int, random: Random) -> list[SamplesLaw]:
-    """Laws that might as well be true: fitted to the trials again, each moved by `noise`, and within its two scores."""
+    """Other likely laws: fitted to trials that are each moved by `noise`, and within their two scores."""
     return [
         fitted(
             [

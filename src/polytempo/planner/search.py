@@ -1,13 +1,13 @@
-"""`plan_run`: prices every run, tries the families in rounds of which the better half goes on, and chooses.
+"""`plan_run`: prices every run, tries the families in rounds, each with the better half, and chooses.
 
     round   families     trials of each
     1       all          about the job's own batch, and a large one, with one seed
-    2       a half       the batch of the fastest run and that of the cheapest, with two other seeds
+    2       a half       the batches of the fastest and of the cheapest run, with two other seeds
     3       a quarter    the same, with four other seeds
-    4                    the winner's family at the winner's batch, as long as that was not tried
+    4                    the winner's family at the winner's batch, until that was tried
 
-A trial ends where even the fastest and the cheapest run of its family would take twice as long, and cost twice as much,
-as the best that is known. Limits do not change what is tried, so a larger budget never gives a slower winner.
+A trial ends when even the fastest and the cheapest run of its family would take twice as long, and cost twice as much,
+as the best known run. Limits do not change the trials, so a larger budget never gives a slower winner.
 
 Source of the rounds: K. Jamieson and A. Talwalkar, "Non-stochastic best arm identification", 2016.
 """
@@ -39,17 +39,17 @@ from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.training.job.program import STEPS_BETWEEN_SCORES, check_length
 
 _TRIED_WORKERS = 4
-"""A trial has at most so many, or those that hold one model."""
+"""A trial has at most so many workers, or the workers that hold one model."""
 _SLACK = 2.0
-"""A trial ends where its run would take, and cost, so many times as much as the best that is known."""
+"""A trial ends when its run would take, and cost, so many times as much as the best known run."""
 _MOST_RUNS_OF_JOB = 3
 """A trial has at most so many times the job's epochs."""
 _LARGE = 4
 """The large batch of the first round is at most a fourth of the data."""
 _MOST_CHECKS = 6
-"""Of the winner at its batch, in the last round."""
+"""Trials of the winner at its batch, in the last round."""
 _NEAR = 1.5
-"""A batch was tried where one within this factor was."""
+"""A batch counts as tried if a batch within this factor was tried."""
 _PRECISE = 12
 """So many of the best runs are priced over more steps."""
 _PRECISE_ROUNDS = 4
@@ -70,10 +70,10 @@ def plan_run(
     """The plan for `job` to reach `until`, such as `{"accuracy": 0.97}`, on `cluster`, among the runs of `space`.
 
     A pure function of its arguments: the same seed gives the same plan, but for `took_s`. KeyboardInterrupt ends the
-    search, and the plan has what was found; it is raised again where that is nothing. `spread`: how far the cluster's
-    measurements lie apart (`cluster.prices.read_spread`).
+    search, and the plan has the findings so far; without any it is raised again. `spread`: the spread of the cluster's
+    measurements (`cluster.prices.read_spread`).
 
-    Errors: ValueError for a target that the job cannot be scored by, an unknown strategy, and where no run is left.
+    Errors: ValueError for a target without a score of the job, an unknown strategy, and if no run is left.
     """
     began_s = time.perf_counter()
     search = _Search(job, space, until, cluster, data, seed, say, uncertain=uncertainty_of(cluster, spread or {}))
@@ -83,7 +83,7 @@ def plan_run(
     winner, second = (order[0] if order else None), (runner_up(order) if order else None)
     turned = None
     if winner is not None and second is not None and not interrupted:
-        say("looking for what would change the choice")
+        say("looking for conditions that would change the choice")
         try:
             turned = reversal(winner, second, search.pricer, limits)
         except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def plan_run(
 
 
 def _search_ends_early(search: _Search) -> bool:
-    """Search; whether KeyboardInterrupt has ended that. It is raised again where nothing was found."""
+    """Search; True if KeyboardInterrupt has ended that. It is raised again if nothing was found."""
     try:
         search.price_all()
         search.try_families()
@@ -124,7 +124,7 @@ def _search_ends_early(search: _Search) -> bool:
 
 
 class _Search:
-    """What is known so far."""
+    """The prices and trials so far."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Search:
         self._most_samples = _MOST_RUNS_OF_JOB * job.epochs * self._tried_by.num_samples
 
     def price_all(self) -> None:
-        """Price each run; those that cannot be simulated are left out. ValueError where none can."""
+        """Price each run; runs that cannot be simulated are left out. ValueError if no run can."""
         for number, run in enumerate(self._runs, 1):
             self._say(f"priced {number} of {len(self._runs)} runs")
             if run.global_batch > self._tried_by.num_samples:
@@ -185,7 +185,7 @@ class _Search:
             self._try(best, number)
 
     def price_precisely(self) -> None:
-        """The runs that may win, over more steps: what is cheap and what is fast."""
+        """Price the runs that may win, cheap runs and fast runs, over more steps."""
         found = self.forecasts()
         chosen = sorted(found, key=lambda one: one.seconds)[:_PRECISE] + sorted(found, key=lambda one: one.host_s)[:2]
         for each in chosen:
@@ -193,7 +193,7 @@ class _Search:
             self.prices[each.run] = self.pricer.price(each.run, rounds=_PRECISE_ROUNDS)
 
     def forecasts(self) -> list[RunForecast]:
-        """Of each run whose family has reached the target at such a batch."""
+        """The forecast of each run, if its family has reached the target at such a batch."""
         noise, found = self.noise(), []
         for family, trials in self.reached().items():
             drawn = drawn_laws(trials, noise, DRAWS, Random(f"{self._seed}/{family}"))
@@ -219,7 +219,7 @@ class _Search:
         return {family: trials for family, trials in found.items() if trials}
 
     def laws(self) -> dict[str, SamplesLaw]:
-        """By family, as the trials say."""
+        """Family -> law, fitted to the trials."""
         return {
             family: fitted([(each.global_batch, middle(each)) for each in trials])
             for family, trials in self.reached().items()
@@ -230,7 +230,7 @@ class _Search:
         return deviation(list(self.reached().values()))
 
     def given_up(self) -> list[LeftOut]:
-        """Batches of families at which trials ended early."""
+        """Batches of families with trials that ended early."""
         found = []
         for family, trials in self.trials.items():
             vain = {each.global_batch: each for each in trials if not each.reached}
@@ -245,7 +245,7 @@ class _Search:
         return [run for run in self.prices if run.family == family]
 
     def _reaching(self, family: str) -> list[PlannedRun]:
-        """Its runs but for those at, or beyond, a batch at which most trials were in vain."""
+        """The family's runs before any batch with mostly vain trials."""
         by_batch: dict[int, list[bool]] = defaultdict(list)
         for trial in self.trials[family]:
             by_batch[trial.global_batch].append(trial.reached)
@@ -271,7 +271,7 @@ class _Search:
         return any(1 / _NEAR <= batch / run.global_batch <= _NEAR for batch in tried)
 
     def _try(self, run: PlannedRun, number: int) -> bool:
-        """Try the run's family at the run's batch, with few workers. Whether it reached the target."""
+        """Try the run's family at the run's batch, with few workers. True if it reached the target."""
         holders = parse_strategy(run.family).holders
         models = min(run.models, max(1, _TRIED_WORKERS // holders))
         workers, batch_size = models * holders, max(1, round(run.global_batch / models))
@@ -284,7 +284,7 @@ class _Search:
         return trial.reached
 
     def _most(self, family: str) -> float:
-        """With more samples no run of the family would be nearly as fast as the fastest, or cheap as the cheapest."""
+        """The most samples of a trial: a run of the family could still be among the fastest or the cheapest."""
         known = self._expected()
         if not known:
             return self._most_samples
@@ -295,7 +295,7 @@ class _Search:
         return min(self._most_samples, _SLACK * most)
 
     def _best(self, count: int) -> list[str]:
-        """The families of the fastest runs, and that of the cheapest."""
+        """The families of the fastest runs, and of the cheapest run."""
         known = self._expected()
         if not known:
             return []
@@ -314,7 +314,7 @@ class _Search:
 
 
 class Trials:
-    """Those of one job, cluster and target."""
+    """The trials of one job, cluster and target."""
 
     def __init__(self, job: Job, data: Path | None, cluster: Cluster, until: Mapping[str, float], seed: int) -> None:
         held = data_of(job, data)
@@ -323,7 +323,7 @@ class Trials:
         self.num_samples = check_length(DataShard(held.training(), rank=0, size=1, batch_size=1))
 
     def run(self, family: str, workers: int, batch_size: int, number: int, most_samples: float) -> SamplesTrial:
-        """Train until the target, or for `most_samples` at most; `number` is that of the seed.
+        """Train until the target, or for `most_samples` at most, with seed number `number`.
 
         A run that fails has not reached it, and `failed` says why. Errors: JobFailed of the job's own functions.
         """
@@ -350,7 +350,7 @@ class Trials:
 
 
 def _check_target(job: Job, has_test: bool, until: Mapping[str, float]) -> None:
-    """ValueError for a target that the job cannot be scored by."""
+    """ValueError for a target without a score of the job."""
     if not until:
         raise ValueError("a plan needs a target: give until, such as accuracy=0.97 or loss=0.1")
     if not has_test:

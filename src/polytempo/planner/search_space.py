@@ -22,9 +22,9 @@ CODECS = {
     "top_k": "top_k_sgd(ratio=0.01)",
     "low_rank": "power_sgd(rank=2)",
 }
-"""Which strategy encodes gradients by a codec of that name."""
+"""Codec -> the strategy that encodes gradients by it."""
 _OF_MOVEMENT = {"one_bit": "feedback(one_bit())", "top_k": "feedback(top_k(ratio=0.1))"}
-"""Codecs for what workers moved in a period of local SGD, by the same names."""
+"""Codecs for the movement of workers in a period of local SGD, by the same names."""
 SYNCHRONOUS = "sync_sgd(route=native)"
 
 
@@ -32,14 +32,14 @@ class PlannedRun(NamedTuple):
     """One run that might be made."""
 
     strategy: str
-    """Its full name."""
+    """The strategy's full name."""
     workers: int
     batch_size: int
-    """Samples in a step of each worker, or of those that hold one model together."""
+    """Samples in a step of each model."""
     models: int = 1
-    """That are trained side by side: workers / those that hold one together."""
+    """Replicas: workers / workers that hold one model together."""
     family: str = SYNCHRONOUS
-    """The strategy whose trials say how many samples this one needs: another route, shard or stage changes none."""
+    """The strategy of the trials: it needs as many samples, because a route, shard or stage changes none."""
 
     @property
     def global_batch(self) -> int:
@@ -65,7 +65,7 @@ class SearchSpace(NamedTuple):
     batch_sizes: tuple[int, ...]
 
     def runs(self) -> tuple[list[PlannedRun], list[LeftOut]]:
-        """Those that can be made, and those that cannot. One worker needs no strategy: it has synchronous SGD alone.
+        """Possible runs, and impossible runs. One worker needs no strategy: it has synchronous SGD alone.
 
         Errors: ValueError for a strategy that does not exist.
         """
@@ -110,10 +110,10 @@ def usual_strategies(
 ) -> tuple[str, ...]:
     """Synchronous SGD over two routes, with each codec, local SGD and DiLoCo with each period, gossip, a server.
 
-    Errors: ValueError for a codec that is not one of `CODECS`.
+    Errors: ValueError for a codec that is not in `CODECS`.
     """
     if unknown := [codec for codec in codecs if codec not in CODECS]:
-        raise ValueError(f"codec {unknown[0]!r} is not one that a plan tries; there are: {', '.join(CODECS)}")
+        raise ValueError(f"codec {unknown[0]!r} is not tried by plans; there are: {', '.join(CODECS)}")
     return tuple(_usual(codecs, periods, shards, stages, parts))
 
 
