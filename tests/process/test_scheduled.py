@@ -12,6 +12,8 @@ import torch
 import polytempo as pt
 from polytempo.data import scheduled as data
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic
+from polytempo.report.status.live_status import read_status
+from polytempo.report.status.metrics import read_metrics
 
 pytestmark = pytest.mark.process
 
@@ -41,6 +43,15 @@ def test_both_worlds_reach_the_same_bits(program: Any, given: Sequence[object], 
     assert [each._replace(seconds=0) for each in real.sweeps] == [each._replace(seconds=0) for each in virtual.sweeps]
     assert real.bytes_sent_per_rank == virtual.bytes_sent_per_rank
     assert (real.bytes_sent_per_rank > 0) == (workers > 1)
+
+
+def test_a_run_with_a_folder_leaves_its_sweeps_and_logs_there(tmp_path: Path) -> None:
+    fit = pt.schedule(lasso(l1=0.05), SAMPLES, 2, sweeps=3, tolerance=0, out=tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["loss"] for row in rows] == [sweep.objective for sweep in fit.sweeps]
+    assert (status := read_status(tmp_path / "run")) is not None
+    assert (status.strategy, status.state, status.workers) == ("schedule", "finished", 2)
+    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
 def test_what_has_no_bound_is_named() -> None:

@@ -28,7 +28,7 @@ from polytempo.report.status.live_status import (
     write_status,
 )
 from polytempo.report.status.live_view import view
-from polytempo.runs.frame.live_run import LiveRun, RunEvents
+from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
@@ -160,7 +160,7 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
         return status
 
     events = RunEvents()
-    with LiveRun(tmp_path, spec, events, clock=lambda: now_s[0]) as live:
+    with LiveRun(tmp_path, ShownRun.of(spec), events, clock=lambda: now_s[0]) as live:
         assert (said().state, said().processes) == ("running", ())
         engine, note = live.watching(Engine()), live.noting(rows.append)
         first = engine.start(Role("worker", 0, 0))
@@ -192,7 +192,7 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
 def test_stages_of_a_pipeline_show_their_delay_as_staleness(tmp_path: Path) -> None:
     """Rank r is stage r mod K; a row that knows nothing of a stage leaves what an earlier one said."""
     spec = RunSpec.of(find("digits"), pt.strategies.ddg(stages=2), 4, RunOptions(out=tmp_path))
-    with LiveRun(tmp_path, spec, RunEvents()) as live:
+    with LiveRun(tmp_path, ShownRun.of(spec), RunEvents()) as live:
         engine, note = live.watching(Engine()), live.noting(lambda row: None)
         for rank in range(4):
             engine.start(Role("rank", rank, rank))
@@ -216,7 +216,7 @@ def test_stages_of_a_pipeline_show_their_delay_as_staleness(tmp_path: Path) -> N
 )
 def test_how_a_run_ended(tmp_path: Path, error: BaseException, state: str, why: str) -> None:
     spec = RunSpec.of(find("digits"), pt.strategies.sync_sgd(), 2, RunOptions())
-    with pytest.raises(type(error)), LiveRun(tmp_path, spec, RunEvents()):
+    with pytest.raises(type(error)), LiveRun(tmp_path, ShownRun.of(spec), RunEvents()):
         raise error
     status = read_status(tmp_path)
     assert status is not None
@@ -225,7 +225,7 @@ def test_how_a_run_ended(tmp_path: Path, error: BaseException, state: str, why: 
 
 def test_a_disk_that_is_full_ends_no_run(tmp_path: Path) -> None:
     spec = RunSpec.of(find("digits"), pt.strategies.sync_sgd(), 2, RunOptions())
-    with LiveRun(tmp_path / "not there", spec, RunEvents()):
+    with LiveRun(tmp_path / "not there", ShownRun.of(spec), RunEvents()):
         pass
 
 

@@ -18,7 +18,7 @@ from polytempo.engines.engine import EngineSetup, Launch
 from polytempo.engines.join.init import init
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.run_frame import framed, with_page
+from polytempo.runs.frame.run_frame import framed_job, with_page
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
@@ -29,8 +29,8 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
     """Train with so many ranks. Errors: `WorkerDied` names the first that failed; `NotFinite` as in `run`."""
     options = spec.options
     meetings: list[Rendezvous] = []
-    with framed(spec, progress) as frame, ExitStack() as stack:
-        placed = frame.spec
+    with framed_job(spec, progress) as frame, ExitStack() as stack:
+        placed = frame.placed(spec)
 
         def setting() -> dict[str, Any]:
             if not meetings:
@@ -54,7 +54,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             follower = MetricsFollower(metrics, frame.show, every_s=0.5)
         topology = on_hosts(spec.topology(), engine.address.num_hosts)
         look = None if follower is None else follower.look
-        [answer, *_] = collected(engine, topology, look, notice=frame.heed())
+        [answer, *_] = collected(engine, topology, look, notice=frame.heed(options.grace_s))
         if follower is not None:
             follower.look(last=True)
     assert isinstance(answer, dict)

@@ -33,7 +33,7 @@ from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.conductor import MembershipConductor
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.elastic.member_board import Formed, LauncherBoard, Row, Said, SaveAndEnd
-from polytempo.runs.frame.run_frame import framed, torch_threads, with_page
+from polytempo.runs.frame.run_frame import framed_job, torch_threads, with_page
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic.elastic_strategies import check_elastic
@@ -72,8 +72,8 @@ def run_elastic(
     check_elastic_spec(spec)
     options, history = spec.options, MembershipHistory(time.monotonic)
     meetings: list[Rendezvous] = []
-    with torch_threads(), framed(spec, progress, history) as frame:
-        placed = frame.spec
+    with torch_threads(), framed_job(spec, progress, history) as frame:
+        placed = frame.placed(spec)
         launch = Launch(
             work=lambda role: train_member(placed, role.life, meetings[0].url),
             spec=placed,
@@ -91,7 +91,7 @@ def run_elastic(
                 history=history,
                 record=frame.record,
                 note=print_nothing if progress is None else progress.note,
-                notice=frame.heed(),
+                notice=frame.heed(options.grace_s),
             )
             answer = launcher.conduct(watch)
     return with_page(replace(Result(**answer), membership=history.changes), spec)

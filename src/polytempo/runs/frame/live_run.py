@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from polytempo.core.system.notice import PREEMPTED, Preempted
 from polytempo.core.system.url_path import Place, UrlPath
@@ -72,10 +72,27 @@ class RunEvents:
         return {"events": self.events, "restarts": self.restarts}
 
 
+class ShownRun(NamedTuple):
+    """The facts of a run in its live status and its progress."""
+
+    job: str
+    strategy: str
+    workers: int
+    steps: int | None = None
+    epochs: float | None = None
+    stages: int = 1
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> ShownRun:
+        """The facts of a job's run."""
+        strategy = spec.strategy
+        return cls(spec.job.name, str(strategy), spec.workers, spec.options.steps, spec.epochs, strategy.stages)
+
+
 class LiveRun:
     """The status of a run with the folder `out` (None: nothing is written).
 
-        with LiveRun(out, spec, history) as live:
+        with LiveRun(out, ShownRun.of(spec), history) as live:
             engine = live.watching(engine)       # sees processes start and end
             record = live.noting(record)         # sees rows of metrics
 
@@ -84,9 +101,9 @@ class LiveRun:
     """
 
     def __init__(
-        self, out: Place | None, spec: RunSpec, history: RunHistory, clock: Callable[[], float] = time.time
+        self, out: Place | None, shown: ShownRun, history: RunHistory, clock: Callable[[], float] = time.time
     ) -> None:
-        self._out, self._spec, self._history, self._clock = out, spec, history, clock
+        self._out, self._shown, self._history, self._clock = out, shown, history, clock
         self._began_s = clock()
         self._next_s = 0.0
         self._here = socket.gethostname()
@@ -135,21 +152,21 @@ class LiveRun:
 
     def status(self, state: RunState, why: str = "") -> LiveStatus:
         """The run as it is now."""
-        spec, events, group = self._spec, self._history.events, self._history.group
+        shown, events, group = self._shown, self._history.events, self._history.group
         return LiveStatus(
             version=VERSION,
-            job=spec.job.name,
-            strategy=str(spec.strategy),
+            job=shown.job,
+            strategy=shown.strategy,
             world="process",
-            workers=spec.workers,
+            workers=shown.workers,
             state=state,
             written_s=self._clock(),
             began_s=self._began_s,
             launcher_host=self._here,
             launcher_pid=os.getpid(),
             why=why,
-            steps=spec.options.steps,
-            epochs=spec.epochs,
+            steps=shown.steps,
+            epochs=shown.epochs,
             train=self._train(),
             test=_plain(self._last.get("test")),
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
@@ -169,7 +186,7 @@ class LiveRun:
         role = process.role
         row = self._rows.get(role.node, {}) if role.kind == "worker" else {}
         if role.kind == "rank":
-            row = {"staleness": self._delays.get(role.node % self._spec.strategy.stages)}
+            row = {"staleness": self._delays.get(role.node % self._shown.stages)}
         return ProcessStatus(
             who=str(role),
             kind=role.kind,

@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ from polytempo.engines.processes import janitor
 from polytempo.engines.processes.failures import diverged
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
+from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.launcher_files import served_files
-from polytempo.runs.frame.live_run import LiveRun, RunEvents, RunHistory
+from polytempo.runs.frame.live_run import LiveRun, RunEvents, RunHistory, ShownRun
 from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+
+ShowRow = Callable[[dict[str, Any]], None]
 
 
 class RunFrame:
@@ -37,14 +40,14 @@ class RunFrame:
 
     def __init__(
         self,
-        spec: RunSpec,
+        out: Place | None,
         live: LiveRun,
         logs: Path | None,
         show: Callable[[dict[str, Any]], None],
         stack: ExitStack,
     ) -> None:
-        self.spec, self.out = spec, spec.options.out
-        """The frame with the folder's whole path."""
+        self.out = out
+        """The folder's whole path."""
         self.show = show
         """Shows a row of metrics."""
         self.given: dict[str, Any] = {}
@@ -54,16 +57,20 @@ class RunFrame:
         self._live, self._logs, self._stack = live, logs, stack
         self._writer: MetricsWriter | None = None
 
+    def placed(self, spec: RunSpec) -> RunSpec:
+        """The run with the folder's whole path."""
+        return replace(spec, options=replace(spec.options, out=self.out))
+
     def opened(self, setup: EngineSetup, launch: Launch) -> Engine:
         """The engine for the run's processes; it ends with the frame."""
         engine = self._stack.enter_context(setup.open(launch._replace(logs=self._logs)))
         self._stack.enter_context(served_files(self.out, engine.address, self.given))
         return self._live.watching(engine)
 
-    def heed(self) -> Notice | None:
+    def heed(self, grace_s: float) -> Notice | None:
         """Turn SIGTERM into a notice from now on, if the run can be saved."""
         if self.out is not None:
-            self.notice = self._stack.enter_context(noticed(self.spec.options.grace_s))
+            self.notice = self._stack.enter_context(noticed(grace_s))
         return self.notice
 
     def keep_rows(self, resumed_at: int | None, scored_again: float = math.inf) -> None:
@@ -80,17 +87,33 @@ class RunFrame:
 
 
 @contextmanager
-def framed(spec: RunSpec, progress: Progress | None, history: RunHistory | None = None) -> Iterator[RunFrame]:
-    """A frame around a run. `history`: the events of its processes, for the live status."""
-    out = spec.options.out and spec.options.out.resolve()
+def framed(
+    shown: ShownRun, out: Place | None, rows: AbstractContextManager[ShowRow], history: RunHistory | None = None
+) -> Iterator[RunFrame]:
+    """A frame around a run. `rows` shows rows of metrics; `history` has the events of processes for the live status."""
+    out = out and out.resolve()
     if out is not None:
         files.run_folder(out)
     with ExitStack() as stack:
         logs = stack.enter_context(_logs_of(out))
-        live = stack.enter_context(LiveRun(out, spec, history or RunEvents()))
+        live = stack.enter_context(LiveRun(out, shown, history or RunEvents()))
         stack.enter_context(diverged())
-        show = live.noting(stack.enter_context(show_rows(progress, spec)))
-        yield RunFrame(replace(spec, options=replace(spec.options, out=out)), live, logs, show, stack)
+        yield RunFrame(out, live, logs, live.noting(stack.enter_context(rows)), stack)
+
+
+def framed_job(
+    spec: RunSpec, progress: Progress | None, history: RunHistory | None = None
+) -> AbstractContextManager[RunFrame]:
+    """A frame around a job's run, with its progress."""
+    return framed(ShownRun.of(spec), spec.options.out, show_rows(progress, spec), history)
+
+
+@contextmanager
+def framed_program(shown: ShownRun, out: Path | None) -> Iterator[RunFrame]:
+    """A frame around a run without a strategy; it holds the folder `out`, and begins its rows."""
+    with began(out), framed(shown, out, nullcontext(lambda row: None)) as frame:
+        frame.keep_rows(None)
+        yield frame
 
 
 @contextmanager

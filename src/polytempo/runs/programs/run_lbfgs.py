@@ -20,6 +20,8 @@ from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.capacity import check_processes
 from polytempo.engines.processes.failures import died
+from polytempo.runs.frame.live_run import ShownRun
+from polytempo.runs.frame.run_frame import framed_program
 from polytempo.runs.mail.mailbox_directory import MailboxDirectory
 from polytempo.server.lbfgs.coordinator import LbfgsCoordinator
 from polytempo.server.lbfgs.messages import FINAL, Fetch, Fetched, RunOver
@@ -66,6 +68,7 @@ def lbfgs(
     data: Path | None = None,
     threads: int | None = None,
     timeout_s: float = 300.0,
+    out: Path | None = None,
     on_iteration: Callable[[Iteration], None] = lambda iteration: None,
 ) -> Minimised:
     """Minimise the job's mean loss over all its training data by L-BFGS, with `workers` replicas and `shards`.
@@ -82,7 +85,8 @@ def lbfgs(
     `searches` evaluations. It ends after so many iterations, where ‖g‖ ≤ tolerance, or where no lower point is found.
 
     Memory: on each shard 8 (2 m + 7) n / S bytes for n parameters. Cost of an evaluation: each replica fetches the
-    parameters once, and sends a gradient for each portion. Where a message does not come: TimedOut after `timeout_s`.
+    parameters once, and sends a gradient for each portion. Without an expected message: TimedOut after `timeout_s`.
+    `out` is a folder for `metrics.jsonl` with a row of each iteration, `live.json` (`polytempo top`) and `logs/`.
 
     Errors: ValueError for batch norms, more shards than parameters, or a first loss that is not finite; `WorkerDied`
     where a shard or the last replica is lost, or a replica fails with an error. Source: J. Dean et al., "Large scale
@@ -99,15 +103,18 @@ def lbfgs(
     bounds = [run.loss.samples * k // portions for k in range(portions + 1)]
     done: list[Iteration] = []
 
-    def noted(iteration: Iteration) -> None:
-        done.append(iteration)
-        on_iteration(iteration)
+    shown = ShownRun(job.name, f"lbfgs(history={history})", workers, iterations)
+    with framed_program(shown, out) as frame:
 
-    machine = LbfgsCoordinator(
-        asking(iterations, history, tolerance, searches), run.shards, run.topology.workers, bounds, noted
-    )
-    launch = Launch(run.act, None, dict, workers, workers + shards, threads)
-    with Local().open(launch) as engine:
+        def noted(iteration: Iteration) -> None:
+            done.append(iteration)
+            frame.record({"kind": "train", "step": iteration.number, **iteration._asdict()})
+            on_iteration(iteration)
+
+        machine = LbfgsCoordinator(
+            asking(iterations, history, tolerance, searches), run.shards, run.topology.workers, bounds, noted
+        )
+        engine = frame.opened(Local(), Launch(run.act, None, dict, workers, workers + shards, threads))
         lost = run.conduct(engine, machine, timeout_s)
     return Minimised(run.model, done, lost, machine.copies)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -13,12 +14,15 @@ from torch import Tensor
 
 from polytempo.cluster import Cluster
 from polytempo.core import Port
+from polytempo.engines.collective import collected
+from polytempo.engines.engine import Launch, Role
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
-from polytempo.engines.processes.failures import diverged
-from polytempo.engines.processes.worker import RankInfo
+from polytempo.engines.local_engine import Local
+from polytempo.engines.processes.capacity import check_processes
 from polytempo.partition.scheduled import ScheduledJob, SweepReport, performed
-from polytempo.runs.frame.run_frame import torch_threads
+from polytempo.runs.frame.live_run import ShownRun
+from polytempo.runs.frame.run_frame import framed_program, torch_threads
+from polytempo.spec.topology import Topology
 from polytempo.worlds import VirtualWorld
 from polytempo.worlds.trace import combined_hash
 
@@ -62,6 +66,7 @@ def schedule(
     cluster: Cluster | None = None,
     seed: int = 0,
     timeout_s: float = 300.0,
+    out: Path | None = None,
 ) -> ScheduledFit:
     """Perform a scheduled program with so many workers, until its error is at most `tolerance` or for `sweeps` sweeps.
 
@@ -72,6 +77,8 @@ def schedule(
     Workers are processes of this host with a thread each; with a `cluster` they are virtual, and so are seconds: then
     `seed` draws the stragglers. Both reach the same bits. Each worker keeps its part of `data` in float64 beside it.
     Measuring changes nothing and counts in no seconds. Nothing is saved on the way: a run that ends early is lost.
+    `out` is a folder for processes: `live.json` (`polytempo top`), `logs/`, and at the end `metrics.jsonl` with a row
+    of each sweep.
 
     Errors: ValueError for settings and data that no run can have, `NotFinite` where updates of one round interfere
     so that the objective has no bound, `WorkerDied` where a process fails.
@@ -90,15 +97,17 @@ def schedule(
 
     with torch_threads():  # sums of several threads have other bits
         if cluster is None:
-            return _on_processes(program, rank, workers, timeout_s)
+            return _on_processes(program, rank, ShownRun(str(program), "schedule", workers, sweeps), timeout_s, out)
         outcome = VirtualWorld(cluster, workers, seed=seed).run(rank)
     each = [worker for worker in outcome.results if worker is not None]
     sent = sum(outcome.trace.bytes_sent.values())
     return _fit(program, cluster.name, each, sent, outcome.trace.hash)
 
 
-def _on_processes(program: ScheduledJob, rank: Any, workers: int, timeout_s: float) -> ScheduledFit:
-    def work(info: RankInfo) -> dict[str, Any]:
+def _on_processes(
+    program: ScheduledJob, rank: Any, shown: ShownRun, timeout_s: float, out: Path | None
+) -> ScheduledFit:
+    def work(role: Role) -> dict[str, Any]:
         world = init(timeout_s=timeout_s, quiet=True)
         world.begin()
         worker = world.drive(rank(world.port))
@@ -111,8 +120,13 @@ def _on_processes(program: ScheduledJob, rank: Any, workers: int, timeout_s: flo
             "hash": world.trace.hash,
         }
 
-    with diverged():
-        answers = launch(work, workers, threads=1)
+    check_processes(shown.workers, shown.workers)
+    with framed_program(shown, out) as frame:
+        engine = frame.opened(Local(), Launch(work, None, dict, shown.workers, shown.workers, 1))
+        answers = collected(engine, Topology.collective(shown.workers))
+        for sweep in answers[0]["sweeps"]:
+            report = SweepReport(*sweep)
+            frame.record({"kind": "train", "step": report.sweep, "loss": report.objective, **report._asdict()})
     each = [
         _Worker(
             [SweepReport(*report) for report in answer["sweeps"]],

@@ -19,7 +19,7 @@ from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.failures import WorkerDied, died, how
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.live_run import RunEvents
-from polytempo.runs.frame.run_frame import framed, torch_threads, with_page
+from polytempo.runs.frame.run_frame import framed_job, torch_threads, with_page
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_run import ServedOutcome, ServedRun
@@ -50,15 +50,15 @@ def run_served(spec: RunSpec, setup: EngineSetup | None = None, progress: Progre
     a shard has died.
     """
     events = RunEvents() if progress is None else RunEvents(progress.note)
-    with torch_threads(), framed(spec, progress, events) as frame, ExitStack() as stack:
-        run = ServedRun(frame, events)
+    with torch_threads(), framed_job(spec, progress, events) as frame, ExitStack() as stack:
+        run = ServedRun(spec, frame, events)
         stack.callback(run.close)
         launch = Launch(run.work, run.spec, run.setting, spec.workers, run.plan.most_lives, spec.options.threads)
         engine = frame.opened(setup or Local(), launch)
         run.meet(engine.address)
         frame.keep_rows(run.resumed_at, run.scored_again)
         stack.enter_context(run.kept(engine.address.threads))
-        outcome = _conducted(run, engine, frame.heed() or Notice(spec.options.grace_s))
+        outcome = _conducted(run, engine, frame.heed(spec.options.grace_s) or Notice(spec.options.grace_s))
     result = run.result(outcome)
     if run.out is not None:
         run.leave_trace(outcome, run.out)

@@ -34,6 +34,7 @@ from polytempo.server.message import Outbox
 from polytempo.server.record import Entry
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.spec.result import Result
+from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import Attendance
 from polytempo.wire.keys import make_keys
@@ -66,8 +67,9 @@ class ServedOutcome(NamedTuple):
 class ServedRun:
     """The knowledge of the process that conducts the run: the machines that decide, and the facts for each process."""
 
-    def __init__(self, frame: RunFrame, events: RunEvents) -> None:
-        self.spec, self.options, self.out, self.events = frame.spec, frame.spec.options, frame.out, events
+    def __init__(self, spec: RunSpec, frame: RunFrame, events: RunEvents) -> None:
+        self.spec, self.out, self.events = frame.placed(spec), frame.out, events
+        self.options = self.spec.options
         self.program = ServedProgram(self.spec)
         self.evaluator = self.plan.topology.evaluator if self.program.scores else None
         self.on_event: Callable[[tuple[str, int]], None] = lambda event: None
