@@ -295,7 +295,6 @@ class _Search:
         return min(self._most_samples, _SLACK * most)
 
     def _best(self, count: int) -> list[str]:
-        """The families of the fastest runs, and of the cheapest run."""
         known = self._expected()
         if not known:
             return []
@@ -304,7 +303,6 @@ class _Search:
         return list(dict.fromkeys([*fastest[:count], cheapest]))
 
     def _promising(self, family: str) -> list[PlannedRun]:
-        """The fastest and the cheapest run of the family."""
         own = {run: seconds for run, seconds in self._expected().items() if run.family == family}
         if not own:
             return []

@@ -16,7 +16,9 @@ _SLACK_S = 1e-6
 class Machine(Protocol):
     """A copy of a shard (`Node`) or the `Coordinator`: decisions without I/O."""
 
-    finished: bool
+    @property
+    def finished(self) -> bool:
+        """True if the machine takes no more messages."""
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The messages to send because `message` has come from node `source`."""

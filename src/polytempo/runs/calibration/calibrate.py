@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from polytempo.cluster import Cluster, CollectiveLink, KernelSpeed, Link, Speeds
 from polytempo.cluster.fit import Sample, fitted
-from polytempo.cluster.measured import Measured, MeasuredHost, MeasuredLink, cluster_of
+from polytempo.cluster.measured import Measured, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
 from polytempo.cluster.speeds import EXCHANGE, MESSAGE
 from polytempo.cluster.stragglers import Stragglers, constant
@@ -36,7 +36,7 @@ from polytempo.runs.calibration.measurement import (
     samples_of,
     spread_of,
 )
-from polytempo.runs.calibration.probe import answers, hosts_of
+from polytempo.runs.calibration.probe import answers, hosts_of, measured_of
 from polytempo.runs.calibration.server_exchange import with_server_exchange
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.options import RunOptions
@@ -77,14 +77,9 @@ def calibrate(setup: EngineSetup, name: str, workers: int) -> Calibration:
 
 def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
     """The calibration from the answers of all processes, by rank."""
-    of_rank, names = hosts_of(told)
-    hosts = tuple(
-        MeasuredHost(names[host], of_rank.count(host), _median(told, of_rank, host)) for host in dict.fromkeys(of_rank)
-    )
+    of_rank, _ = hosts_of(told)
+    measured = measured_of(name, told)
     each = [(int(a), int(b), Link(*figures), spread) for one in told for a, b, *figures, spread in one["links"]]
-    between = tuple(_named(link, a, b, of_rank, names) for a, b, link, _ in each if of_rank[a] != of_rank[b])
-    within = tuple(_named(link, a, b, of_rank, names) for a, b, link, _ in each if of_rank[a] == of_rank[b])
-    measured = Measured(name, hosts, between, within)
     kernels = _speeds([sample for one in told for sample in samples_of(one["samples"])])
     base = cluster_of(measured)
     machines = {host: one["machine"] for host, one in zip(of_rank, told, strict=True)}
@@ -93,13 +88,13 @@ def assembled(name: str, told: Sequence[dict[str, Any]]) -> Calibration:
         network=replace(base.network, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] != of_rank[b]])),
         memory=replace(base.memory, duplex=_duplex([link for a, b, link, _ in each if of_rank[a] == of_rank[b]])),
         speeds=Speeds(tuple(sorted(kernels.items()))),
-        collectives=_collectives(told, "network" if between else "memory"),
+        collectives=_collectives(told, "network" if measured.between else "memory"),
         stragglers=_stragglers([one["steps"] for one in told]),
         busy_stragglers=_stragglers([one["busy_steps"] for one in told]),
         cores=min(one["cores"] for one in told),
         hosts_per_machine=max(Counter(machines.values()).values()),
     )
-    if not between:
+    if not measured.between:
         cluster = replace(cluster, network=cluster.memory)
     spread = {"steps": median(spread_of(one["steps"]) for one in told)}
     spread["workers"] = spread_of([one["flops_per_s"] for one in told])
@@ -112,14 +107,6 @@ def _stragglers(factors: Sequence[list[float]]) -> Stragglers:
     """The stragglers with the factors of each rank, step by step."""
     together = quantiles_of([factor for one in factors for factor in one])
     return measured_steps(together, median(correlation_of(one) for one in factors))
-
-
-def _median(told: Sequence[dict[str, Any]], of_rank: Sequence[int], host: int) -> float:
-    return median(float(one["flops_per_s"]) for one, other in zip(told, of_rank, strict=True) if other == host)
-
-
-def _named(link: Link, a: int, b: int, of_rank: Sequence[int], names: dict[int, str]) -> MeasuredLink:
-    return MeasuredLink(names[of_rank[a]], names[of_rank[b]], link.latency_s, link.bytes_per_s)
 
 
 def _duplex(links: Sequence[Link]) -> float:

@@ -181,7 +181,6 @@ def _run(work: Callable[[], Any], uses: Uses, take: Callable[[Sample], None]) ->
 
 
 def _around(model: nn.Module, make: Callable[[Any], Optimizer], shape: tuple[int, ...]) -> Iterator[Sample]:
-    """Medians over some steps."""
     inputs, target = torch.randn(shape), torch.randint(10, shape[:1])
     named, optimizer = dict(model.named_parameters()), make(model.parameters())
     num_bytes = sum(p.numel() * p.element_size() for p in named.values())

@@ -110,7 +110,7 @@ def hosts_of(told: Sequence[dict[str, Any]]) -> tuple[list[int], dict[int, str]]
 
 
 def _pairs(told: Sequence[dict[str, Any]]) -> list[tuple[int, int, float, float]]:
-    return [(int(a), int(b), float(latency), float(rate)) for each in told for a, b, latency, rate in each["links"]]
+    return [(int(a), int(b), float(latency), float(rate)) for each in told for a, b, latency, rate, *_ in each["links"]]
 
 
 class _Probes:

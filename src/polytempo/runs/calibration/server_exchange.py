@@ -95,7 +95,6 @@ def _measured_s(small: SmallRun, setup: EngineSetup, workers: int) -> float:
 
 
 def _simulated_s(small: SmallRun, cluster: Cluster, workers: int) -> float:
-    """The same of the virtual clock."""
     options = replace(small.options(_SIMULATED), epochs=None)
     return _typical_s(
         lambda out: simulate(small.job, small.strategy, workers, cluster, replace(options, out=out), meta=True)

@@ -72,11 +72,6 @@ class _TimedMachine:
         """True if the machine has finished."""
         return self._machine.finished
 
-    @finished.setter
-    def finished(self, value: bool) -> None:
-        """End it."""
-        self._machine.finished = value
-
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The machine's answer."""
         frames = encode(message)

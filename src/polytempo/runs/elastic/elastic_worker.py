@@ -43,7 +43,6 @@ class _Worker:
         return take_part(self._rendezvous, self._board, member, timeout_s, self._training.enter, self._train)
 
     def _train(self, world: ProcessWorld, view: GroupView) -> dict[str, Any] | None:
-        """Train in one group to the end of the training."""
         self._training.begin(world, view)
         if world.rank == 0:
             self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))

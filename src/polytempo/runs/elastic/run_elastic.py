@@ -98,7 +98,6 @@ def run_elastic(
 
 
 def _last_step(out: Place | None) -> int:
-    """The last step with a row in a run's folder."""
     path = None if out is None else out / "metrics.jsonl"
     rows = read_metrics(path) if path is not None and path.exists() else []
     return max((row["step"] for row in rows), default=0)

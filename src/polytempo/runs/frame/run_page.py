@@ -15,6 +15,8 @@ from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.worlds import write_chrome_trace
+from polytempo.worlds.trace import Trace
 
 
 def reported(result: Result, out: Place) -> Result:
@@ -25,6 +27,16 @@ def reported(result: Result, out: Place) -> Result:
     title = ": ".join(filter(None, (result.job, result.strategy, result.left)))
     write_report(out / "report.html", [load_run(out)], title=title)
     return named
+
+
+def simulated(result: Result, trace: Trace, out: Place | None) -> Result:
+    """The result of a simulated run; its trace and page are written into `out`, if there is one."""
+    if out is None:
+        return result
+    run_folder(out)
+    title = f"{result.job}, {result.strategy}, simulated"
+    write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
+    return reported(result, out)
 
 
 @contextmanager

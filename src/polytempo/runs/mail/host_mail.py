@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from polytempo.runs.mail.mailbox_directory import OpenMail
 from polytempo.server.message import Message
 from polytempo.wire.address_book import AddressBook, Addresses, BookCopy, Here, Place
 from polytempo.wire.frames import limits_of
@@ -53,20 +54,11 @@ def host_memory(setting: Mapping[str, Any], number: int, home: Path) -> HostMemo
     return HostMemory(number, folder, Arenas(wanted["arenas"], wanted["bytes"]))
 
 
-class Ends(Protocol):
+class Ends(OpenMail, Protocol):
     """The mailbox below a node's mail: `TwoEnds`, or a `Mailbox`."""
 
     def connect(self, node: int, address: str) -> None:
         """Set the address of `node`."""
-
-    def post(self, to: int, message: Message) -> bool:
-        """Send without waiting."""
-
-    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
-        """The next (source, message)."""
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Send posted messages for `linger_s`, and close."""
 
 
 class KeeperMail:
@@ -103,7 +95,7 @@ class KeeperMail:
                 self.post(to, answer)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `Ends.close`."""
+        """See `OpenMail`."""
         self._mail.close(linger_s)
 
 
@@ -177,7 +169,7 @@ class BookMail:
                 self._release()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `Ends.close`."""
+        """See `OpenMail`."""
         self._lines.ends.close(linger_s)
 
     def _address_of(self, node: int) -> str | None:

@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from polytempo.server.message import Message
 from polytempo.wire.frames import limits_of
 from polytempo.wire.keys import make_keys, read_keys, write_keys
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
+from polytempo.worlds.process.mail import Mail
 
 Transport = Literal["shared", "tcp"]
 """Shared memory and sockets without a port, or encrypted TCP on loopback, as between hosts."""
@@ -25,6 +26,13 @@ _LOOK_S = 0.05
 """The interval between two looks at a node's address."""
 _IDLE_S = 60.0
 """A line without posts for so long is closed when another line is made: its node may be gone for good."""
+
+
+class OpenMail(Mail, Protocol):
+    """A process's mailbox."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Send posted messages for `linger_s`, and close."""
 
 
 class MailboxDirectory:
@@ -90,7 +98,7 @@ class NodeMail:
         return self._mailbox.take(wait_s)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Send posted messages for `linger_s`, and close."""
+        """See `OpenMail`."""
         self._mailbox.close(linger_s)
 
     def _reaches(self, node: int) -> bool:

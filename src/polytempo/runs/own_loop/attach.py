@@ -108,7 +108,6 @@ def _probe(noise_scale: int | None, batch_size: int | None) -> NoiseProbe | None
 
 
 def _branched(model: nn.Module, threads: Threads, precision: Precision | None) -> Threads:
-    """The threads, if the model can have them."""
     if precision is not None and threads.inter > 1:
         raise ValueError(
             f"precision={precision} and inter_threads={threads.inter} both replace the model's forward, and a loop of "

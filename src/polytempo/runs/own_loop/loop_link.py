@@ -25,8 +25,8 @@ from polytempo.engines.join.returned_rank import publish, running
 from polytempo.engines.join.server_ranks import KEYS, hand_over, spend
 from polytempo.engines.remote.network import address_to
 from polytempo.runs.mail.host_mail import HostMailboxes
-from polytempo.runs.mail.mailbox_directory import NodeMail, socket_in
-from polytempo.runs.own_loop.loop_server import ServerLine, bracketed
+from polytempo.runs.mail.mailbox_directory import NodeMail, OpenMail, socket_in
+from polytempo.runs.own_loop.loop_server import bracketed
 from polytempo.runs.own_loop.server_process import ServerProcess
 from polytempo.server.message import Message, RunFailed
 from polytempo.training.model.agree import gather_json
@@ -165,7 +165,7 @@ class _Place(NamedTuple):
     """Others reach the rank at this address."""
 
 
-def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> ServerLine:
+def _on_one_host(rank: int, told: Mapping[str, Any], facts: LoopFacts) -> OpenMail:
     home = Path(told["ready"])
     try:
         status = home.lstat()
@@ -187,7 +187,7 @@ class WatchedMail:
     is gone.
     """
 
-    def __init__(self, mail: ServerLine, coordinator: int, *, process: int | None) -> None:
+    def __init__(self, mail: OpenMail, coordinator: int, *, process: int | None) -> None:
         self._mail, self._coordinator, self._process = mail, coordinator, process
         self._heard_s = time.monotonic()
         self._last_s = self._looked_s = 0.0

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from polytempo.core import PolytempoError
 from polytempo.engines.engine import Engine, Launch, Role
@@ -32,7 +32,7 @@ from polytempo.engines.remote.starter import StartedAgent
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.mail.host_mail import HostMailboxes, KeeperMail
-from polytempo.runs.mail.mailbox_directory import MailboxDirectory
+from polytempo.runs.mail.mailbox_directory import MailboxDirectory, OpenMail
 from polytempo.runs.own_loop.shard_copy import hold_shard
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
@@ -41,7 +41,7 @@ from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.coordinator import Listeners
 from polytempo.server.coordinator.saved_schedule import encoded
 from polytempo.server.loop import serve
-from polytempo.server.message import Message, Outbox, RunFailed
+from polytempo.server.message import Outbox, RunFailed
 from polytempo.spec.options import RunOptions
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.training.served.server_facts import facts_of
@@ -55,19 +55,6 @@ _LINGER_S = 1.0
 """The time that last messages have to leave."""
 _STOPPED_S = 30.0
 """A rank that a signal has stopped for so long is lost."""
-
-
-class ServerLine(Protocol):
-    """The coordinator's mail, or a rank's."""
-
-    def post(self, to: int, message: Message) -> bool:
-        """Send without waiting."""
-
-    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
-        """The next (source, message)."""
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Send posted messages for `linger_s`, and close."""
 
 
 def bracketed(host: str) -> str:
@@ -160,7 +147,7 @@ class LoopServer:
             ) as engine:
                 yield engine
 
-    def _meet(self, home: Path | None) -> tuple[ServerLine, Mailboxes, str]:
+    def _meet(self, home: Path | None) -> tuple[OpenMail, Mailboxes, str]:
         """The coordinator's line, the mailboxes of the copies, and the coordinator's address for other hosts."""
         node, most_bytes = self.topology.coordinator, self.plan.mail_bytes
         if self._order["keys"] is None:
@@ -182,7 +169,6 @@ class LoopServer:
             raise
 
     def _hold(self, role: Role) -> Mapping[str, Any]:
-        """Be a copy of a shard in a forked process."""
         return hold_shard(self.facts, role, self.coordinator.view, self._mailboxes, self._zero_s)
 
     def _setting(self) -> Mapping[str, Any]:

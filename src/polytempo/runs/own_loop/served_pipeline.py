@@ -215,7 +215,6 @@ class ServedPipeline:
     # ------------------------------------------------------------------ the beginning
 
     def _join(self, shard: DataShard, batches: Batches) -> JoinedLoop:
-        """Start the servers, and connect this rank."""
         world, facts = self._world, self._facts(shard, batches)
         link = self._start.link(world, facts)
         stage = self._stage

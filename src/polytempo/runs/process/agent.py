@@ -225,7 +225,6 @@ class _Agent:
         self._processes[role.life], self._logs[role.life] = process, _Log(process.log)
 
     def _perform(self, role: Role) -> Result:
-        """Be one of the run's processes."""
         order = self._orders[role.life]
         setting: dict[str, Any] = json.loads(order.setting)
         os.environ.update(_environment(order, setting, self._address))

@@ -207,7 +207,6 @@ class _Conducted:
         raise TimedOut(self._size - 1, None, "an operation of a shard or a portion of a replica", self._timeout_s)
 
     def _look(self) -> None:
-        """See which processes have ended."""
         for process in self._engine.poll(0.0):
             node = process.role.node
             if process.role.kind != "worker" or not _killed(process) or self._machine.replicas == [node]:

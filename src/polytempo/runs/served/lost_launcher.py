@@ -91,7 +91,7 @@ class LeavingCopy:
 
     def __init__(self, machine: Machine, node: Node, folder: Place, number: int, save: Callable[[], None]) -> None:
         self._machine, self._node, self._folder, self._number, self._save = machine, node, folder, number, save
-        self._ordered = False
+        self._ordered = self._left = False
         self._since_s = self._rest_since_s = math.inf
         self._look_s = 0.0
         self._index = -1
@@ -104,12 +104,7 @@ class LeavingCopy:
     @property
     def finished(self) -> bool:
         """True if the machine has finished."""
-        return self._machine.finished
-
-    @finished.setter
-    def finished(self, value: bool) -> None:
-        """End the machine."""
-        self._machine.finished = value
+        return self._left or self._machine.finished
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The machine's answer."""
@@ -140,12 +135,12 @@ class LeavingCopy:
         if node.index != self._index:
             self._index, self._rest_since_s = node.index, now_s
         if node.blank or node.node not in node.chain:
-            self.finished = True
+            self._left = True
             return
         place = node.chain.index(node.node)
         at_rest = place == 0 and now_s - self._rest_since_s >= _REST_S
         if place and begun(self._folder, self._number, node.shard.number):
-            self.finished = complete_part(self._folder, self._number, node.shard.number)
+            self._left = complete_part(self._folder, self._number, node.shard.number)
         elif at_rest or now_s - self._since_s >= (1 + place) * _LONGEST_S:
             self._save()
-            self.finished = True
+            self._left = True

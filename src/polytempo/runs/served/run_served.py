@@ -145,11 +145,6 @@ class Launcher:
         """True if the coordinator has finished."""
         return self._coordinator.finished
 
-    @finished.setter
-    def finished(self, value: bool) -> None:
-        """End it."""
-        self._coordinator.finished = value
-
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The coordinator's answer."""
         self._now_s = self._heard_s[source] = now_s
@@ -298,12 +293,10 @@ class Launcher:
         self._run.events.add(str(role), reason, self._now_s, then)
 
     def _shard(self, shard: int, nodes: tuple[int, ...]) -> None:
-        """Start the copies of a new shard."""
         for node in nodes:
             self._supervisor.start("copy", node, shard=shard)
 
     def _again(self, role: Role, reason: str) -> None:
-        """Start a worker's next life."""
         self._count(role, f"{reason} after a long silence" if role.node in self._silent else reason)
         self._coordinator.expect(role.node)
         self._begin_again(role.node)
@@ -320,7 +313,6 @@ class Launcher:
         self._supervisor.start("evaluator", role.node, incarnation=role.incarnation + 1)
 
     def _copy(self, shard: int) -> None:
-        """Start another copy of a shard."""
         events = self._run.events
         if self._restarts >= self._run.options.restarts:
             if shard not in self._short:

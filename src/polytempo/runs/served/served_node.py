@@ -25,6 +25,7 @@ from polytempo.core.system.folder_lock import machine_identity
 from polytempo.core.system.notice import Notice, noticed
 from polytempo.core.system.url_path import Place
 from polytempo.engines.engine import Role
+from polytempo.runs.mail.mailbox_directory import OpenMail
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.runs.served.recording import CopyRecorder
 from polytempo.runs.served.served_program import ServedProgram
@@ -44,7 +45,7 @@ from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import performed_work
 from polytempo.wire.shared import Arenas
 from polytempo.worlds import MOST_WRITTEN
-from polytempo.worlds.process.mail import Mail, MailWorld
+from polytempo.worlds.process.mail import MailWorld
 
 _LINGER_S = 1.0
 """The time that a process has for its last messages."""
@@ -92,13 +93,6 @@ class Setting(NamedTuple):
             if_lost=plain["if_lost"],
             hosts=tuple(plain["hosts"]),
         )
-
-
-class OpenMail(Mail, Protocol):
-    """A process's mailbox."""
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Send posted messages for `linger_s`, and close."""
 
 
 class Mailboxes(Protocol):

@@ -16,7 +16,6 @@ from polytempo.core import Port, Strategy
 from polytempo.core.arithmetic.slice_tree import subtree
 from polytempo.core.port import world_port
 from polytempo.core.suspension import drive
-from polytempo.core.system.files import run_folder
 from polytempo.core.system.url_path import Place
 from polytempo.data.shard import DataShard
 from polytempo.data.source import Gathered
@@ -28,7 +27,7 @@ from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.arguments import check_batches, check_workers, checked_job
 from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.run_frame import torch_threads
-from polytempo.runs.frame.run_page import reported, virtual_rows
+from polytempo.runs.frame.run_page import simulated, virtual_rows
 from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
@@ -59,7 +58,7 @@ from polytempo.training.virtual.virtual_observer import VirtualObserver
 from polytempo.training.virtual.virtual_step import meta_step, priced_step
 from polytempo.training.virtual.workers_in_step import WorkersInStep
 from polytempo.training.virtual.workers_in_turn import WorkersInTurn
-from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds import Outcome, VirtualWorld
 from polytempo.worlds.trace import COMMUNICATION
 from polytempo.worlds.virtual.rare_collection import collecting_rarely
 from polytempo.worlds.virtual.symmetry import run_priced
@@ -360,13 +359,7 @@ def _finish(
         trace_hash=trace.hash,
         stages=stages,
     )
-    if out is None:
-        return result
-    run_folder(out)
-    title = f"{result.job}, {result.strategy}, simulated"
-    write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
-    result.write(out)
-    return reported(result, out)
+    return simulated(result, trace, out)
 
 
 def _updates(spec: RunSpec, rank: int) -> Updates:

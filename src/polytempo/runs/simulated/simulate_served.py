@@ -23,7 +23,7 @@ from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.port import world_port
 from polytempo.engines.processes.capacity import check_simulated
 from polytempo.report.status.progress import Progress
-from polytempo.runs.frame.run_page import reported, virtual_rows
+from polytempo.runs.frame.run_page import simulated, virtual_rows
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
@@ -39,7 +39,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served.worker_program import Attendance, performed_work
 from polytempo.training.step.step_cost import StepCost, step_cost
-from polytempo.worlds import Outcome, VirtualWorld, write_chrome_trace
+from polytempo.worlds import Outcome, VirtualWorld
 
 _BEAT_STEPS, _RETRY_STEPS, _LOST_STEPS, _DEADLINE_STEPS = 50, 200, 2_000, 100_000
 """Waiting times in units of a step's time: nothing is lost on a virtual network, so nothing need be sent twice."""
@@ -176,13 +176,7 @@ class ServedSimulation:
         if self.scores is not None and not self.scheduler.stopped:
             self.scores.end(self.nodes[chain[0]].shard for chain in self.coordinator.chains if chain)
         result = self._result(outcome, attendances)
-        out = self.options.out
-        if out is None:
-            return result
-        trace, title = outcome.trace, f"{result.job}, {result.strategy}, simulated"
-        write_chrome_trace(out / "trace.json", trace.events, title=title, dropped=trace.dropped)
-        result.write(out)
-        return reported(result, out)
+        return simulated(result, outcome.trace, self.options.out)
 
     def _result(self, outcome: Outcome[Attendance | None], attendances: list[Attendance]) -> Result:
         workers, trace = self.spec.workers, outcome.trace
@@ -215,11 +209,6 @@ class _Launcher:
     def finished(self) -> bool:
         """True if the coordinator has finished."""
         return self._coordinator.finished
-
-    @finished.setter
-    def finished(self, value: bool) -> None:
-        """End it."""
-        self._coordinator.finished = value
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """The coordinator's answer."""

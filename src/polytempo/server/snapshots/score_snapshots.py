@@ -123,11 +123,6 @@ class Showing:
         """True if the node has finished."""
         return self.node.finished
 
-    @finished.setter
-    def finished(self, value: bool) -> None:
-        """End the node."""
-        self.node.finished = value
-
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """Take a message and return the messages to send."""
         self._snapshots.now_s = now_s
