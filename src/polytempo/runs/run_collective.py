@@ -47,7 +47,10 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
         )
         if frame.out is not None and not options.resume:
             files.remove(frame.out / "metrics.jsonl")
-        follower = None if frame.out is None else _follower(frame.out, frame.show)
+        follower = None
+        if frame.out is not None:
+            every_s = 5.0 if isinstance(frame.out, UrlPath) else 0.0
+            follower = MetricsFollower(frame.out / "metrics.jsonl", frame.show, every_s)
         engine = frame.opened(setup, launch)
         if frame.given:  # metrics are put again and again there, not appended
             metrics = UrlPath(f"local://{frame.out}/metrics.jsonl")
@@ -59,10 +62,6 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
             follower.look(last=True)
     assert isinstance(answer, dict)
     return with_page(Result(**answer), spec)
-
-
-def _follower(out: Place, show: Callable[[dict[str, Any]], None]) -> MetricsFollower:
-    return MetricsFollower(out / "metrics.jsonl", show, every_s=5.0 if isinstance(out, UrlPath) else 0.0)
 
 
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:

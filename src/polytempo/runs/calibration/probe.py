@@ -94,9 +94,10 @@ def measured_of(engine: str, told: Sequence[dict[str, Any]]) -> Measured:
         )
         for host in names
     )
-    links = [(pair, MeasuredLink(names[of_rank[pair[0]]], names[of_rank[pair[1]]], *pair[2:])) for pair in _pairs(told)]
-    between = tuple(link for pair, link in links if of_rank[pair[0]] != of_rank[pair[1]])
-    within = tuple(link for pair, link in links if of_rank[pair[0]] == of_rank[pair[1]])
+    pairs = [(of_rank[a], of_rank[b], figures) for each in told for a, b, *figures in each["links"]]
+    links = [(a != b, MeasuredLink(names[a], names[b], *map(float, figures[:2]))) for a, b, figures in pairs]
+    between = tuple(link for is_between, link in links if is_between)
+    within = tuple(link for is_between, link in links if not is_between)
     return Measured(engine, hosts, between, within)
 
 
@@ -107,10 +108,6 @@ def hosts_of(told: Sequence[dict[str, Any]]) -> tuple[list[int], dict[int, str]]
     counts = Counter(told[rank]["name"] for rank in first.values())
     names = {host: told[rank]["name"] for host, rank in first.items()}
     return of_rank, {host: name if counts[name] == 1 else f"{name}-{host}" for host, name in names.items()}
-
-
-def _pairs(told: Sequence[dict[str, Any]]) -> list[tuple[int, int, float, float]]:
-    return [(int(a), int(b), float(latency), float(rate)) for each in told for a, b, latency, rate, *_ in each["links"]]
 
 
 class _Probes:

@@ -56,8 +56,6 @@ def _has_begun(out: Place) -> bool:
     metrics, checkpoint = out / "metrics.jsonl", out / "checkpoint"
     if any(entry.name not in _OF_A_START and not is_lock(entry.name) for entry in out.iterdir()):
         return True
-    return (metrics.exists() and _size(metrics) > 0) or (checkpoint.is_dir() and any(checkpoint.iterdir()))
-
-
-def _size(file: Place) -> int:
-    return file.size() if isinstance(file, UrlPath) else file.stat().st_size
+    if metrics.exists() and (metrics.size() if isinstance(metrics, UrlPath) else metrics.stat().st_size):
+        return True
+    return checkpoint.is_dir() and any(checkpoint.iterdir())

@@ -78,7 +78,8 @@ class LoopServerStart:
                 ],
                 "keys": None if keys is None else keys.to_plain(),
                 "host": mine.host,
-                "servers": None if servers is None else _order_of(servers),
+                "servers": servers
+                and {"ranks": servers.ranks, "spread": servers.spread, "have_keys": KEYS in os.environ},
             }
             told = self._process.begin(order, facts.blobs, _STARTING_S, partial(_hand_over, servers))
             told["process"] = self._process.pid
@@ -101,10 +102,6 @@ def _connected(
         keeper = (coordinator, str(told["coordinator"]))
         mail = HostMailboxes(world.life, bracketed(host), keys, facts.plan.mail_bytes, keeper).mailbox(world.rank)
     return WatchedMail(mail, coordinator, process=told["process"] if near else None)
-
-
-def _order_of(servers: ServerRanks) -> dict[str, Any]:
-    return {"ranks": servers.ranks, "spread": servers.spread, "have_keys": KEYS in os.environ}
 
 
 def _hand_over(servers: ServerRanks | None, ticket: str) -> None:

@@ -164,8 +164,9 @@ class LoopServer:
         try:
             world.drive(serve(world.port, launcher))
         except BaseException as error:
+            reason = str(error) if isinstance(error, _LoopEnded) else f"the parameter server has ended: {error}"
             for rank in self.topology.workers:
-                self._line.post(rank, RunFailed(_in_words(error)))
+                self._line.post(rank, RunFailed(reason))
             raise
 
     def _hold(self, role: Role) -> Mapping[str, Any]:
@@ -218,20 +219,14 @@ class LoopServer:
             here = told["host"] == host_digest()
             self._ranks.come_back(told["worker"], told["process"] if here else None)
             self._lost.discard(told["worker"])
-            self.events.add(f"rank {told['worker']}", "has come back", self._now_s(), "it takes part again")
-
-    def _now_s(self) -> float:
-        return time.monotonic() - self._zero_s
+            now_s = time.monotonic() - self._zero_s
+            self.events.add(f"rank {told['worker']}", "has come back", now_s, "it takes part again")
 
     def _read_orders(self) -> None:
         with suppress(BlockingIOError):
             text = os.read(self._orders, 1 << 16)
             reason = json.loads(text)["end"] if text else "it has gone"
             raise _LoopEnded(f"rank 0 has ended, and the parameter server with it: {reason}")
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, _LoopEnded) else f"the parameter server has ended: {error}"
 
 
 class _LoopEnded(PolytempoError):

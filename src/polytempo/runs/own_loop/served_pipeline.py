@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -282,15 +282,11 @@ def _check(
     if max_norm is not None:
         refuse(strategy.features | {"pipeline", "max_norm"}, strategy=strategy, max_norm=max_norm)
     if world.life > 1:
-        _refuse_return(world, stages)
+        raise ValueError(
+            f"rank {world.rank} has been started again, and the others of the {stages} ranks that held its model with "
+            "it have not; start all ranks again, and load the last training_state()"
+        )
     if world.epoch_source is not None:
         raise ValueError(
             "another model is attached with a parameter server, which deals the batches; call detach() on it first"
         )
-
-
-def _refuse_return(world: ProcessWorld, stages: int) -> NoReturn:
-    raise ValueError(
-        f"rank {world.rank} has been started again, and the others of the {stages} ranks that held its model with it "
-        "have not; start all ranks again, and load the last training_state()"
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import TimedOut
-from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
+from polytempo.engines.engine import Engine, Launch, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.capacity import check_processes
 from polytempo.engines.processes.failures import died
@@ -209,7 +209,8 @@ class _Conducted:
     def _look(self) -> None:
         for process in self._engine.poll(0.0):
             node = process.role.node
-            if process.role.kind != "worker" or not _killed(process) or self._machine.replicas == [node]:
+            was_killed = process.exit_code is not None and process.exit_code < 0
+            if process.role.kind != "worker" or not was_killed or self._machine.replicas == [node]:
                 raise died([process], self._size, str(process.role))
             print(f"note: replica {node} was killed; the others go on", file=sys.stderr)
             self.lost.append(node)
@@ -218,8 +219,3 @@ class _Conducted:
     def _post(self, out: Outbox) -> None:
         for to, message in out:
             self._line.post(to, message)
-
-
-def _killed(process: EngineProcess) -> bool:
-    """True for a process that a signal ended, and not an error of its own."""
-    return process.exit_code is not None and process.exit_code < 0

@@ -40,7 +40,7 @@ class Reshapes:
         if not self._ahead or reshaper.busy or not coordinator.scheduler.quiet:
             return []
         _, number = self._ahead.popleft()
-        holders = _holders(reshaper)
+        holders = [shard for shard, spans in enumerate(reshaper.spans) if spans]
         out: Outbox = []
         for shard in range(len(reshaper.spans), len(reshaper.spans) + number - len(holders)):
             nodes = self._spares.popleft()
@@ -78,7 +78,3 @@ class Reshapes:
                 trial.add((-1,))
             for shard in reversed(holders[number:]):
                 trial.drain(shard)
-
-
-def _holders(reshaper: Reshaper) -> list[int]:
-    return [shard for shard, spans in enumerate(reshaper.spans) if spans]
