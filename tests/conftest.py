@@ -37,7 +37,7 @@ CHECK_S = 100.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let one warning of torch 2.11 pass, which it raises even where a sparse tensor is made with `check_invariants`."""
+    """Let a warning of torch 2.11 pass, which it gives even where a sparse tensor is made with `check_invariants`."""
     if torch.__version__.startswith("2.11."):
         config.addinivalue_line("filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 

@@ -140,6 +140,36 @@ def test_accumulated_gradients_equal_one_big_batch() -> None:
         assert close(first[name], flat(alone), EXACT), name
 
 
+@pytest.mark.parametrize("strategy", [pt.strategies.sync_sgd(), pt.strategies.shared_memory()], ids=str)
+def test_batches_that_are_dealt_unevenly_accumulate_each_with_its_own_share(strategy: pt.Strategy) -> None:
+    """Of global batches of 4, 4 and 3 samples each two are a step; the batch grows to 6 in the third of four epochs."""
+    inputs, targets = batches(1)[0]
+    samples = TensorDataset(inputs[:11], targets[:11])
+
+    def work(world: ProcessWorld) -> Result:
+        net = small()
+        optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+        pt.attach(net, optimizer, strategy)
+        part = pt.shard(samples, batch_size=4 // world.size, seed=5)
+        number = 0
+        for epoch in range(4):
+            if epoch == 2:
+                part.grow(6 // world.size)
+            for x, y in part:
+                number += 1
+                with pt.no_sync(net) if number % 2 else nullcontext():
+                    (squared(net(x), y) / 2).backward()
+                if number % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return flat(net)
+
+    (alone,) = together(1, work)
+    first, second = together(2, work)
+    assert first == second
+    assert close(first, alone, EXACT)
+
+
 # --- between backward and step
 
 

@@ -15,6 +15,7 @@ import pytest
 import polytempo as pt
 from object_store import bucket
 from polytempo.cli.options.folder import checked_folder
+from polytempo.core.errors import PolytempoError
 from polytempo.core.system import folder_lock
 from polytempo.core.system.folder_lock import FolderTaken, Heartbeat, Owner, bears, held, is_lock, mark_of
 from polytempo.core.system.url_path import Place, UrlPath, place
@@ -78,6 +79,33 @@ def test_a_second_owner_is_refused_by_name_and_nothing_is_left(out: Place) -> No
     assert locks(out) == []
     with held(out, QUICK):
         pass
+
+
+@pytest.mark.parametrize("listed", [[], [1], [1, 2, 7]], ids=str)
+def test_a_store_whose_listings_are_late_excludes_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: list[int]
+) -> None:
+    """It lists none of the locks that are there, or some that are not."""
+    out = place(bucket(tmp_path))
+    monkeypatch.setattr(folder_lock.Lock, "_numbers", lambda self: listed)
+    for _ in range(3):
+        with held(out, QUICK):
+            with pytest.raises(FolderTaken) as refused, held(out, QUICK):
+                pass
+            assert (refused.value.host, refused.value.pid) == (os.uname().nodename, os.getpid())
+        assert locks(out) == []
+
+
+def test_a_store_that_shows_each_time_another_lock_is_named_with_what_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = place(bucket(tmp_path))
+    monkeypatch.setattr(folder_lock, "_LOOK_S", 0.0)
+    monkeypatch.setattr(folder_lock.Lock, "_created", lambda self: False)
+    monkeypatch.setattr(folder_lock.Lock, "_numbers", lambda self: [5])
+    with pytest.raises(PolytempoError, match=r"lock-00000005.json.*were seen, and none can be read.*listings") as error:
+        folder_lock.Lock(out, QUICK).acquire()
+    assert not isinstance(error.value, FolderTaken)
 
 
 def test_of_several_that_come_at_once_one_holds(out: Place) -> None:

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,16 +140,20 @@ class Lock:
         self._thread = threading.Thread(target=self._count, name="polytempo-lock", daemon=True)
 
     def acquire(self) -> None:
-        """Become the owner."""
-        for _ in range(_MOST_TRIES):
-            before = self._numbers()
+        """Become the owner. Listings of a store may lag: a lock counts as it is read, and need not be listed."""
+        seen: set[int] = set()
+        for attempt in range(_MOST_TRIES):
+            time.sleep(0.0 if attempt < 2 else _LOOK_S / 50)
+            seen.update(self._numbers())
+            before = self._there(seen)
             gone = self._gone(before[-1]) if before else None
             if before and gone is None:
                 continue  # it has let go meanwhile
-            self._number = before[-1] + 1 if before else 1
+            self._number = max(seen, default=0) + 1
+            seen.add(self._number)
             if not self._created():
-                continue
-            if self._numbers()[-1:] != [self._number]:
+                continue  # another process was first, though perhaps its lock is not listed yet
+            if self._there({*self._numbers()} - {*before, self._number}):
                 self._remove(self._number)
                 continue
             for number in before:
@@ -159,7 +163,15 @@ class Lock:
                 self._say(f"is taken over: {said}")
             self._thread.start()
             return
-        raise FolderTaken(self._out, _UNKNOWN)
+        raise PolytempoError(
+            f"{self._out}: in {_MOST_TRIES} tries this run could not make a lock of its own; the locks {_listed(seen)} "
+            f"were seen, and {_listed(self._there(seen))} can be read now. Another run begins at the same time, or the "
+            "listings of the store are late: begin again in a minute, or name another folder"
+        )
+
+    def _there(self, numbers: Iterable[int]) -> list[int]:
+        """Those of the locks that can be read, whatever a listing says."""
+        return [number for number in sorted(numbers) if self._read(number) is not None]
 
     def rest(self) -> None:
         """Count no more: the folder may be removed."""
@@ -287,6 +299,10 @@ def _machine() -> str:
 
 def _name(number: int) -> str:
     return f".lock-{number:08d}.json"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(_name(number) for number in sorted(numbers)) or "none"
 
 
 def _named(owner: Owner) -> str:

@@ -82,6 +82,7 @@ class Backward:
             if self._unsure and not self._mixed:
                 self._look_for_answers(parameter)
             self.exchanged = False
+            self._members.accumulates = self.num_exchanges == 0
             return
         if self._following is None or self._following() is None:
             self._look_for_answers(parameter)
@@ -171,6 +172,7 @@ class Backward:
         if self._scale is not None:
             self._agree_on_overflow(self._scale)
         self.exchanged, self.answered = True, any(answers)
+        self._members.accumulates = False
         self.num_exchanges += 1
         self._unsure = Promise.LINEAR not in self._replica.strategy.gradients.promises
         if self._replica.drift is not None:

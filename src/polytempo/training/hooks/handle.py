@@ -51,7 +51,7 @@ class Handle:
         self.threaded: ThreadedModel | None = None
         """The model's branches on several threads, where `attach` was given `threads`."""
         self.one_copy, self._turns = copy, turns
-        self._members = JoinMembership(world, ports.data, replica)
+        self._members = JoinMembership(world, ports.data, replica, sums_at_step=copy is not None)
         feels_scales = _feels_scales(replica, copy, turns) or ports.model.size > 1 or bool(replica.own)
         scale = LossScale(scaler) if scaler is not None and scaler.is_enabled() else None
         self._has_scaler = scale is not None
@@ -96,7 +96,8 @@ class Handle:
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate gradients locally; the next one outside exchanges their sum.
 
-        The sum has the weight of the last batch: its share where `pt.shard` deals batches unevenly.
+        Each batch of `pt.shard` counts by its own share, also where they are uneven; in a compiled model, and of
+        gradients that are added to some that were exchanged, all count by the last batch's.
         """
         before, self._backward.silent = self._backward.silent, True
         try:

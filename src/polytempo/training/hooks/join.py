@@ -20,12 +20,15 @@ from polytempo.worlds.process.shares import Batch
 class JoinMembership:
     """This rank's part in exchanges over `data`: its batch's share, or, while ranks may leave, equal ones."""
 
-    def __init__(self, world: ProcessWorld, data: Port, replica: Replica) -> None:
-        self._world, self._data, self._replica = world, data, replica
+    def __init__(self, world: ProcessWorld, data: Port, replica: Replica, *, sums_at_step: bool = False) -> None:
+        """`sums_at_step`: the step exchanges gradients, and not a backward pass, so all passes accumulate."""
+        self._world, self._data, self._replica, self._sums_at_step = world, data, replica, sums_at_step
         self._batch: Batch | None = None
         """The batch of the coming step, if its share is known."""
         self.joining = False
         """True while ranks may leave."""
+        self.accumulates = False
+        """Whether `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
         self._left = False
         self._active_share: float | None = None
         """This rank's part as the active ranks last agreed."""
@@ -70,13 +73,28 @@ class JoinMembership:
     def given_to(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Look for a batch of `pt.shard` among a forward pass's inputs."""
         if torch.is_grad_enabled():
-            self._batch = self._world.shares.of(inputs, named) or self._batch
+            before, self._batch = self._batch, self._world.shares.of(inputs, named) or self._batch
             if not self.joining:
                 self._replica.weigh_layers(self.share)
+                if before is not None and self._batch is not None:
+                    self._reweigh(before.share, self._batch.share)
+
+    @torch.no_grad()
+    def _reweigh(self, before: float | None, after: float | None) -> None:
+        """Multiply what has accumulated, which counts by the last batch's share, so that it keeps its own weight."""
+        weighed: list[nn.Parameter] = []
+        if self._sums_at_step:
+            weighed += self._replica.trainable.values()
+        elif self.accumulates and self._replica.strategy.gradients.weighs:
+            weighed += [p for bucket in self._replica.buckets for p in bucket.parameters.values()]
+        if before and after and before != after:
+            for parameter in weighed:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(before / after)
 
     def end_step(self) -> None:
         """The coming step is made of another batch."""
-        self._batch = None
+        self._batch, self.accumulates = None, False
 
     def agree_on_share(self) -> None:
         """Inside `join`: count the active ranks, which all have the same part of the coming exchange."""
