@@ -85,7 +85,7 @@ class JoinMembership:
         weighed: list[nn.Parameter] = []
         if self._sums_at_step:
             weighed += self._replica.trainable.values()
-        elif self.accumulates and self._replica.strategy.gradients.weighs:
+        elif self.accumulates and Promise.WEIGHS in self._replica.strategy.gradients.promises:
             weighed += [p for bucket in self._replica.buckets for p in bucket.parameters.values()]
         if before and after and before != after:
             for parameter in weighed:
