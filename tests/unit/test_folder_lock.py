@@ -85,7 +85,7 @@ def test_a_second_owner_is_refused_by_name_and_nothing_is_left(out: Place) -> No
 def test_a_store_whose_listings_are_late_excludes_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: list[int]
 ) -> None:
-    """It lists none of the locks that are there, or some that are not."""
+    """Listings lack locks that are there, or show removed ones."""
     out = place(bucket(tmp_path))
     monkeypatch.setattr(folder_lock.Lock, "_numbers", lambda self: listed)
     for _ in range(3):

@@ -68,6 +68,16 @@ class Mean(nn.Module):
         return self.point.expand_as(x)
 
 
+def test_a_few_samples_a_step_whose_losses_are_noise_hide_no_rate(tmp_path: Path) -> None:
+    """The range test ends in its first steps there; the job's own rate learns, so rates begin with it."""
+    job = noisy(tmp_path)
+    advice = advise_batch(job, data_of(job, None), workers=2, seed=0)
+    assert advice.global_batch_size <= 4
+    assert advice.range.top < job.lr
+    assert max(each.lr for each in advice.tried) == job.lr
+    assert advice.tried[-1].loss < 0.8 * Trial(job, data_of(job, None), batch=16).step()
+
+
 def test_the_noise_scale_of_gaussian_gradients_is_found() -> None:
     """4 / 16 of a sample; the rate is so small that the point stays."""
     job = far()

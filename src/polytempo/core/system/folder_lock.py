@@ -170,7 +170,7 @@ class Lock:
         )
 
     def _there(self, numbers: Iterable[int]) -> list[int]:
-        """Those of the locks that can be read, whatever a listing says."""
+        """The numbers whose locks can be read: a listing may be late."""
         return [number for number in sorted(numbers) if self._read(number) is not None]
 
     def rest(self) -> None:

@@ -28,7 +28,7 @@ class JoinMembership:
         self.joining = False
         """True while ranks may leave."""
         self.accumulates = False
-        """Whether `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
+        """True while `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
         self._left = False
         self._active_share: float | None = None
         """This rank's part as the active ranks last agreed."""
@@ -81,7 +81,7 @@ class JoinMembership:
 
     @torch.no_grad()
     def _reweigh(self, before: float | None, after: float | None) -> None:
-        """Multiply what has accumulated, which counts by the last batch's share, so that it keeps its own weight."""
+        """Keep the weight of accumulated gradients, which count by the last batch's share."""
         weighed: list[nn.Parameter] = []
         if self._sums_at_step:
             weighed += self._replica.trainable.values()

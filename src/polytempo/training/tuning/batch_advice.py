@@ -112,7 +112,8 @@ def advise_batch(
     steps = max(20, min(60, total // 6 // batch))
     ranged = range_test(job, data, batch=batch, steps=steps, seed=seed)
     spent += ranged.samples
-    rates = [ranged.top / _STEP_BETWEEN_RATES**k for k in range(_RATES)]
+    top = max(ranged.top, noise.lr)  # of few samples a step the range test sees noise: that rate was seen to learn
+    rates = [top / _STEP_BETWEEN_RATES**k for k in range(_RATES)]
     tried = _halved(job, data, batch, rates, max(_RATES * 3 * batch, total - spent), seed)
     best = tried[-1]
     return BatchAdvice(
