@@ -31,7 +31,7 @@ s = pt.strategies
 def test_an_optimizer_that_trains_more_than_the_model_is_refused() -> None:
     net, other = small(), nn.Linear(2, 7)
     optimizer = SGD([*net.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match=r"2 tensors that are no parameters.*shape \[7, 2\].*nn.ModuleList"):
+    with pytest.raises(ValueError, match=r"2 tensors that do not belong to the model.*shape \[7, 2\].*nn.ModuleList"):
         pt.attach(net, optimizer)
     pt.attach(nn.ModuleList([net, other]), optimizer)
 
