@@ -170,7 +170,7 @@ class Lock:
         )
 
     def _there(self, numbers: Iterable[int]) -> list[int]:
-        """The numbers whose locks can be read: a listing may be late."""
+        """The numbers of locks that can be read."""
         return [number for number in sorted(numbers) if self._read(number) is not None]
 
     def rest(self) -> None:
