@@ -96,6 +96,16 @@ def test_a_replay_reaches_the_bits_of_the_run(name: str, tmp_path: Path, monkeyp
     check_pushes(replayed, result)
 
 
+def test_an_epoch_that_ends_in_the_last_step_of_a_run_that_measures_noise(tmp_path: Path) -> None:
+    """24 batches are an epoch, and the run makes 25: both are scored in step 5."""
+    pt.run(job(), s.async_sgd(), 5, steps=5, threads=1, noise_scale=1, out=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "test"][-1] == 5
+    assert any("noise_trace" in row for row in rows)
+    replayed = replay(tmp_path, job(), s.async_sgd())
+    assert (replayed.difference, replayed.same) == (None, True)
+
+
 def check_pushes(replayed: Replayed, result: pt.Result) -> None:
     """What is shown of the pushes is what the run said of itself."""
     assert result.server is not None

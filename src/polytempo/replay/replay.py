@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from polytempo.spec.job import Job
 STOPS = ("step", "ticket", "version")
 _TIMES = ("seconds", "samples_per_s", "idle_share", "staleness")
 """The fields of a row of metrics that depend on the clock."""
+_MEASURED = ("noise_scale", "gradient_square", "noise_trace")
+"""The fields of the option `noise_scale`, which changes no step. A replay does not measure again."""
 
 
 class PushSeen(NamedTuple):
@@ -168,21 +171,27 @@ def _compare_rows(recorded: Recorded, rows: Sequence[dict[str, Any]], *, whole: 
 
 
 def _compare_scores(recorded: Recorded, rows: Sequence[dict[str, Any]]) -> tuple[int, str | None]:
-    """The same of rows about tests: a run may have missed some, for its evaluator may have been busy."""
-    replayed = {row["step"]: row for row in rows}
+    """Compare rows about tests: a run may lack some, because its evaluator was busy.
+
+    A run's end and an epoch's end may have one step number.
+    """
+    replayed = defaultdict(list)
+    for row in rows:
+        replayed[row["step"]].append(row)
     found = 0
     for was in recorded.rows:
         if was["kind"] != "test" or was["step"] not in replayed:  # it is of an earlier start, or behind where this ends
             continue
-        if difference := _row_difference("a row about a test", was, replayed[was["step"]]):
-            return found, difference
+        differences = [_row_difference("a row about a test", was, now) for now in replayed[was["step"]]]
+        if all(differences):
+            return found, differences[-1]
         found += 1
     return found, None
 
 
 def _row_difference(which: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for key in sorted(was.keys() | now.keys()):
-        if key not in _TIMES and was.get(key) != _finite(now.get(key)):
+        if key not in _TIMES + _MEASURED and was.get(key) != _finite(now.get(key)):
             where = f"metrics, {which} (step {was['step']})"
             return f"{where}: {key} recorded as {was.get(key)}, replayed as {now.get(key)}"
     return None
