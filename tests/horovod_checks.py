@@ -24,7 +24,7 @@ import torch._dynamo
 from torch import Tensor
 
 import polytempo.horovod.torch as hvd
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 
 LOADED = (torch._dynamo,)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polytempo as pt
 from polytempo.bench.models import BenchTransformer, cnn
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 
 Batch = tuple[Tensor, Tensor]

@@ -34,7 +34,7 @@ from polytempo.bench.turns import Measurement, figure, ratio
 from polytempo.cli.bench.bench_compression import candidate
 from polytempo.core import ALONE, Codec
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.native.library import OFF_VARIABLE, why_not
 from polytempo.spec.text.call import split_calls

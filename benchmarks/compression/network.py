@@ -34,7 +34,7 @@ from polytempo.bench.machine import cores, machine
 from polytempo.bench.tables import markdown
 from polytempo.cluster import Link
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.worlds import ProcessWorld

@@ -26,7 +26,7 @@ from torch.nn import functional
 import polytempo as pt
 from polytempo.bench.models import BenchTransformer, cnn
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.training.hooks.drift import comparable
 from polytempo.training.hooks.drift_watch import DriftWatch

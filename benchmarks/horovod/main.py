@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import polytempo.horovod.torch as hvd
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 
 

@@ -27,7 +27,7 @@ from polytempo.bench.tables import markdown
 from polytempo.core import NotFinite
 from polytempo.data import scheduled as data
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic, performed
 from polytempo.partition.scheduled.program import added

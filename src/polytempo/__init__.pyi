@@ -16,7 +16,7 @@ from polytempo import synchronization as synchronization
 from polytempo import worlds as worlds
 from polytempo.core.strategy import Strategy as Strategy
 from polytempo.engines.join.init import init as init
-from polytempo.engines.launch import launch as launch
+from polytempo.engines.local_engine import launch as launch
 from polytempo.interop.ddp_hook import comm_hook as comm_hook
 from polytempo.native.arena import shared_empty as shared_empty
 from polytempo.partition.branches import threads as threads

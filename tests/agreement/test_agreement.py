@@ -11,7 +11,7 @@ from polytempo import collectives, run, strategies
 from polytempo.cluster import ethernet, one_host
 from polytempo.core import Strategy
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.jobs import find
 from polytempo.runs.simulated.simulate import simulate

@@ -23,7 +23,7 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, one_host
 from polytempo.cluster.measured import to_toml
 from polytempo.compression import feedback, one_bit, through
 from polytempo.core import Port
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.jobs import find
 from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _passes, _perceptron
 from polytempo.runs.calibration.link_samples import collectives, links

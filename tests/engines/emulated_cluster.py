@@ -31,7 +31,7 @@ from kmock import KubernetesEmulator, Server
 from kubernetes import client
 
 from polytempo.engines.on_kubernetes.api import KubernetesApi
-from polytempo.engines.on_kubernetes.status import FAILURES, INDEX
+from polytempo.engines.on_kubernetes.starter import FAILURES, INDEX
 
 RESOURCES = {
     "Pod": "v1/pods",

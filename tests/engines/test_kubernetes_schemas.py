@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engines.kubernetes_schemas import check
 from polytempo.engines.on_kubernetes.forms import workload
+from polytempo.engines.on_kubernetes.kubernetes_engine import launcher
 from polytempo.engines.on_kubernetes.kubernetes_options import TAKEN, KubernetesOptions
-from polytempo.engines.on_kubernetes.launcher import launcher
 from polytempo.engines.on_kubernetes.pods import owner_reference, ticket_secret
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
-from polytempo.engines.on_spark.starter import slots
+from polytempo.engines.on_spark.spark_engine import slots
 
 DIGITS = pt.jobs.find("digits")
 STEPS = 12

@@ -11,10 +11,9 @@ from random import Random
 import msgspec
 import pytest
 
-from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator
+from polytempo.horovod.negotiation.coordinator import NegotiationCoordinator, StallLimits
 from polytempo.horovod.negotiation.member import NegotiationMember, ToEnd, ToFail, ToPerform, ToTune
 from polytempo.horovod.negotiation.message import Farewell, TensorRequest, Verdicts, Word
-from polytempo.horovod.negotiation.stalls import StallLimits
 
 Key = tuple[int, str]
 WORDS = msgspec.msgpack.Decoder(Word)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import DTYPES, OPS

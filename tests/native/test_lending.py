@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from polytempo.core.errors import Mismatch, PeerLost
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.native import lending
 from polytempo.native.group import Group

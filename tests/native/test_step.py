@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from polytempo.core import Mismatch, PeerLost
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.fork import fork
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.native.group import Group

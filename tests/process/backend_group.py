@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from polytempo.engines.engine import Result
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.training import trainer
 from polytempo.worlds import ProcessWorld

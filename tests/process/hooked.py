@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 import polytempo as pt
 from polytempo.compression import feedback, natural
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 
 LOADED = (torch._dynamo, pt.attach)

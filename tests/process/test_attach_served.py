@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.engines.join import init as init_module
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.runs.own_loop.loop_link import KEYS
 from polytempo.server.message import Ask

@@ -10,7 +10,7 @@ import pytest
 from polytempo import collectives, strategies
 from polytempo.cluster import one_host
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.jobs import find
 from polytempo.runs.simulated.simulate import simulate

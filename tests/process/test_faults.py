@@ -20,7 +20,7 @@ import polytempo as pt
 from polytempo.collectives import ring
 from polytempo.core import Port, Strategy
 from polytempo.engines.join import init as joining
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.training.checkpoint import checkpoint_files as checkpoint

@@ -10,7 +10,7 @@ import torch
 
 import polytempo.horovod.torch as hvd
 from horovod_checks import equal, values
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.horovod.torch.process_state import PROCESS
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import horovod_checks  # noqa: F401 - loads once what every worker would load
 import polytempo.horovod.torch as hvd
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import polytempo.horovod.torch as hvd
 from horovod_checks import equal
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.horovod import run
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import polytempo as pt
 from polytempo.engines.join import init as joining
 from polytempo.engines.join.environment import recognise
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.wire.keys import make_keys, write_keys
 from polytempo.worlds import current, set_current

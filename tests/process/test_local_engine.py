@@ -20,7 +20,7 @@ from polytempo.engines import local_engine as worker_threads
 from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.engine import Result
 from polytempo.engines.join.environment import recognise
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.worker import RankInfo
 from process.launches import private, rest

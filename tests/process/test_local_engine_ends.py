@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import polytempo
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.fork import fork
@@ -93,7 +93,7 @@ def test_a_launcher_may_have_no_standard_files(closed: tuple[int, ...], private:
 
 LAUNCHER = """
 import os, sys, threading
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 
 def work(rank_info):
     child = os.fork()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import polytempo as pt
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.worlds import ProcessWorld
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.native.library import available
 from polytempo.replay.replay import replay

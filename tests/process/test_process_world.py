@@ -19,7 +19,7 @@ import polytempo as pt
 from polytempo.cluster import Cluster, Link
 from polytempo.collectives import native, ring
 from polytempo.core import Bundle, Mismatch, PeerLost, Port, Program, TimedOut
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.worlds import ProcessWorld, VirtualWorld
 from process.crew import together

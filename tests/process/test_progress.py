@@ -20,7 +20,7 @@ from polytempo.collectives import halving_doubling, native, ring, star, tree
 from polytempo.core import PeerLost, Strategy, TimedOut
 from polytempo.core.port import barrier
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.spec.result import parameters_sha256
 from polytempo.worlds import ProcessWorld

@@ -18,7 +18,7 @@ import pytest
 import polytempo as pt
 from polytempo.engines.engine import EngineProcess, Launch, Role
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.engines.remote.child_agents import ChildAgents
+from polytempo.engines.remote.command_agents import ChildAgents
 from polytempo.engines.remote.remote_engine import RemoteEngine
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.engines.ssh_engine import Ssh

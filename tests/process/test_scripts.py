@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
 
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "integrations"

@@ -13,8 +13,8 @@ import pytest
 
 from polytempo.horovod.negotiation.autotuner import AutotuneOptions, Autotuner, TunedSettings, fit, next_point
 from polytempo.horovod.negotiation.message import Agreement, TensorRequest
+from polytempo.horovod.runtime.runtime import Tuning
 from polytempo.horovod.runtime.timeline import TimelineFile
-from polytempo.horovod.runtime.tuning import Tuning
 
 START = TunedSettings(128 << 20, 0.02)
 Surface = Callable[[TunedSettings], float]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from polytempo.engines.on_kubernetes.forms import workload
+from polytempo.engines.on_kubernetes.kubernetes_engine import given_options, launcher, to_yaml
 from polytempo.engines.on_kubernetes.kubernetes_options import KubernetesOptions
-from polytempo.engines.on_kubernetes.launcher import given_options, launcher, to_yaml
 from polytempo.engines.on_kubernetes.pods import owner_reference, ticket_secret
 
 SMALL = KubernetesOptions(image="i:1", namespace="n")

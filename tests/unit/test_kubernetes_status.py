@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polytempo.engines.on_kubernetes.status import describe, ended_for_good, finished, index_of, latest, phase
+from polytempo.engines.on_kubernetes.starter import describe, ended_for_good, finished, index_of, latest, phase
 
 
 def pod(phase: str, number: int = 0, name: str = "run-0-x", **more: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from polytempo.engines.processes.fork import held_signals, open_program
-from polytempo.engines.remote import launched_agents
-from polytempo.engines.remote.launched_agents import LaunchedAgents, in_shell
+from polytempo.engines.remote import command_agents
+from polytempo.engines.remote.command_agents import LaunchedAgents, in_shell
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.wire.keys import make_keys
 
@@ -34,9 +34,9 @@ def started(starter: LaunchedAgents, ticket: AgentTicket) -> Iterator[subprocess
         (0, "node n1", None),
         (1, "node n2", None),
     ]
-    assert starter._process is not None
+    assert starter._command.process is not None
     try:
-        yield starter._process
+        yield starter._command.process
     finally:
         starter.stop()
 
@@ -90,7 +90,7 @@ def test_a_command_that_is_not_there_is_named(ticket: AgentTicket) -> None:
 
 
 def test_a_command_that_does_not_end_by_itself_is_ended(ticket: AgentTicket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched_agents, "_END_S", 0.05)
+    monkeypatch.setattr(command_agents, "_END_S", 0.05)
     starter = LaunchedAgents(["sleep", "60"], WHERE)
     with started(starter, ticket) as process:
         pass

@@ -10,8 +10,7 @@ import polytempo as pt
 from polytempo.core import PolytempoError
 from polytempo.engines.engine import Launch, parse_engine
 from polytempo.engines.on_slurm.allocation import Allocation, existing, granted
-from polytempo.engines.on_slurm.script import slurm_script, submit
-from polytempo.engines.on_slurm.slurm_engine import Slurm
+from polytempo.engines.on_slurm.slurm_engine import Slurm, slurm_script, submit
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 

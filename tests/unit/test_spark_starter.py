@@ -15,7 +15,7 @@ import polytempo as pt
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.engine import Launch, parse_engine
 from polytempo.engines.on_spark import starter as spark_starter
-from polytempo.engines.on_spark.starter import SparkStarter, cause_of
+from polytempo.engines.on_spark.spark_engine import SparkStarter, cause_of
 from polytempo.engines.on_spark.task import AgentEnd, run_agent
 from polytempo.engines.remote.ticket import AgentTicket
 from polytempo.wire.keys import make_keys

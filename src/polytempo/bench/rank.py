@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from polytempo.engines.engine import Result
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.interop.autoload import register
 from polytempo.native.library import why_not

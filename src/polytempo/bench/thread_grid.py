@@ -23,7 +23,7 @@ from polytempo.bench.rank import LOADED, RUN_S, WAIT_S
 from polytempo.bench.turns import Contender, Measurement, figure, ratio, slowest, timed, turns
 from polytempo.data.shard import DataShard
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.branches import BranchedModel, Threads
 from polytempo.spec.job import Data, Job

@@ -2,13 +2,13 @@
 
 from polytempo.data import scheduled
 from polytempo.data.plan import Pick, plan
+from polytempo.data.readers import Split
 from polytempo.data.readers.csv_regression import csv_regression
 from polytempo.data.readers.idx import digits, mnist, read_idx
 from polytempo.data.readers.libsvm import libsvm
 from polytempo.data.readers.parts import read_parts
 from polytempo.data.readers.spark_frame import from_spark
 from polytempo.data.readers.text import characters, read_characters
-from polytempo.data.readers.train_test import Split
 from polytempo.data.rows import SparseRows, Sparsity, libsvm_rows, sparsity
 from polytempo.data.shard import DataShard
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from polytempo.core.system.files import made
+from polytempo.engines.collective import collected
 from polytempo.engines.engine import EngineAddress, EngineProcess, Launch, Result, Role
 from polytempo.engines.processes import janitor
+from polytempo.engines.processes.capacity import check_processes
 from polytempo.engines.processes.fork import fork, held_signals
 from polytempo.engines.processes.worker import RankInfo, failure_of, result_path, serve
 from polytempo.engines.processes.worker_processes import Child, Children
+from polytempo.spec.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,8 @@ class Local:
     @contextmanager
     def open(self, launch: Launch) -> Iterator[LocalEngine]:
         """See `EngineSetup`. However this ends, killed launcher included, no process and no folder is left."""
-        home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"  # short: sockets lie in it
-        with janitor.swept(home) as notes:
+        with janitor.engine_home(launch.logs) as (home, notes, logs):
             threads = threads_per_worker(launch.workers, launch.threads)
-            logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
-            made(logs)
             engine = LocalEngine(
                 launch.work, EngineAddress("127.0.0.1", threads, home, inherits=True), notes, logs, launch.most
             )
@@ -132,3 +130,42 @@ def _native_threads() -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launch(
+    work: Callable[[RankInfo], Result],
+    workers: int,
+    *,
+    threads: int | None = None,
+    logs: Path | None = None,
+    timeout_s: float | None = None,
+    tick: Callable[[], object] | None = None,
+) -> list[Any]:
+    """Call `work(rank_info)` in `workers` processes of this host; return their results, in the order of ranks.
+
+    Workers are forked, so `work` may be a closure, and they start in milliseconds. Results travel as
+    JSON (a tuple arrives as a list). A worker has `threads` threads: by default its share of the
+    cores this process may use, or 1 where this process has already computed with several threads
+    (OpenMP's threads do not survive a fork). Output goes to `logs/rank-R.log`; without `logs` it is
+    only quoted in errors. Temporary files of workers end with the run. `tick` is called a few times
+    a second while workers run, and may raise.
+
+        launch(lambda rank_info: rank_info.rank ** 2, workers=3)      # [0, 1, 4]
+
+    The first worker that fails ends the run. However it ends, killed launcher included, no process,
+    folder or port is left; `logs` stay.
+
+    Errors: `WorkerDied` names the rank, how it ended and its last lines; `RunTimedOut` after
+    `timeout_s`, with the place where a worker hung; `ValueError` for impossible arguments.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    check_processes(workers, workers)
+
+    def at(role: Role) -> Result:
+        threads, home = engine.address.threads, engine.address.home
+        assert home is not None
+        return work(RankInfo(role.node, workers, home, threads))
+
+    with Local().open(Launch(at, None, dict, workers, workers, threads, logs)) as engine:
+        return collected(engine, Topology.collective(workers), tick, timeout_s, engine.ask_where)

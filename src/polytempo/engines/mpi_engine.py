@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 
 from polytempo.engines.engine import Launch
 from polytempo.engines.join.environment import recognise
-from polytempo.engines.remote.launched_agents import LaunchedAgents, in_shell
+from polytempo.engines.remote.command_agents import AGENT_WORDS, LaunchedAgents, in_shell
 from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 from polytempo.engines.remote.ticket import TICKET_VARIABLE
 
-_AGENT = ("-P", "-m", "polytempo.agent")
 _LOOPBACK = "127.0.0.1"
 _VERSION_S = 30.0
 _RANKS = ("Open MPI", "MPICH", "Intel MPI")
@@ -96,7 +95,7 @@ class Mpi:
             chosen = ["-n", count, *hosts, "--bind-to", "none", *passed]
         else:  # it passes on all variables, and binds processes to no core
             chosen = ["-n", count, *(["-hosts", ",".join(self.hosts), "-ppn", "1"] if self.hosts else [])]
-        return [self.mpirun, *chosen, *self.options, *in_shell([self.python, *_AGENT])]
+        return [self.mpirun, *chosen, *self.options, *in_shell([self.python, *AGENT_WORDS])]
 
 
 def family(mpirun: str) -> str:

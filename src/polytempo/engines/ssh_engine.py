@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polytempo.engines.engine import Launch
-from polytempo.engines.remote.child_agents import ChildAgents
+from polytempo.engines.remote.command_agents import AGENT_WORDS, ChildAgents
 from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "{host}")
-_AGENT = ("-P", "-m", "polytempo.agent")
 _READ = 'IFS= read -r polytempo_line && eval "$polytempo_line" && unset polytempo_line && exec "$@"'
 _WITH_SETTINGS = ("sh", "-c", _READ, "sh")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -85,7 +84,7 @@ class Ssh:
         return ChildAgents([(f"host {host}", self._agent_words(host)) for host in self.hosts], self._settings_line())
 
     def _agent_words(self, host: str) -> list[str]:
-        there = [*(_WITH_SETTINGS if self.environment else ()), self.python, *_AGENT]
+        there = [*(_WITH_SETTINGS if self.environment else ()), self.python, *AGENT_WORDS]
         if any(Path(word).name == "ssh" for word in self.command):  # it hands all words to a shell
             there = [shlex.quote(word) for word in there]
         return [word.replace("{host}", host) for word in self.command] + there

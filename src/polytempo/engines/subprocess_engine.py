@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from polytempo.core.system.files import made
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.capacity import limits
@@ -41,11 +39,8 @@ class Subprocess:
         if launch.spec is None:
             raise ValueError("a function cannot travel to a new interpreter; give engine=pt.engines.local()")
         spec = launch.spec.to_json()
-        home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-        with janitor.swept(home) as notes:
+        with janitor.engine_home(launch.logs) as (home, notes, logs):
             threads = launch.threads or max(1, limits().cores // launch.workers)
-            logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
-            made(logs)
             engine = SubprocessEngine(self.python, spec, launch, EngineAddress(_HOST, threads), home, notes, logs)
             try:
                 yield engine

@@ -18,8 +18,8 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.extras import required
 from polytempo.horovod.launcher.settings import ElasticSettings
-from polytempo.horovod.rank_variables import free_port, leaves_where_it_fails, rank_variables
 from polytempo.horovod.ray_elastic import ActorNeeds, run_elastic_actors
+from polytempo.horovod.run_function import free_port, leaves_where_it_fails, rank_variables
 from polytempo.horovod.torch.basics import shutdown
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
+from polytempo.engines.processes.command_process import ANSWER_FILE
 from polytempo.engines.processes.worker import RankInfo
-from polytempo.horovod.function_process import WORDS, answer_of, called
 from polytempo.horovod.launcher.elastic_ranks import Discover, run_elastic_ranks
 from polytempo.horovod.launcher.hosts import HostDiscovery, parsed_hosts, read_hostfile
 from polytempo.horovod.launcher.run_ranks import run_ranks
@@ -104,3 +110,74 @@ def _forked(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         return answer.hex()
 
     return [decoded(bytes.fromhex(each)) for each in launch(work, size)]
+
+
+WORDS = ("-c", "from polytempo.horovod.run_function import main; main()")
+
+
+def called(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What such a process reads. ValueError for a function that has no name there; TypeError as `plain_values`."""
+    module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "<")
+    if module in (None, "__main__") or "<" in name:
+        raise ValueError(
+            f"{module}.{name} cannot be found by name in a new interpreter; put it at the top level of a module that "
+            "ranks can import. On this host alone, and without min_np, max_np and hosts, any function will do"
+        )
+    return json.dumps([module, name, encoded([list(args), dict(kwargs)]).hex()])
+
+
+def answer_of(text: str | None) -> Any:
+    """The value of what the process has left; None where it has left nothing."""
+    return None if text is None else decoded(bytes.fromhex(text))
+
+
+def main() -> None:
+    """Call the function that standard input names, and leave what it returns."""
+    sys.path.insert(0, os.getcwd())
+    module, name, data = json.load(sys.stdin)
+    args, kwargs = decoded(bytes.fromhex(data))
+    answer = attrgetter(name)(import_module(module))(*args, **kwargs)
+    Path(os.environ[ANSWER_FILE]).write_text(encoded(answer).hex(), encoding="ascii")
+
+
+def rank_variables(rank: int, hosts: Sequence[str], address: str, port: int) -> dict[str, str]:
+    """Those of `rank`, where `hosts` has each rank's host; ranks meet at `address`, which is rank 0's, and `port`."""
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    local_rank, order = here.index(rank), list(dict.fromkeys(hosts))
+    across = [host for host in order if list(hosts).count(host) > local_rank]
+    values = {
+        "RANK": rank,
+        "SIZE": len(hosts),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": len(here),
+        "CROSS_RANK": across.index(hosts[rank]),
+        "CROSS_SIZE": len(across),
+    }
+    torchs = {
+        "MASTER_ADDR": "127.0.0.1" if len(order) == 1 else address,
+        "MASTER_PORT": port,
+        "RANK": rank,
+        "WORLD_SIZE": len(hosts),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": len(here),
+        "NODE_RANK": order.index(hosts[rank]),
+    }
+    named = {f"HOROVOD_{name}": str(value) for name, value in values.items()}
+    return {**named, **{name: str(value) for name, value in torchs.items()}}
+
+
+def free_port(address: str) -> int:
+    """A port that is free now at this host's `address`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def leaves_where_it_fails() -> Iterator[None]:
+    """Shut Horovod down where something raises in a process that lives on: others would wait for it."""
+    try:
+        yield
+    except BaseException:
+        shutdown()
+        raise

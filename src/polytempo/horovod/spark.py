@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.extras import required
-from polytempo.horovod.rank_variables import free_port, leaves_where_it_fails, rank_variables
+from polytempo.horovod.run_function import free_port, leaves_where_it_fails, rank_variables
 from polytempo.horovod.torch.basics import shutdown
 
 Told = tuple[int, Any]

@@ -21,7 +21,7 @@ from polytempo.cli.look.tested_versions import untested
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import PolytempoError
 from polytempo.engines.join.environment import recognise
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.interop.autoload import register
 from polytempo.native.library import available, instruction_set, why_not

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from polytempo.cli.options.request import RunRequest
-from polytempo.engines.on_slurm.script import slurm_script
-from polytempo.engines.on_slurm.script import submit as submitted
-from polytempo.engines.on_slurm.slurm_engine import Slurm
+from polytempo.engines.on_slurm.slurm_engine import Slurm, slurm_script
+from polytempo.engines.on_slurm.slurm_engine import submit as submitted
 from polytempo.runs.frame.folder_names import slug
 
 _GRACE_S = 60

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from polytempo.data.plan import permutation
-from polytempo.data.readers.train_test import Split
+from polytempo.data.readers import Split
 
 MAX_BYTES = 1 << 30
 MAX_CATEGORIES = 100

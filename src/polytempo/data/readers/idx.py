@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from polytempo.data.plan import permutation
-from polytempo.data.readers.train_test import Split
+from polytempo.data.readers import Split
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_DIMS = 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from polytempo.data.readers.train_test import Split
+from polytempo.data.readers import Split
 
 MAX_BYTES = 4 << 30
 

@@ -21,8 +21,7 @@ from polytempo.engines.extras import required
 from polytempo.engines.on_dask.task import end_agent, hold_agent
 from polytempo.engines.remote.network import address_to
 from polytempo.engines.remote.remote_engine import opened_remote
-from polytempo.engines.remote.starter import StartedAgent
-from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 
 _LOOK_S = 0.5
 """How often the scheduler says which workers there are."""

@@ -25,8 +25,7 @@ from polytempo.engines.engine import Engine, Launch
 from polytempo.engines.extras import required
 from polytempo.engines.on_ray.actor import AgentActor
 from polytempo.engines.remote.remote_engine import opened_remote
-from polytempo.engines.remote.starter import StartedAgent
-from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 from polytempo.spec.topology import Topology
 
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")

@@ -3,13 +3,14 @@
     pt.run(job, strategy, workers=8, engine=pt.engines.slurm(nodes=2, partition="gpu", time="01:00:00"))
 
 Inside an allocation (a batch script, a shell of `salloc`) it takes that one; elsewhere it asks for one, waits in the
-queue, and gives it back after the run. `engines.on_slurm.script` writes a batch script for runs
+queue, and gives it back after the run. `slurm_script` writes a batch script for runs
 that shall wait without you.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.engines.engine import Launch
-from polytempo.engines.on_slurm.allocation import Allocation, existing, granted, job_here
-from polytempo.engines.remote.launched_agents import LaunchedAgents, in_shell
+from polytempo.engines.on_slurm.allocation import Allocation, asked, existing, granted, job_here
+from polytempo.engines.remote.command_agents import AGENT_WORDS, LaunchedAgents, in_shell
 from polytempo.engines.remote.network import common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 
-_AGENT = ("-P", "-m", "polytempo.agent")
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}")
 
 
@@ -118,7 +118,7 @@ class Slurm:
             "--input=all",
             "--kill-on-bad-exit=0",
             "--no-kill",
-            *in_shell([self.python, *_AGENT]),
+            *in_shell([self.python, *AGENT_WORDS]),
         ]
 
     def _chosen(self, allocation: Allocation) -> Allocation:
@@ -131,3 +131,71 @@ class Slurm:
                 f"({', '.join(allocation.nodes)}); leave nodes out to use them all"
             )
         return allocation._replace(nodes=allocation.nodes[: self.nodes], addresses=allocation.addresses[: self.nodes])
+
+
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+
+# {grace_s} s before the time is over, Slurm sends SIGUSR1: the run gets SIGTERM, saves and leaves, and the job goes
+# back into the queue. It does not where the run ended well, failed by itself, or was cancelled by scancel (SIGTERM).
+
+run=({run})
+{resume} && run+=(--resume)
+
+again= heard=
+trap 'again=yes heard=yes; kill -TERM "$child"' USR1
+trap 'heard=yes; kill -TERM "$child"' TERM
+
+"${{run[@]}}" &
+child=$!
+while :; do
+  wait "$child"
+  code=$?
+  [ "$heard" ] || break # else a signal has ended the wait, and perhaps not the run
+  heard=
+done
+
+if [ "$again" ] && [ "$code" -ne 0 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def slurm_script(setup: Slurm, command: Sequence[str], out: str, *, name: str = "polytempo", grace_s: int = 60) -> str:
+    """The text of a script for sbatch that runs `command`, which trains on all of the job's nodes and keeps its run in
+    `out`.
+
+        run = ["polytempo", "train", "digits", "--engine", "slurm", "--out", "runs/digits"]
+        print(slurm_script(pt.engines.slurm(nodes=2, time="30"), run, "runs/digits"))
+
+    Where the job starts again, because its time was over, a node failed or it was preempted, and `out` holds a
+    checkpoint, `--resume` is added. The exit code is the command's. What it prints goes to `NAME-JOB.log`. Errors:
+    ValueError for a `job`, which exists already, and for less than a second of grace.
+    """
+    if setup.job is not None:
+        raise ValueError(f"job={setup.job!r} exists already; leave job out to submit a new one")
+    if grace_s < 1:
+        raise ValueError(f"grace_s={grace_s} must be at least 1 second, for the run to save")
+    kept = [
+        f"--job-name={name}",
+        f"--output={name}-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{grace_s}",
+    ]
+    # A file system of objects has no folder to look at; the number of starts tells as much.
+    is_url = "://" in out
+    resume = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]' if is_url else f"[ -d {shlex.quote(out + '/checkpoint')} ]"
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH {shlex.quote(option)}" for option in [*setup.asking(), *kept]),
+        grace_s=grace_s,
+        run=shlex.join(command),
+        resume=resume,
+    )
+
+
+def submit(script: str) -> str:
+    """Hand a script to sbatch; the job's number. ValueError with what sbatch says where it refuses."""
+    return asked("sbatch", "--parsable", given=script).strip().partition(";")[0]

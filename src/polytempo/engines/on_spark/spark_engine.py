@@ -1,20 +1,30 @@
 """The Spark engine: agents as tasks of a barrier stage of a session that is there.
 
-pt.run(job, strategy, workers=4, engine=pt.engines.spark(session))
+    pt.run(job, strategy, workers=4, engine=pt.engines.spark(session))
+
+start ─▶ a thread: parallelize(range(n), n).barrier().mapPartitions(agent_task)    a stage, in a job group of its own
+poll  ─▶ asks how the stage has ended
+stop  ─▶ waits for the tasks, which end with their agents; then cancels the job group
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from polytempo.core.errors import PolytempoError
 from polytempo.engines.engine import Launch
 from polytempo.engines.extras import missing
-from polytempo.engines.on_spark.starter import SparkStarter, slots
+from polytempo.engines.on_spark.task import AGENT, AgentEnd, agent_task
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
+from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 
 
 @dataclass(frozen=True)
@@ -105,3 +115,118 @@ def _driver_address(session: Any) -> str:
     """Where executors reach the driver."""
     host = session.sparkContext.getConf().get("spark.driver.host")
     return socket.gethostbyname(host)
+
+
+_POLITE_S = 5.0
+_CERTAIN_S = 30.0
+_CAUSE = re.compile(r"^(?:(?:Caused by)?: )?([\w.]*(?:Error|Exception)): (.*)$", re.MULTILINE)
+
+
+def slots(session: Any) -> int:
+    """How many tasks the executors that are there can run at the same time."""
+    scala = session.sparkContext._jsc.sc()
+    profile = scala.resourceProfileManager().defaultResourceProfile()
+    return int(scala.maxNumConcurrentTasks(profile))
+
+
+class BarrierStage:
+    """One barrier stage whose tasks run agents, and how it has ended."""
+
+    def __init__(self, session: Any, tickets: Sequence[str], module: str) -> None:
+        self._context, self._tickets, self._module = session.sparkContext, tickets, module
+        self.num_tasks = len(tickets)
+        self.group = f"polytempo-{secrets.token_hex(4)}"
+        """The name of its job group."""
+        self.ends: list[AgentEnd] | None = None
+        """How the agents ended, once the stage has ended well."""
+        self.error: str | None = None
+        """Why the stage has failed, once it has."""
+        self._thread = threading.Thread(target=self._run, name=self.group, daemon=True)
+        self._thread.start()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end at most this long."""
+        self._thread.join(seconds)
+
+    def cancel(self) -> None:
+        """Let Spark kill its tasks."""
+        self._context.cancelJobGroup(self.group)
+
+    def how_ended(self, task: int) -> str:
+        """How a task's agent has ended, in words, once the stage has."""
+        if self.ends is None:
+            return f"has ended with its barrier stage: {self.error}"
+        return next(f"on {end.host} has ended with exit code {end.exit_code}" for end in self.ends if end.task == task)
+
+    def _run(self) -> None:
+        try:
+            self._context.setJobGroup(self.group, "agents of polytempo", interruptOnCancel=True)
+            numbers = self._context.parallelize(range(self.num_tasks), self.num_tasks)
+            found = numbers.barrier().mapPartitions(agent_task(self._tickets, self._module)).collect()
+            self.ends = [AgentEnd(*each) for each in found]
+        except Exception as error:
+            self.error = cause_of(str(error))
+
+
+def cause_of(text: str) -> str:
+    """The innermost error that Spark's text names: what a task has raised, rather than all that followed from it."""
+    found = [": ".join(match.groups()) for match in _CAUSE.finditer(text)]
+    return found[-1] if found else text.strip().splitlines()[0]
+
+
+@dataclass(eq=False)
+class TaskAgent(StartedAgent):
+    """An agent in a task of Spark."""
+
+    stage: BarrierStage | None = None
+    task: int = 0
+
+
+class SparkStarter:
+    """See `AgentStarter`. `module`: what `python -m` starts."""
+
+    replaces = True
+
+    def __init__(self, session: Any, module: str = AGENT) -> None:
+        self._session, self._module = session, module
+        self._stages: list[BarrierStage] = []
+        self._agents: list[TaskAgent] = []
+
+    def start(self, numbers: Sequence[int], ticket: AgentTicket) -> list[TaskAgent]:
+        """See `AgentStarter`. PolytempoError where Spark has no room: it would wait for ever."""
+        free = slots(self._session) - sum(stage.num_tasks for stage in self._stages if stage.runs)
+        if free < len(numbers):
+            raise PolytempoError(
+                f"Spark has room for {max(0, free)} more tasks at once, and {len(numbers)} agents were to start; "
+                "give fewer agents=, or more executors"
+            )
+        stage = BarrierStage(self._session, [ticket.numbered(number).to_json() for number in numbers], self._module)
+        self._stages.append(stage)
+        started = [TaskAgent(number, f"task {i} of Spark", stage=stage, task=i) for i, number in enumerate(numbers)]
+        self._agents += started
+        return started
+
+    def poll(self) -> None:
+        """See `AgentStarter`. An agent's own end is known here when its whole stage has ended."""
+        for agent in self._agents:
+            assert agent.stage is not None
+            if agent.ended is None and not agent.stage.runs:
+                agent.ended = agent.stage.how_ended(agent.task)
+
+    def stop(self) -> None:
+        """See `AgentStarter`. PolytempoError where Spark does not end its tasks."""
+        for wait_s, cancels in ((_POLITE_S, False), (_CERTAIN_S, True)):
+            until_s = time.monotonic() + wait_s
+            for stage in self._stages:
+                if cancels and stage.runs:
+                    stage.cancel()
+            for stage in self._stages:
+                stage.wait(max(0.0, until_s - time.monotonic()))
+        if left := [stage.group for stage in self._stages if stage.runs]:
+            raise PolytempoError(f"Spark has not ended the tasks of {', '.join(left)}; cancel them in its page")
+        self.poll()

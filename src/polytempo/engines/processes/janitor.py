@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from polytempo.core.system.files import made
 from polytempo.engines.processes.fork import (
     collected_children,
     fork,
@@ -68,12 +69,25 @@ def swept(home: Path, starter: int | None = None) -> Iterator[int]:
             shutil.rmtree(home, ignore_errors=True)  # only where the janitor was killed
 
 
+def new_home() -> Path:
+    """The path of a private folder that does not exist yet. It is short, because sockets are in it."""
+    return Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
+
+
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new temporary folder, which ends with the block, also where this process is killed."""
-    home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-    with swept(home):
+    """A new temporary folder, which ends with the block, even if this process is killed."""
+    with swept(home := new_home()):
         yield home
+
+
+@contextmanager
+def engine_home(logs: Path | None) -> Iterator[tuple[Path, int, Path]]:
+    """An engine's private folder, the pipe to its janitor, and the folder of its logs: `logs`, or a private one."""
+    with swept(home := new_home()) as notes:
+        logs = (home / "logs" if logs is None else logs).absolute()
+        made(logs)
+        yield home, notes, logs
 
 
 def _await_end(janitor: int) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.system.files import made
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
 from polytempo.engines.processes import janitor
 from polytempo.engines.remote.known_agent import Agent, RemoteProcess
@@ -32,8 +29,7 @@ from polytempo.engines.remote.messages import (
     ToAgent,
     TravellingRun,
 )
-from polytempo.engines.remote.starter import AgentStarter, StartedAgent
-from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.remote.ticket import AgentStarter, AgentTicket, StartedAgent
 from polytempo.spec.placement import on_hosts
 from polytempo.wire.channel import ChannelServer
 from polytempo.wire.keys import Keys, make_keys
@@ -378,10 +374,7 @@ def opened_remote(
     host's; PolytempoError where agents are not there within `wait_s`.
     """
     run = run or TravellingRun.of(launch)
-    home = Path(tempfile.gettempdir()).absolute() / f"polytempo-{secrets.token_hex(4)}"
-    with janitor.swept(home):
-        logs = (home / "logs" if launch.logs is None else launch.logs).absolute()
-        made(logs)
+    with janitor.engine_home(launch.logs) as (_, _, logs):
         keys = keys or make_keys()
         where = f"[{address}]" if ":" in address else address
         channel: Channel = ChannelServer(f"tcp://{where}:*", keys, FromAgent)  # type: ignore[arg-type] # a union of types

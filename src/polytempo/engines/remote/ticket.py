@@ -6,8 +6,10 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from polytempo.wire.keys import Keys
 
@@ -68,3 +70,31 @@ class AgentTicket:
             if mode & 0o007:
                 raise ValueError(f"all users can get at the ticket in {path} (mode {mode:04o}); chmod o-rwx it")
             return cls.from_json(file.read(_MOST_BYTES))
+
+
+@dataclass(eq=False)
+class StartedAgent:
+    """An agent that is to come, or is there."""
+
+    number: int
+    where: str
+    """For messages: "host n1", "Ray node 3f2a"."""
+    ended: str | None = None
+    """How it ended, in words, once it has."""
+
+
+class AgentStarter(Protocol):
+    """Starts `python -m polytempo.agent` with a ticket, sees agents end, and ends them."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether `start` may be called again later, for agents that take lost ones' places."""
+
+    def start(self, numbers: Sequence[int], ticket: AgentTicket) -> Sequence[StartedAgent]:
+        """Start an agent for each of `numbers`. ValueError where that is impossible."""
+
+    def poll(self) -> None:
+        """Bring `ended` of all started agents up to date; it does not wait."""
+
+    def stop(self) -> None:
+        """End all agents, politely first, and wait for their end. It may be called twice."""

@@ -16,7 +16,7 @@ from typing import Any
 from polytempo.engines.engine import Engine, EngineProcess, Launch, Role
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.command_process import CommandRun, perform_command
-from polytempo.engines.remote.child_agents import ChildAgents
+from polytempo.engines.remote.command_agents import ChildAgents
 from polytempo.engines.remote.messages import TravellingRun
 from polytempo.engines.remote.network import address_of, common_address, interface_of
 from polytempo.engines.remote.remote_engine import opened_remote

@@ -20,10 +20,9 @@ from polytempo.horovod.negotiation.member import NegotiationMember
 from polytempo.horovod.runtime.groups import SetTransport
 from polytempo.horovod.runtime.link import RankLink
 from polytempo.horovod.runtime.performer import Performer
-from polytempo.horovod.runtime.runtime import Runtime
+from polytempo.horovod.runtime.runtime import Runtime, Tuning
 from polytempo.horovod.runtime.settings import HorovodSettings, begin_log
 from polytempo.horovod.runtime.timeline import TimelineFile
-from polytempo.horovod.runtime.tuning import Tuning
 from polytempo.interop.backend.process_group import has_spare_core
 from polytempo.worlds import ProcessWorld
 

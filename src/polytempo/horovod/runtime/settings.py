@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from polytempo.horovod.negotiation.autotuner import AutotuneOptions, TunedSettings
-from polytempo.horovod.negotiation.stalls import StallLimits
+from polytempo.horovod.negotiation.coordinator import StallLimits
 
 LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 """HOROVOD_LOG_LEVEL, as numbers of Python's logging."""

@@ -73,8 +73,7 @@ from polytempo.horovod.torch.operations import (
     reducescatter,
 )
 from polytempo.horovod.torch.optimizer import DistributedOptimizer
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import global_process_set
+from polytempo.horovod.torch.process_state import ProcessSet, global_process_set
 from polytempo.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

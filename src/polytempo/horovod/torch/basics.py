@@ -14,8 +14,7 @@ from polytempo.horovod.negotiation.message import WHOLE, Kind, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.runtime.session import Session
 from polytempo.horovod.runtime.settings import HorovodSettings
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import PROCESS
+from polytempo.horovod.torch.process_state import PROCESS, ProcessSet
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:

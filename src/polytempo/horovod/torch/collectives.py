@@ -15,8 +15,7 @@ from polytempo.horovod.negotiation.message import TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.torch.handles import begin, every, only, refuse, synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import PROCESS, global_process_set
+from polytempo.horovod.torch.process_state import PROCESS, ProcessSet, global_process_set
 
 
 class ReductionOp(IntEnum):

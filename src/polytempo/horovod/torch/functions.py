@@ -13,8 +13,7 @@ from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.torch.basics import rank
 from polytempo.horovod.torch.collectives import allgather_async, broadcast_async_
 from polytempo.horovod.torch.handles import synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import global_process_set
+from polytempo.horovod.torch.process_state import ProcessSet, global_process_set
 from polytempo.training.checkpoint.optimizer_state import load_exactly
 
 _VALUE, _ERROR = 0, 1

@@ -26,7 +26,7 @@ from polytempo.horovod.torch.collectives import (
 )
 from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
 from polytempo.horovod.torch.handles import synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet
+from polytempo.horovod.torch.process_state import ProcessSet
 
 
 class GradientReduction:

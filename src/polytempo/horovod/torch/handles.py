@@ -13,8 +13,7 @@ from torch import Tensor
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange
 from polytempo.horovod.runtime.operation import DeviceOrder, Operation
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import PROCESS, Outstanding, ProcessState
+from polytempo.horovod.torch.process_state import PROCESS, Outstanding, ProcessSet, ProcessState
 
 Answer = Callable[[Operation], Any]
 Later = Callable[[], Any]

@@ -38,8 +38,7 @@ from polytempo.horovod.torch.collectives import (
 )
 from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
 from polytempo.horovod.torch.handles import synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import global_process_set
+from polytempo.horovod.torch.process_state import ProcessSet, global_process_set
 
 
 def _grad_name(name: str | None) -> str | None:

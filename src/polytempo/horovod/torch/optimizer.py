@@ -19,8 +19,7 @@ from polytempo.horovod.torch.collectives import Adasum, Average, ReductionOp, Su
 from polytempo.horovod.torch.compression import AnyCompression, CodecCompression, Compression
 from polytempo.horovod.torch.gradient_reduction import GradientArrivals, GradientReduction
 from polytempo.horovod.torch.handles import synchronize
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import PROCESS, global_process_set
+from polytempo.horovod.torch.process_state import PROCESS, ProcessSet, global_process_set
 from polytempo.horovod.torch.strategy_optimizer import with_strategy
 from polytempo.training.model.requirements import check_momentum
 

@@ -8,8 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polytempo.horovod.torch.collectives import Sum
 from polytempo.horovod.torch.operations import allreduce
-from polytempo.horovod.torch.process_sets import ProcessSet
-from polytempo.horovod.torch.process_state import PROCESS, global_process_set
+from polytempo.horovod.torch.process_state import PROCESS, ProcessSet, global_process_set
 
 
 class SyncBatchNorm(_BatchNorm):

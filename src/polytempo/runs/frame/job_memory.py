@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from polytempo.core import Bundle, is_idle
 from polytempo.core.transform import cost_of
 from polytempo.data.shard import DataShard
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.partition.cut import Cut
 from polytempo.partition.schedules.facts import facts
 from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of

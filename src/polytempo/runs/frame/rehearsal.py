@@ -18,7 +18,7 @@ import torch
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
 from polytempo.engines.collective import RunTimedOut
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.branches import Threads

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polytempo.data import SparseRows
-from polytempo.engines.launch import launch
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.one_host.sparse_linear import EpochReport, Settings, shared_for, work
 
