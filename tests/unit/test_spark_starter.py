@@ -14,7 +14,7 @@ import pytest
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.engine import Launch, parse_engine
-from polytempo.engines.on_spark import starter as spark_starter
+from polytempo.engines.on_spark import spark_engine
 from polytempo.engines.on_spark.spark_engine import SparkStarter, cause_of
 from polytempo.engines.on_spark.task import AgentEnd, run_agent
 from polytempo.engines.remote.ticket import AgentTicket
@@ -80,13 +80,13 @@ class Stage:
     def cancel(self) -> None:
         self.cancelled, self.runs, self.error = True, not self.obeys, "cancelled"
 
-    how_ended = spark_starter.BarrierStage.how_ended
+    how_ended = spark_engine.BarrierStage.how_ended
 
 
 @pytest.fixture(autouse=True)
 def without_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark_starter, "BarrierStage", Stage)
-    monkeypatch.setattr(spark_starter, "slots", lambda session: 3)
+    monkeypatch.setattr(spark_engine, "BarrierStage", Stage)
+    monkeypatch.setattr(spark_engine, "slots", lambda session: 3)
 
 
 def test_one_stage_holds_all_agents() -> None:

@@ -1,4 +1,4 @@
-"""Who starts the processes of a run: `pt.run(job, strategy, engine=pt.engines.subprocess())`."""
+"""Engines start the processes of a run: `pt.run(job, strategy, engine=pt.engines.subprocess())`."""
 
 from __future__ import annotations
 

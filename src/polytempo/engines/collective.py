@@ -1,4 +1,4 @@
-"""A collective run on an engine: so many processes, started together, of which each must come to its end."""
+"""A collective run on an engine: processes start together, and each must come to its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polytempo.engines.processes.failures import died, last_lines, quote
 from polytempo.spec.topology import Topology
 
 _GRACE_S = 0.3
-"""How long other failures are collected after the first, to tell the cause from what it caused."""
+"""Failures are collected for so long after the first, to tell the cause from its effects."""
 _TICK_S = 0.2
 _LONGEST_WAIT_S = 3600.0
 
@@ -35,7 +35,7 @@ def collected(
     ask_where: Callable[[Sequence[EngineProcess]], object] = lambda processes: None,
     notice: Notice | None = None,
 ) -> list[Any]:
-    """Start the topology's ranks, wait until each has left its result, and return what they left, by rank.
+    """Start the topology's ranks, wait until each has left its result, and return the results by rank.
 
     `tick` is called a few times a second meanwhile, and may raise. `ask_where` lets processes write into their logs
     where they hang. Errors: `WorkerDied` for the first that fails, `RunTimedOut` after `timeout_s`, `Preempted` where
@@ -81,7 +81,7 @@ def _preempted(process: EngineProcess) -> bool:
 
 
 def _left(engine: Engine, processes: Sequence[EngineProcess], within_s: float) -> BaseException:
-    """`Preempted` where all ranks have saved and left; else what went wrong meanwhile."""
+    """`Preempted` if all ranks have saved and left; else the failure of another rank."""
     _await_all(engine, processes, within_s)
     others = [process for process in processes if process.failed and not _preempted(process)]
     if others:

@@ -4,8 +4,8 @@ program ── start(role, host) ─▶ ┌ engine ┐ ─▶ processes     fork
         ◀─ poll(wait_s) ──────  │        │ ◀─ how they end, what they leave
         ── stop(process) ─────▶ └────────┘                  address: where processes find the program
 
-Whatever decides (who is started again, when a run is over) stands above, and knows processes by their roles. It does
-not assume that functions travel to them, that they share folders with it, or that they are on its host.
+Decisions (restarts, the end of a run) are made above it, by code that knows processes by their roles. It does not
+assume that functions travel to them, that they share folders with it, or that they are on its host.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Role(NamedTuple):
     """ "rank" of a collective run, "member" of an elastic one; "worker", "copy" of a shard or "evaluator" where there
     is a parameter server."""
     node: int
-    """Its number in the run's topology: a worker keeps its node over its lives, a copy is a new node each time."""
+    """The number in the run's topology: a worker keeps its node over its lives, a copy is a new node each time."""
     life: int
-    """Its number among all processes of the run."""
+    """The number among all processes of the run."""
     incarnation: int = 1
     shard: int = -1
     blank: bool = False
-    """Whether a copy begins without the shard's state, which another copy will send it."""
+    """True for a copy that begins without the shard's state, because another copy will send it."""
 
     def __str__(self) -> str:
         if self.kind == "copy":
@@ -47,14 +47,15 @@ class Role(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a process raised: the exception's name, whether it only tells of another one's end, and its message."""
+    """The error of a process: the exception's name, a mark if it only reports another process's end, and its
+    message."""
 
     error: str
     symptom: bool
     message: str = ""
-    """What the exception says, on one line and not too long."""
+    """The exception's message, on one line and not too long."""
     facts: Mapping[str, Any] | None = None
-    """Of a `NotFinite`, what it is made of."""
+    """The values that a `NotFinite` names."""
 
 
 @dataclass(eq=False)
@@ -63,43 +64,44 @@ class EngineProcess:
 
     role: Role
     log: Path
-    """What it has written, among this host's files."""
+    """The process's output, among this host's files."""
     exit_code: int | None = None
-    """As `os.waitstatus_to_exitcode` says it (a signal is negative); None while it runs."""
+    """The code of `os.waitstatus_to_exitcode` (a signal is negative); None while it runs."""
     stopped: bool = False
-    """Whether a signal (SIGSTOP, SIGTSTP, …) holds it. A tracer that holds it is not seen."""
+    """True while a signal (SIGSTOP, SIGTSTP, …) holds it. A tracer that holds it is not seen."""
     ended: int = 0
-    """Counts the looks at the processes; those with one number ended as good as together."""
+    """The number of the look at the processes that found its end; processes with one number ended together."""
     result: bytes | None = None
-    """What it has left, as JSON, where it ended well."""
+    """The process's result as JSON, if it ended well."""
     failure: Failure | None = None
-    """Why it says that it failed, if it could say so."""
+    """The reason for its failure, if it could report one."""
     host: str = ""
     """The name of its host; "" for this one."""
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without leaving a result."""
+        """True if it has ended without leaving a result."""
         return self.exit_code is not None and (self.exit_code != 0 or self.result is None)
 
 
 class EngineAddress(NamedTuple):
-    """Where the processes of an engine meet each other and their program."""
+    """The place where the processes of an engine meet each other and their program."""
 
     host: str
-    """Where this process can be reached from them."""
+    """An address of this process that they reach."""
     threads: int
-    """How many threads each of them has."""
+    """The threads of each process."""
     home: Path | None = None
     """A private folder (mode 0700) that ends with the run and that all processes have; None: they share no folder."""
     inherits: bool = False
-    """Whether they have this process's memory, as forked ones do: then shared memory (arenas) can be offered."""
+    """True if they have this process's memory, as forked ones do: then shared memory (arenas) can be offered."""
     grace_s: float = 0.0
-    """How long copies of shards may save after this process is lost (`lost_launcher.SAVE_AND_LEAVE`); 0: not at all."""
+    """Copies of shards may save for so long after this process is lost (`lost_launcher.SAVE_AND_LEAVE`); 0: not at
+    all."""
     num_hosts: int = 1
-    """On how many hosts they are; `start` takes a host's number."""
+    """The number of hosts; `start` takes a host's number."""
     shares_files: bool = True
-    """Whether they see this host's folders for certain; where not, they may reach the run's by `launcher_files`."""
+    """True if they certainly see this host's folders; others may reach the run's by `launcher_files`."""
 
 
 class Engine(Protocol):
@@ -107,7 +109,7 @@ class Engine(Protocol):
 
     @property
     def address(self) -> EngineAddress:
-        """Where they meet."""
+        """The meeting place of its processes."""
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """Start the process of `role` on the topology's host `host`; -1: on one with few processes."""
@@ -116,48 +118,48 @@ class Engine(Protocol):
         """The processes that have ended since the last poll; waits for one at most for `wait_s`."""
 
     def stop(self, process: EngineProcess | None = None) -> None:
-        """End one process for certain and at once; `poll` will find it. None: all, politely first, and wait."""
+        """End one process for certain and immediately; `poll` will find it. None: all, politely first, and wait."""
 
 
 @runtime_checkable
 class Preempting(Protocol):
-    """What an engine may be besides: it passes on that the run has to leave soon."""
+    """An engine that can also pass on that the run has to leave soon."""
 
     def preempt(self) -> None:
         """Ask all processes to save and leave, by SIGTERM; `poll` sees them end."""
 
 
 class Launch(NamedTuple):
-    """What an engine is opened for: one run, or one function."""
+    """The request for which an engine is opened: one run, or one function."""
 
     work: Callable[[Role], Result]
-    """What a process does, for engines whose processes have this one's functions."""
+    """The function of a process, for engines with processes that have this one's functions."""
     spec: RunSpec | None
-    """The run, for engines whose processes find everything by name. None: a function, which has no name."""
+    """The run, for engines with processes that find everything by name. None: a function, which has no name."""
     setting: Callable[[], Mapping[str, Any]]
-    """What such a process must know besides, at this moment, as plain data."""
+    """Further facts for such a process, at this moment, as plain data."""
     workers: int
-    """How many processes compute at the same time; they share the cores."""
+    """The number of processes that compute at the same time; they share the cores."""
     most: int
-    """How many processes there may be in all, those included that take another one's place."""
+    """The most processes that there may be in all, replacements of others included."""
     threads: int | None = None
     """Threads of each; None: as the engine sees fit."""
     logs: Path | None = None
-    """Where logs are kept; None: they end with the run."""
+    """The folder of logs; None: they end with the run."""
 
 
 @runtime_checkable
 class EngineSetup(Protocol):
-    """What `engine=` takes: it opens an engine for a run, and closes it after the run, however that ends."""
+    """The type of `engine=`: it opens an engine for a run, and closes it after the run, however that ends."""
 
     def open(self, launch: Launch) -> AbstractContextManager[Engine]:
-        """The engine. ValueError where it cannot do what `launch` asks for."""
+        """The engine. Errors: ValueError if it cannot do what `launch` asks for."""
 
 
 def parse_engine(text: str | EngineName) -> EngineSetup:
     """The engine of `NAME[:address]`, as on the command line: "local", "ssh:n1,n2".
 
-    Each engine's class says by `from_address` what the address means; a class without it takes none. Errors: ValueError
+    Each engine's class has `from_address`, which reads the address; a class without it takes none. Errors: ValueError
     for an unknown name, an address that the engine does not take, and the engine's own refusals.
     """
     name, address = EngineName.of(text) if isinstance(text, str) else text

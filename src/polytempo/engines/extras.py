@@ -15,7 +15,7 @@ def required(module: str, extra: str) -> Any:
 
 
 def missing(error: ImportError, extra: str) -> ImportError:
-    """What to raise instead of `error`."""
+    """The error to raise instead of `error`."""
     return ImportError(
         f"this engine needs a library that cannot be imported here ({error}); `pip install 'polytempo[{extra}]'` "
         "brings it",

@@ -41,7 +41,7 @@ class Local:
 
 
 class LocalEngine:
-    """See `Engine`. `size` is what its processes take for their world's size."""
+    """See `Engine`. `size` is the world size that its processes assume."""
 
     def __init__(
         self, work: Callable[[Role], Result], address: EngineAddress, notes: int, logs: Path, size: int
@@ -82,7 +82,7 @@ class LocalEngine:
         self.signal(processes, signal.SIGUSR1)
 
     def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
-        """Send a signal to those of `processes` that run."""
+        """Send a signal to the running ones among `processes`."""
         self._children.signal(processes, number)
 
     def _read(self, child: Child) -> None:
@@ -96,10 +96,10 @@ _LOOKS = 3
 
 
 def threads_per_worker(workers: int, asked: int | None = None) -> int:
-    """How many threads each of `workers` processes forked from this one may have (see `launch`).
+    """The number of threads that each of `workers` processes forked from this one may have (see `launch`).
 
-    To be asked after a first fork (the janitor's): it lets libraries that can fork, like OpenBLAS,
-    put their threads away. Those of OpenMP stay, and a child waits for ever for them to work.
+    To be asked after a first fork (the janitor's): it lets libraries that can fork, like OpenBLAS, put their threads
+    away. OpenMP's threads stay, and a child waits for ever for them to work.
     """
     strangers = _native_threads()
     if asked is None:

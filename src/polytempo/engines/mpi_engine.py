@@ -2,7 +2,7 @@
 
     pt.run(job, strategy, workers=8, engine=pt.engines.mpi(hosts=["n1", "n2"]))
 
-MPI starts the agents and does no more: what workers send to each other travels as on all engines.
+MPI starts the agents and does no more: messages between workers travel as on all engines.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ class Mpi:
     wait_s: float = 120.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if isinstance(self.hosts, str):
             raise ValueError(f'hosts={self.hosts!r} must be a list of names, such as ["n1", "n2"]')
         for host in self.hosts:
             if not host or host.startswith("-") or any(letter.isspace() or letter in ",:" for letter in host):
-                raise ValueError(f"{host!r} is no host's name; give names as mpirun takes them, such as n1")
+                raise ValueError(f"{host!r} is not a host's name; give names as mpirun takes them, such as n1")
         if len(set(self.hosts)) < len(self.hosts):
             raise ValueError(f"hosts={list(self.hosts)} names a host twice; each has one agent, which starts all there")
         if self.agents < 1 or (self.hosts and self.agents not in (1, len(self.hosts))):
@@ -63,7 +62,7 @@ class Mpi:
 
     @classmethod
     def from_address(cls, address: str) -> Mpi:
-        """From the command line's `mpi` (this host), or `mpi:n1,n2`."""
+        """The engine of the command line's `mpi` (this host), or `mpi:n1,n2`."""
         return cls(tuple(address.split(","))) if address else cls()
 
     @contextmanager

@@ -2,7 +2,7 @@
 
     pt.run(job, strategy, workers=8, engine=pt.engines.ssh(hosts=["n1", "n2"]))
 
-It is the one engine that starts processes on other hosts by itself; all others let a cluster's own system do it.
+It is the one engine that starts processes on other hosts without help; all others use a cluster's own system.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MOST_SETTINGS_BYTES = 48 << 10
 class Ssh:
     """Hosts that ssh reaches without a question, each with polytempo in `python`.
 
-    The run's keys travel on the standard input of ssh, inside its encryption. `command` is what starts a process on
-    `{host}`; `python` and `environment` are of the hosts. `environment` travels on standard input, too, and `sh` there
-    reads it: no value is on a command line. `address` is where hosts reach this one; None: as the system
-    routes. Errors: ValueError for no hosts, a host twice, a name that ssh would take for an option, or an
-    environment that no shell can set.
+    The run's keys travel on the standard input of ssh, inside its encryption. `command` starts a process on `{host}`;
+    `python` and `environment` belong to the hosts. `environment` travels on standard input, too, and `sh` there reads
+    it: no value is on a command line. `address` is where hosts reach this one; None: as the system routes. Errors:
+    ValueError for no hosts, a host twice, a name that ssh would take for an option, or an environment that no shell can
+    set.
     """
 
     hosts: Sequence[str]
@@ -47,12 +47,11 @@ class Ssh:
     wait_s: float = 120.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a list of hosts."""
         if isinstance(self.hosts, str) or not self.hosts:
             raise ValueError(f'hosts={self.hosts!r} must be a list of names, such as ["n1", "n2"]')
         for host in self.hosts:
             if not host or host.startswith("-") or any(letter.isspace() for letter in host):
-                raise ValueError(f"{host!r} is no host's name; give names as ssh takes them, such as n1 or user@n1")
+                raise ValueError(f"{host!r} is not a host's name; give names as ssh takes them, such as n1 or user@n1")
         if len(set(self.hosts)) < len(self.hosts):
             raise ValueError(f"hosts={list(self.hosts)} names a host twice; each has one agent, which starts all there")
         if not any("{host}" in word for word in self.command):
@@ -67,7 +66,7 @@ class Ssh:
 
     @classmethod
     def from_address(cls, address: str) -> Ssh:
-        """From the command line's `ssh:n1,n2`."""
+        """The engine of the command line's `ssh:n1,n2`."""
         if not address:
             raise ValueError("name the hosts: --engine ssh:n1,n2")
         return cls(tuple(address.split(",")))

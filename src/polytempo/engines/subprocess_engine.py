@@ -1,7 +1,7 @@
-"""The subprocess engine: new interpreters on this host, to which nothing travels but JSON on their standard input.
+"""The subprocess engine: new interpreters on this host, which receive nothing but JSON on their standard input.
 
-It is slower to start than `local` (each process imports torch), and has no shared memory to offer. It is what an engine
-for other hosts is like: a process knows the run by its `RunSpec`, finds the job by name, and leaves its result as JSON.
+It is slower to start than `local` (each process imports torch), and has no shared memory to offer. It resembles an
+engine for other hosts: a process knows the run by its `RunSpec`, finds the job by name, and leaves its result as JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SubprocessEngine:
         return self._address
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
-        """See `Engine`. What it prints goes to `logs/ROLE.log`."""
+        """See `Engine`. The output goes to `logs/ROLE.log`."""
         path = self._logs / f"{role}.log"
         path.unlink(missing_ok=True)  # it may be a link
         order = json.dumps(self._order(role)).encode()

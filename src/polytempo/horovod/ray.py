@@ -32,7 +32,7 @@ class RayExecutorSettings:
 
 
 class RankActor:
-    """What runs in each actor."""
+    """The class of each actor."""
 
     def __init__(self) -> None:
         self._executable: Any = None
@@ -81,14 +81,14 @@ class RankActor:
 class RayExecutor:
     """`num_workers` ranks wherever Ray has room, or `num_hosts` nodes with `num_workers_per_host` ranks each.
 
-    Each rank reserves `cpus_per_worker` CPUs and, with `use_gpu`, `gpus_per_worker` GPUs, of the placement group in
-    which this process is, if there is one and `use_current_placement_group`; otherwise of a new one.
+    Each rank reserves `cpus_per_worker` CPUs and, with `use_gpu`, `gpus_per_worker` GPUs, from this process's placement
+    group, if there is one and `use_current_placement_group`; otherwise from a new one.
 
     With `min_workers` each `run` and `execute` is an elastic run, as by `horovodrun --min-np`: it begins with
     `num_workers` processes, has from `min_workers` to `max_workers` wherever the cluster's nodes have room, and ends
     after `reset_limit` changes of the group, or where the minimum is missing for `elastic_timeout` seconds. A node gets
     no new process after one has failed there, or with `cooldown_range` for so many seconds. Functions call
-    `hvd.init()`, and a function that `hvd.elastic.run` decorates; what the last group returns is the answer.
+    `hvd.init()`, and a function that `hvd.elastic.run` decorates; the answer is the last group's result.
 
     Errors: ValueError for numbers that do not go together; PolytempoError where Ray has no room in time; `RanksFailed`.
     """
@@ -145,16 +145,16 @@ class RayExecutor:
         self._settings = settings or RayExecutorSettings()
         self._num_hosts, self._per_host = num_hosts, num_workers_per_host
         self.num_workers = num_workers or (num_hosts or 1) * num_workers_per_host
-        """How many ranks there are."""
+        """The number of ranks."""
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
         self._ray = required("ray", "ray")
         self._group: Any = None
         self._uses_current = use_current_placement_group
         self._actors: list[Any] = []
         self._made: Sequence[Any] | None = None
-        """Of an elastic run: the object that each of its processes makes."""
+        """The object that each process of an elastic run makes."""
         self._variables: dict[str, str] | None = None
-        """Of an elastic run: further environment variables of its processes; None: not started."""
+        """Further environment variables of an elastic run's processes; None: not started."""
 
     def start(
         self,
@@ -224,9 +224,9 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on all ranks; what each returned, by rank. Callbacks are refused."""
+        """Call `fn(*args, **kwargs)` on all ranks; the results by rank. Callbacks are refused."""
         if callbacks:
-            raise ValueError("callbacks are not supported; let fn report by itself")
+            raise ValueError("callbacks are not supported; let fn report")
         if self._elastic is not None:
             return self._run_elastic(None, fn, list(args or ()), dict(kwargs or {}))
         return list(self._ray.get(self.run_remote(fn, args, kwargs)))
@@ -240,13 +240,14 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """As `run`, without waiting: Ray's references to the results. Not of an elastic run, whose processes change."""
+        """Like `run`, without waiting: Ray's references to the results. Not for an elastic run, which has changing
+        processes."""
         return [actor.call.remote(fn, list(args or ()), dict(kwargs or {})) for actor in self._started()]
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Any] | None = None) -> list[Any]:
         """Call `fn(executable)` on all ranks, with the object that each has made in `start`."""
         if callbacks:
-            raise ValueError("callbacks are not supported; let fn report by itself")
+            raise ValueError("callbacks are not supported; let fn report")
         if self._elastic is not None:
             if self._made is None:
                 raise ValueError("there is no executable: give start() an executable_cls")
@@ -258,7 +259,7 @@ class RayExecutor:
         return self._ray.get(self._started()[0].execute.remote(fn))
 
     def shutdown(self) -> None:
-        """End the actors, and give back what they have reserved."""
+        """End the actors, and give back their reserved resources."""
         actors, self._actors = self._actors, []
         self._variables = self._made = None
         for actor in actors:

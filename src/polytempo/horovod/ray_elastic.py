@@ -21,11 +21,11 @@ from polytempo.horovod.launcher.output import OutputRelay
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 
 _LOOK_S = 1.0
-"""How often Ray is asked for its nodes."""
+"""The interval between questions to Ray about its nodes."""
 
 
 class ActorNeeds(NamedTuple):
-    """What each process reserves, and how its actor is made."""
+    """The resources that each process reserves, and the function that makes its actor."""
 
     make: Callable[[Mapping[str, str]], Any]
     """An actor, with options of Ray's; it has the method `live`."""
@@ -58,7 +58,7 @@ class NodeDiscovery:
 class RayLives:
     """A `LifeStarter`: each process is an actor, which calls the function once and is ended then.
 
-    `call`: the function with its arguments, as `RankActor.live` takes it. `values` has by life what it returned.
+    `call`: the function with its arguments, as `RankActor.live` takes it. `values` has the results by life.
     """
 
     def __init__(self, ray: Any, needs: ActorNeeds, call: tuple[Any, ...], variables: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class RayLives:
         """Ray makes actors without preparation."""
 
     def is_open(self, name: str) -> bool:
-        """Actors of nodes that are lost meanwhile end at once."""
+        """Actors of nodes that are lost meanwhile end immediately."""
         return True
 
     def problem(self, name: str) -> Exception | None:
@@ -88,7 +88,7 @@ class RayLives:
         return process
 
     def poll(self, wait_s: float) -> list[EngineProcess]:
-        """Those whose function has returned, or whose actor is lost. Without actors it waits, too: nodes may come."""
+        """Actors with a function that has returned, and lost actors. Without actors it waits, too: nodes may come."""
         if not self._answers:
             time.sleep(wait_s)
             return []
@@ -125,7 +125,7 @@ def run_elastic_actors(
     elastic: ElasticSettings,
     watch: Callable[[ElasticRanks], object] = lambda ranks: None,
 ) -> list[Any]:
-    """What the processes of the last group returned, by rank. Errors: `RanksFailed`, as `run_elastic_ranks`; ValueError
+    """The results of the last group's processes, by rank. Errors: `RanksFailed`, as `run_elastic_ranks`; ValueError
     where there was no group."""
     discover = NodeDiscovery(ray, needs)
     with ExitStack() as stack:
@@ -138,5 +138,5 @@ def run_elastic_actors(
         ranks = ElasticRanks(lives, rendezvous, OutputRelay(), discover, LaunchSettings(), elastic)
         answers: Sequence[str | None] = ranks.conduct(watch)
         if ranks.view is None:
-            raise ValueError("no process has called hvd.init(), and an elastic run answers what its group returns")
+            raise ValueError("no process has called hvd.init(), and an elastic run answers the results of its group")
         return [None if answer is None else lives.values[int(answer)] for answer in answers]

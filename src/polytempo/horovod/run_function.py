@@ -1,4 +1,4 @@
-"""`run`: a function on several processes, each of which has a rank in `polytempo.horovod.torch`."""
+"""`run`: a function on several processes, each with a rank in `polytempo.horovod.torch`."""
 
 from __future__ import annotations
 
@@ -54,15 +54,16 @@ def run(
     prefix_output_with_timestamp: bool = False,
     host_discovery_script: str | Path | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` in `np` processes; what each rank returned, by rank: `run(work, np=2)`.
+    """Call `func(*args, **kwargs)` in `np` processes; the results by rank: `run(work, np=2)`.
 
     On this host alone processes are forked from this one, so `func` may be any function; call it before this process
     computes with several threads. With hosts, and in an elastic run (`min_np`, `max_np`, `host_discovery_script`),
     ranks are new interpreters, where `func` is found by its module and name; the other arguments are options of
-    `polytempo horovodrun`. An elastic run returns what the ranks of its last group returned. What travels are plain
-    values, tensors and NumPy arrays (`horovod.plain_values`); TypeError for others.
+    `polytempo horovodrun`. An elastic run returns the results of the ranks of its last group. Plain values, tensors and
+    NumPy arrays can travel (`horovod.plain_values`); TypeError for others.
 
-    Errors: those of `polytempo.launch` where processes are forked, else `RanksFailed`; ValueError for what is refused.
+    Errors: the errors of `polytempo.launch` if processes are forked, else `RanksFailed`; ValueError for refused
+    arguments.
     """
     if use_mpi or mpi_args:
         raise ValueError("no MPI takes part: leave use_mpi and mpi_args out")
@@ -116,7 +117,7 @@ WORDS = ("-c", "from polytempo.horovod.run_function import main; main()")
 
 
 def called(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What such a process reads. ValueError for a function that has no name there; TypeError as `plain_values`."""
+    """The input of such a process. ValueError for a function that has no name there; TypeError as `plain_values`."""
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "<")
     if module in (None, "__main__") or "<" in name:
         raise ValueError(
@@ -127,12 +128,12 @@ def called(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def answer_of(text: str | None) -> Any:
-    """The value of what the process has left; None where it has left nothing."""
+    """The value that the process has left; None if it has left nothing."""
     return None if text is None else decoded(bytes.fromhex(text))
 
 
 def main() -> None:
-    """Call the function that standard input names, and leave what it returns."""
+    """Call the function that standard input names, and leave its result."""
     sys.path.insert(0, os.getcwd())
     module, name, data = json.load(sys.stdin)
     args, kwargs = decoded(bytes.fromhex(data))
@@ -141,7 +142,8 @@ def main() -> None:
 
 
 def rank_variables(rank: int, hosts: Sequence[str], address: str, port: int) -> dict[str, str]:
-    """Those of `rank`, where `hosts` has each rank's host; ranks meet at `address`, which is rank 0's, and `port`."""
+    """The variables that make a process of another system rank `rank`, if `hosts` has each rank's host; ranks meet at
+    `address`, which is rank 0's, and `port`."""
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     local_rank, order = here.index(rank), list(dict.fromkeys(hosts))
     across = [host for host in order if list(hosts).count(host) > local_rank]

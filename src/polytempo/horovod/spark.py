@@ -37,14 +37,14 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` in `num_proc` tasks of the active Spark session; what each rank returned, by rank.
+    """Call `fn(*args, **kwargs)` in `num_proc` tasks of the active Spark session; the results by rank.
 
     `num_proc` is by default how many slots Spark has. The tasks are one barrier stage: they start together, and where
-    one fails Spark ends all. `env`: variables of the ranks. What ranks print is in the executors' logs. `start_timeout`
-    and the arguments after `env` have no effect, but for `executable`, which is refused, as those of MPI are.
+    one fails Spark ends all. `env`: variables of the ranks. The output of ranks is in the executors' logs.
+    `start_timeout` and the arguments after `env` have no effect, but `executable` and MPI's arguments are refused.
 
-    Errors: ImportError without the extra `spark`; ValueError without a session, and for MPI; PolytempoError where a
-    rank fails, with what Spark says of it.
+    Errors: ImportError without the extra `spark`; ValueError without a session, and for MPI; PolytempoError if a rank
+    fails, with Spark's message.
     """
     if use_mpi or extra_mpi_args or executable:
         raise ValueError("no MPI takes part, and ranks are Spark's own processes: leave MPI and executable out")

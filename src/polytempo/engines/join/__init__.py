@@ -1,1 +1,1 @@
-"""How a process that a launcher started finds its world."""
+"""A process that a launcher started finds its world here."""

@@ -1,8 +1,8 @@
 """The round of an elastic launcher that this process belongs to: a name that its ranks share, and no other round has.
 
-torchrun's agents keep one store over all restarts, so it still holds what the ranks of earlier rounds have written
-(addresses where no process listens any more). Nothing in the environment tells rounds apart: each agent counts its own
-restarts, and an agent that comes later counts fewer. So the ranks agree on a name in the store itself.
+torchrun's agents keep one store over all restarts, so it still holds the entries of earlier rounds' ranks (addresses
+without a listening process). Nothing in the environment tells rounds apart: each agent counts its own restarts, and an
+agent that comes later counts fewer. So the ranks agree on a name in the store itself.
 
     rank r                     the store                     rank 0
       ├─ knock (r, size, nonce) ──▶ queue ─────────────────▶  │ draws a name
@@ -10,7 +10,7 @@ restarts, and an agent that comes later counts fewer. So the ranks agree on a na
       ├─ here (r, name) ──────────▶ queue ─────────────────▶  │ counts its own name only
       │◀──────────────────────── all here ◀────── name ───────┤ when all ranks are here
 
-A message of an earlier round does no harm: rank 0 answers a nonce for which no process waits, and no "here" follows.
+A message of an earlier round does no harm: rank 0 answers a nonce that no process awaits, and no "here" follows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUEUE = "polytempo/round"
 
 
 def name_of_round(store: Store, rank: int, size: int, timeout_s: float) -> str:
-    """The name on which the `size` ranks that meet in `store` now agree.
+    """The new common name of the `size` ranks that meet in `store`.
 
     Costs each rank two messages and two answers; rank 0 reads 2 (size − 1) messages. Errors: `DistStoreError` where not
     all ranks are here within `timeout_s`.
@@ -53,7 +53,7 @@ def _opened(store: Store, size: int, until: float) -> str:
 
 
 def _joined(store: Store, rank: int, size: int, until: float) -> str:
-    """What every other rank does."""
+    """The part of every other rank."""
     while True:
         nonce = secrets.token_hex(8)
         store.queue_push(_QUEUE, json.dumps({"rank": rank, "size": size, "nonce": nonce}))
@@ -79,5 +79,5 @@ def _all_here(name: str) -> str:
 
 
 def _left(until: float) -> timedelta:
-    """At least a millisecond: to a store, 0 means no end."""
+    """A timeout of at least a millisecond: to a store, 0 means no end."""
     return timedelta(seconds=max(0.001, until - time.monotonic()))

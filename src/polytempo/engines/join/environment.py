@@ -1,4 +1,4 @@
-"""Which launcher set this process up, and where in its world the process stands."""
+"""The launcher that set this process up, and the process's place in its world."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 _LOOPBACK = "127.0.0.1"
 _URL = re.compile(r"tcp://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d{1,5})(?:#([0-9a-f]{64}))?")
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
-"""Ports derived from a job's name lie above the range from which Linux hands out ephemeral ones."""
+"""Ports derived from a job's name are above the range of Linux's ephemeral ports."""
 _LAST_ORDINARY_STEP = 0xFFFF_FF00
 """Slurm numbers the steps of srun from 0; batch scripts and interactive shells have ids near 2³²."""
 
@@ -46,7 +46,7 @@ class RankPlace(NamedTuple):
 
 
 def hydra_proxy() -> int | None:
-    """The process id of the proxy by which Hydra has started this process, if there is one among its ancestors."""
+    """The process id of Hydra's proxy among this process's ancestors, if there is one."""
     process = os.getpid()
     with suppress(OSError, ValueError):  # no /proc, or an ancestor that has just ended
         while process > 1:
@@ -135,7 +135,7 @@ def _open_mpi(environ: Mapping[str, str]) -> RankPlace:
 
 
 def _address_of_mpirun(environ: Mapping[str, str]) -> str:
-    """Where mpirun runs (Open MPI up to 4), which is the host of rank 0 unless the hostfile leaves it out."""
+    """The host of mpirun (Open MPI up to 4), which is the host of rank 0 unless the hostfile leaves it out."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     found = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
     if found is None:
@@ -235,7 +235,7 @@ def _tasks_per_host(text: str) -> list[int]:
 
 
 def _port(job: str) -> int:
-    """The same port on every rank of a job, rarely that of another job on the same host."""
+    """The same port on every rank of a job, rarely the port of another job on the same host."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
@@ -268,7 +268,7 @@ def _checked(place: RankPlace, rank_name: str, size_name: str) -> RankPlace:
             f"local rank {place.local_rank} of {place.local_size} on this host does not fit {size_name}={place.size}"
         )
     if place.master_port is not None and not 0 < place.master_port < 65536:
-        raise ValueError(f"MASTER_PORT={place.master_port} must lie between 1 and 65535")
+        raise ValueError(f"MASTER_PORT={place.master_port} must be between 1 and 65535")
     return place
 
 

@@ -34,8 +34,8 @@ from polytempo.wire.keys import Keys, read_keys
 from polytempo.worlds import ProcessWorld, current, set_current
 
 _LAST_MOMENT_S = 0.05
-"""Between the last operation on a group that is not ours to destroy and Python's end (see `_leave`): its threads
-let go of the last tensors within microseconds of answering, and until then Python has to be there."""
+"""A pause between the last operation on a foreign group and Python's end (see `_leave`): the group's threads release
+the last tensors within microseconds of answering, and until then Python has to be there."""
 
 
 def init(
@@ -213,8 +213,8 @@ def _referenced(store: KeyedStore) -> KeyedStore:
 def _bound(address: str, port: int, *, spread: bool) -> int:
     """A socket that listens on this one address; left to itself, a TCP store would listen on all interfaces.
 
-    Of the addresses that a name has, it is the first that this host can listen on; in a world that is `spread` over
-    several hosts, the first of those that other hosts can reach.
+    If a name has several addresses, it is the first that this host can listen on; in a world that is `spread` over
+    several hosts, the first that other hosts can reach.
     """
     problem = OSError(0, "it has no address")
     try:
@@ -283,9 +283,9 @@ def _say(launcher: str, world: ProcessWorld, quiet: bool) -> None:
 def _leave() -> None:
     """Destroy the process group before the interpreter ends.
 
-    gloo's threads let go of tensors, for which they take Python's lock; a thread that asks for it after Python has
-    ended aborts the process ("terminate called without an active exception"). The threads end with the last
-    reference to their group, so none may be left: neither in our world nor in torch's default arguments.
+    gloo's threads take Python's lock to release tensors; a thread that asks for it after Python has ended aborts the
+    process ("terminate called without an active exception"). The threads end with the last reference to their group, so
+    none may be left: neither in our world nor in torch's default arguments.
     """
     if dist.is_initialized():
         current().forget_groups()

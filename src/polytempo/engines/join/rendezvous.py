@@ -1,4 +1,4 @@
-"""`Rendezvous`: a store that one process holds, at which processes that share no folder find each other."""
+"""`Rendezvous`: a store in one process, at which processes without a common folder find each other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _TOKEN_BYTES = 32
 
 
 class Rendezvous:
-    """Texts by key, for those who have its `url`, `tcp://host:port#token`. The token is a secret: it makes the keys.
+    """Texts by key, for processes that have its `url`, `tcp://host:port#token`. The token is a secret: it makes the
+    keys.
 
-    Close it: the process that holds the store has threads for it as long as it is open, and a process with threads
-    is no good parent of forked ones.
+    Close it: the process that holds the store has threads for it while it is open, and a process with threads should
+    not fork.
     """
 
     def __init__(self, store: KeyedStore | StoreHolder, url: str) -> None:
@@ -31,7 +32,7 @@ class Rendezvous:
 
     @classmethod
     def joined(cls, url: str, timeout_s: float = 300.0) -> Rendezvous:
-        """The one that another process holds. `DistNetworkError` where it is not there within `timeout_s`."""
+        """The store of another process. `DistNetworkError` where it is not there within `timeout_s`."""
         host, port = parsed_url(url)
         address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         return cls(KeyedStore(address, keys_of(token_in(url)), timeout_s), url)
@@ -69,7 +70,7 @@ class Rendezvous:
 
     @property
     def store(self) -> KeyedStore:
-        """The store itself, where groups of ranks meet; of the one that another process holds."""
+        """The store of another process, where groups of ranks meet."""
         assert isinstance(self._store, KeyedStore), "it is closed, or held here"
         return self._store
 

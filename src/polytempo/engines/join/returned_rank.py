@@ -1,10 +1,10 @@
-"""A rank that its launcher has started again, alone, into a loop whose other ranks train on at a parameter server.
+"""A rank that its launcher has started again, alone, into a loop with other ranks that train on at a parameter server.
 
 rank 0    the server is there ── `publish` ──▶ the launcher's store
 rank 1    dies; its tickets are dealt to others
           is started again, counts itself in the store: life 2 ── `running` ──▶ it joins the server, as a late worker
 
-It is in no process group: those cannot be joined again. So only what goes through the server works there.
+It is in no process group: those cannot be joined again. So only requests to the server work there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = "loop"
 
 
 def count_life(store: Store, rank: int) -> int:
-    """How many processes of `rank` have come to this store, with this one."""
+    """The number of processes of `rank` that have come to this store, this one included."""
     return int(store.add(f"lives/{rank}", 1))
 
 
@@ -36,7 +36,7 @@ def running(store: Store, rank: int) -> dict[str, Any]:
     if not text or rank == 0:
         raise PolytempoError(
             f"rank {rank} has been started again alone, and only a rank other than 0 whose world trains with a "
-            "parameter server already can come back; start all ranks anew"
+            "parameter server already can come back; start all ranks again"
         )
     found = json.loads(text)
     assert isinstance(found, dict)

@@ -3,7 +3,7 @@
 ranks 0, 1, 2   ── meet at the store ──▶ train, in a world of 3; rank 0 puts a ticket into the store
 rank 3          ── meets at the store ─▶ holds an agent by that ticket until the run is over, waits for the next one
 
-A ticket is a secret. On one host it lies in a private folder, and the store names the file. Between hosts it travels
+A ticket is a secret. On one host it is in a private folder, and the store names the file. Between hosts it travels
 through the store, which is unencrypted, unless `POLYTEMPO_KEYS` names a file with the keys on all ranks.
 """
 
@@ -33,9 +33,9 @@ from polytempo.worlds.process.process_world import ServerRanks
 KEYS = "POLYTEMPO_KEYS"
 """Names a file with the keys of a run over several hosts: `wire.keys.write_keys` makes it, each host has a copy."""
 _WAIT_S = 3600.0
-"""How long one wait for the next ticket may last; then comes another."""
+"""One wait for the next ticket lasts so long at most; then comes another."""
 _LEAVE_S = 10.0
-"""How long rank 0, where no run was begun, waits at its end until all servers have read that none will be."""
+"""Rank 0, if no run was begun, waits so long at its end until all servers have read that none will be."""
 _NO_MORE, _SPENT = "-", "spent"
 
 
@@ -45,7 +45,7 @@ def check_servers(servers: int, size: int) -> None:
         raise ValueError(f"servers={servers}: give a number of processes from 0 on")
     if servers >= size:
         raise ValueError(
-            f"servers={servers}, and the launcher has started {size} process{'es' * (size > 1)}, of which at least "
+            f"servers={servers}, and the launcher has started {size} process{'es' * (size > 1)}, and at least "
             f"one must train; start {servers + 1} or more, or leave out servers"
         )
 
@@ -68,9 +68,9 @@ def chosen(hosts: Sequence[str], servers: int) -> tuple[int, ...]:
 
 
 def meet(store: Store, rank: int, size: int, servers: int, host: str, *, life: int = 1) -> ServerRanks:
-    """Agree with all `size` processes on which of them serve. Raises `Mismatch` where they were given other numbers.
+    """Agree with all `size` processes on the ones that serve. Raises `Mismatch` where they were given other numbers.
 
-    What has been agreed stays where one of them is started again, in its `life` 2.
+    The agreement stays if one of them is started again, in its `life` 2.
     """
     mine = {"host": host, "servers": servers}
     if life == 1:
@@ -153,7 +153,7 @@ def _next(store: Store, number: int) -> str:
         except DistNetworkError as error:
             if number:
                 return _NO_MORE  # the store may end with rank 0, before this server has read that there is no more
-            raise PolytempoError("rank 0 has ended, and this server with it; look at what rank 0 said") from error
+            raise PolytempoError("rank 0 has ended, and this server with it; look at rank 0's output") from error
 
 
 def secret_in(text: str) -> AgentTicket:

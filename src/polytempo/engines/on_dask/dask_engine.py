@@ -24,9 +24,9 @@ from polytempo.engines.remote.remote_engine import opened_remote
 from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 
 _LOOK_S = 0.5
-"""How often the scheduler says which workers there are."""
+"""The interval between questions to the scheduler about its workers."""
 _END_S = 15.0
-"""How long agents may take to end when asked: longer than `held_agent` waits before it ends one for certain."""
+"""Agents may take so long to end when asked: longer than `held_agent` waits before it ends one for certain."""
 _PAUSE_S = 0.02
 _CONNECT_S = 20.0
 
@@ -37,12 +37,12 @@ class Dask:
 
         pt.run(job, strategy, workers=4, engine=pt.engines.dask(client))
 
-    `client` is a `distributed.Client`, or the address of a scheduler ("tcp://host:8786"), to which the run connects
-    for itself. `workers` names the addresses of dask workers to use; None: all. On each of them is one agent, which
-    starts its share of the run's processes.
+    `client` is a `distributed.Client`, or the address of a scheduler ("tcp://host:8786"), to which the run makes a
+    connection of its own. `workers` names the addresses of dask workers to use; None: all. On each of them is one
+    agent, which starts its share of the run's processes.
 
-    Errors: ValueError where no scheduler answers, or no worker is there, or it is not known; ImportError without
-    dask; PolytempoError where the agents are not there within `wait_s`.
+    Errors: ValueError where no scheduler answers, or no worker is there, or it is not known; ImportError without dask;
+    PolytempoError where the agents are not there within `wait_s`.
     """
 
     client: Any
@@ -50,7 +50,6 @@ class Dask:
     wait_s: float = 120.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no client, and one whose calls are coroutines."""
         if isinstance(self.workers, str) or (self.workers is not None and not self.workers):
             raise ValueError(f"workers={self.workers!r} must be some addresses of dask workers, or None for all")
         if self.wait_s <= 0:
@@ -62,11 +61,11 @@ class Dask:
         if not hasattr(self.client, "nthreads"):
             raise ValueError(f"client={self.client!r} must be a distributed.Client, or the address of a scheduler")
         if self.client.asynchronous:
-            raise ValueError("this client is asynchronous; give one that was made with asynchronous=False")
+            raise ValueError("this client is asynchronous; give a client with asynchronous=False")
 
     @classmethod
     def from_address(cls, address: str) -> Dask:
-        """From the command line's `dask:tcp://host:8786`."""
+        """The engine of the command line's `dask:tcp://host:8786`."""
         return cls(address)
 
     @contextmanager
@@ -105,7 +104,7 @@ def host_of(url: str) -> str:
 
 
 def spread(workers: Sequence[str], agents: Mapping[str, int], count: int) -> list[str]:
-    """The workers of `count` new agents: each time one of those with the fewest, in the order of `workers`."""
+    """The workers of `count` new agents: each time a worker with the fewest, in the order of `workers`."""
     taken, chosen = Counter(agents), list[str]()
     for _ in range(count):
         chosen.append(min(workers, key=lambda address: taken[address]))
@@ -145,8 +144,8 @@ class DaskStarter:
         return found
 
     def _there(self) -> list[str]:
-        """As the scheduler says at this moment. `Client.scheduler_info` may answer with what the client has asked for
-        itself in between, which is without workers.
+        """The workers that the scheduler names at this moment. `Client.scheduler_info` may answer an earlier question
+        of the client's own, which is without workers.
         """
         return list(self._client.nthreads())
 

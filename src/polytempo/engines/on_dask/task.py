@@ -1,4 +1,4 @@
-"""What runs on dask's workers: a task that holds one agent, and the call that ends it."""
+"""The code that runs on dask's workers: a task that holds one agent, and the call that ends it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WANTED = ("executing", "long-running")
 _SERVING = ("init", "running", "paused")
 
 _held: dict[str, AgentTask] = {}
-"""Those of this process, by the keys of their tasks."""
+"""The tasks of this process by their keys."""
 
 
 class AgentTask(AgentHolder):
@@ -24,7 +24,7 @@ class AgentTask(AgentHolder):
         self._key, self._worker = key, worker
 
     def unwanted(self) -> bool:
-        """Whether the task was cancelled, or its worker closes."""
+        """True once the task was cancelled, or its worker closes."""
         task = self._worker.state.tasks.get(self._key)
         return task is None or task.state not in _WANTED or self._worker.status.name not in _SERVING
 

@@ -1,6 +1,6 @@
-"""What this library asks of the API of Kubernetes, through its Python client, in plain dicts.
+"""Requests of this library to the API of Kubernetes, through its Python client, in plain dicts.
 
-Each request has a deadline. Requests that the API refuses become one error that says what was refused and the remedy.
+Each request has a deadline. Requests that the API refuses become one error with the refused request and the remedy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _GONE = 404
 
 
 class KubernetesRefusal(PolytempoError):
-    """The API did not do what it was asked for."""
+    """The API refused a request."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP; 0 where there was no answer."""
+        """HTTP's status; 0 without an answer."""
 
 
 class KubernetesApi:
@@ -48,7 +48,7 @@ class KubernetesApi:
 
     @staticmethod
     def connect(namespace: str | None = None, context: str | None = None) -> KubernetesApi:
-        """By the pod's own account, or by the kubeconfig. ImportError, ValueError where there is no way."""
+        """The account is the pod's own, or the kubeconfig's. ImportError, ValueError where there is no way."""
         library = _library()
         settings = library.client.Configuration()
         if context is None and IN_A_POD in os.environ:
@@ -56,7 +56,7 @@ class KubernetesApi:
             found = _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.is_file() else "default"
         else:
             try:
-                file = os.environ.get("KUBECONFIG")  # the client knows what it was when it was imported
+                file = os.environ.get("KUBECONFIG")  # the client keeps the value of its import
                 library.config.load_kube_config(file, context=context, client_configuration=settings)
                 contexts, active = library.config.list_kube_config_contexts(file)
             except library.config.ConfigException as error:
@@ -89,7 +89,7 @@ class KubernetesApi:
             return None
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete the object, and in the background what it owns; nothing where it is gone already."""
+        """Delete the object, and in the background its dependents; nothing if it is gone already."""
         resource, what = RESOURCES[kind], f"delete {kind} {name}"
         try:
             if kind == "Secret":
@@ -144,7 +144,7 @@ class KubernetesApi:
         with suppress(ValueError, AttributeError):
             text = json.loads(text).get("message", text)
         remedy = {
-            403: "; give the launcher an account that may do this (docs/kubernetes.md lists what it needs)",
+            403: "; give the launcher an account that may do this (docs/kubernetes.md lists the permissions)",
             404: "; is the kind installed in this cluster? form='job' needs nothing beyond Kubernetes",
         }.get(status, "")
         said = f"HTTP {status}" if status else "no answer"

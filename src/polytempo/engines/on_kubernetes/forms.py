@@ -4,7 +4,7 @@
       completionMode: Indexed                 replicatedJobs: [agents]            numNodes      replicatedJobs: [node]
       completions = parallelism = pods          a Job's spec                                      a Job's spec
 
-All forms share one Job's spec, so they agree on restarts, preemption, deadlines and on who may do what.
+All forms share one Job's spec, so they agree on restarts, preemption, deadlines and accounts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRAINER = "trainer.kubeflow.org"
 
 
 class Resource(NamedTuple):
-    """Where the API keeps objects of a kind. The core group is ""."""
+    """The API's place for objects of a kind. The core group is ""."""
 
     group: str
     version: str
@@ -27,7 +27,7 @@ class Resource(NamedTuple):
 
     @property
     def api_version(self) -> str:
-        """As manifests write it."""
+        """The form as manifests write it."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
@@ -43,7 +43,8 @@ RESOURCES = {
 def workload(
     options: KubernetesOptions, name: str, pods: int, owner: Mapping[str, Any] | None = None
 ) -> list[Manifest]:
-    """What is created to start `pods` pods, in this order. The last one owns the Secret; its end is the pods' end.
+    """The objects that start `pods` pods, in the order of creation. The last one owns the Secret; its end is the pods'
+    end.
 
     `owner`: an owner reference to the launcher's pod, where it runs in one; all is removed with it.
     """
@@ -66,10 +67,10 @@ def _object(
 
 
 def _job_spec(options: KubernetesOptions, name: str, pods: int) -> Manifest:
-    """A Job whose pods have numbers, `JOB_COMPLETION_INDEX`. Each may fail `restarts` times, whatever others do.
+    """A Job with numbered pods, `JOB_COMPLETION_INDEX`. Each may fail `restarts` times, whether others fail or not.
 
-    What ends through no fault of its own does not count: a disruption of which the control plane knows (preemption,
-    eviction, a drained node), and SIGTERM from elsewhere.
+    An end through no fault of the pod does not count: a disruption that the control plane knows (preemption, eviction,
+    a drained node), and SIGTERM from elsewhere.
     """
     trainer = options.form == "trainer"
     container = "node" if trainer else "agent"

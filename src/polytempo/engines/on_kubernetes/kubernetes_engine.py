@@ -30,26 +30,26 @@ _MAX_FILE_BYTES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Kubernetes(KubernetesOptions):
-    """Pods of a cluster, each with one agent; `KubernetesOptions` says what can be chosen.
+    """Pods of a cluster, each with one agent; `KubernetesOptions` lists the choices.
 
     The launcher either runs in a pod itself (see `to_yaml`), or anywhere with a kubeconfig and an `address` that pods
-    reach. It creates the Job and a Secret with the run's keys, and deletes both at the end, also after Ctrl-C. Where it
-    is killed, the agents end by themselves, then the Job ends, and Kubernetes removes it and the Secret after `ttl_s`.
+    reach. It creates the Job and a Secret with the run's keys, and deletes both at the end, also after Ctrl-C. If it is
+    killed, the agents end, then the Job ends, and Kubernetes removes it and the Secret after `ttl_s`.
 
     Errors: ImportError without the extra `kubernetes`; ValueError for options that Kubernetes would refuse, and where
     pods could not reach the launcher; PolytempoError where the API refuses a request, or pods are not there in time.
     """
 
     address: str | None = None
-    """Where pods reach the launcher. None: its pod's address."""
+    """The launcher's address for pods. None: its pod's address."""
     context: str | None = None
-    """Of the kubeconfig. None: the current one, or in a pod the pod's own account."""
+    """The context of the kubeconfig. None: the current one, or in a pod the pod's own account."""
     wait_s: float = 600.0
-    """How long pods may take to start: nodes may have to be added, and images to be fetched."""
+    """Pods may take so long to start: nodes may have to be added, and images to be fetched."""
 
     @classmethod
     def from_address(cls, address: str) -> Kubernetes:
-        """From the command line's `kubernetes:FILE`, where FILE has the options as JSON or TOML."""
+        """The engine of the command line's `kubernetes:FILE`; FILE has the options as JSON or TOML."""
         if not address:
             raise ValueError("name a file with the options: --engine kubernetes:pods.toml; it has at least image = …")
         return cls(**_read_options(Path(address)))
@@ -76,13 +76,13 @@ class Kubernetes(KubernetesOptions):
         resources: Mapping[str, str | int] | None = None,
         launcher_account: str | None = None,
     ) -> str:
-        """Manifests for `kubectl apply -f -`: a Job whose pod runs `polytempo ARGUMENTS` on this engine.
+        """Manifests for `kubectl apply -f -`: a Job with a pod that runs `polytempo ARGUMENTS` on this engine.
 
             print(pt.engines.kubernetes(image="…").to_yaml(["train", "digits", "--workers", "4"]))
 
-        `folder`: of the launcher's pod, in which the run's folder comes to be; one of `volumes` keeps it. `resources`:
-        the launcher's own (1 cpu, 2Gi). `launcher_account`: a service account that may do what docs/kubernetes.md
-        lists. None: the manifests make one, with its Role.
+        `folder`: the launcher pod's folder for the run's folder; one of `volumes` keeps it. `resources`: the launcher's
+        own (1 cpu, 2Gi). `launcher_account`: a service account with the rights that docs/kubernetes.md lists. None: the
+        manifests make one, with its Role.
         """
         if any(word == "--engine" or word.startswith("--engine=") for word in arguments):
             raise ValueError("to_yaml names the engine itself; leave --engine out of the arguments")
@@ -92,7 +92,7 @@ class Kubernetes(KubernetesOptions):
 
 
 def reachable(given: str | None, pod_address: str | None) -> str:
-    """Where pods reach the launcher. ValueError where they cannot, or where it is not known."""
+    """The launcher's address for pods. ValueError where they cannot, or where it is not known."""
     address = given or pod_address
     if address is None:
         raise ValueError(
@@ -103,7 +103,9 @@ def reachable(given: str | None, pod_address: str | None) -> str:
     try:
         loopback = ipaddress.ip_address(address).is_loopback
     except ValueError:
-        raise ValueError(f"address={address!r} is no IP address; give one of this host that pods reach") from None
+        raise ValueError(
+            f"address={address!r} is not an IP address; give an address of this host that pods reach"
+        ) from None
     if loopback:
         raise ValueError(f"address={address} is this host's loopback: in a pod, it is the pod itself; give another one")
     return address
@@ -127,7 +129,7 @@ def _read_options(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a table of options with at least image = …")
     known = [each.name for each in fields(Kubernetes)]
     if unknown := sorted(set(found) - set(known)):
-        raise ValueError(f"{path}: {', '.join(unknown)} is no option; there are: {', '.join(known)}")
+        raise ValueError(f"{path}: {', '.join(unknown)} is not an option; there are: {', '.join(known)}")
     return found
 
 
@@ -145,9 +147,9 @@ def launcher(
     resources: Mapping[str, str | int],
     service_account: str | None = None,
 ) -> list[Manifest]:
-    """All objects of the run `name`, whose launcher runs `polytempo ARGUMENTS` in `folder` of its pod.
+    """All objects of the run `name`, with a launcher that runs `polytempo ARGUMENTS` in `folder` of its pod.
 
-    `service_account`: one that exists and may do what `rules` lists. None: one is made, with a Role.
+    `service_account`: an existing account with the rights that `rules` lists. None: one is made, with a Role.
     """
     found = [] if service_account is not None else _account(options, name)
     own = replace(options, resources=resources, gpus=0, service_account=service_account or name)
@@ -155,7 +157,7 @@ def launcher(
 
 
 def rules(options: KubernetesOptions) -> list[Manifest]:
-    """What the launcher must be allowed to do in its namespace. It cannot read Secrets, its own ones included."""
+    """The launcher's rights in its namespace. It cannot read Secrets, its own ones included."""
     verbs = ["create", "get", "delete", "patch"]
     kinds = {"job": ["Job"], "jobset": ["JobSet"], "trainer": ["TrainingRuntime", "TrainJob"]}[options.form]
     return [
@@ -172,7 +174,7 @@ def to_yaml(manifests: Sequence[Manifest]) -> str:
 
 
 def given_options(options: KubernetesOptions) -> dict[str, Any]:
-    """What differs from the defaults, as JSON has it."""
+    """The options that differ from the defaults, as JSON has them."""
     found: dict[str, Any] = {}
     for each in fields(KubernetesOptions):
         default = each.default_factory() if each.default_factory is not MISSING else each.default
@@ -211,7 +213,7 @@ def _config_map(options: KubernetesOptions, name: str) -> Manifest:
 
 
 def _job(options: KubernetesOptions, name: str, arguments: Sequence[str], folder: str) -> Manifest:
-    """The launcher's Job. It is not tried twice: a second launcher would begin the run anew."""
+    """The launcher's Job. It is not tried twice: a second launcher would begin the run again."""
     engine = f"kubernetes:{OPTIONS_FOLDER}/{OPTIONS_FILE}"
     command = [options.python, "-m", "polytempo", *arguments, "--engine", engine]
     template = pod_template(options, name, "launcher", command, {OPTIONS_FOLDER: {"configMap": {"name": name}}})

@@ -1,4 +1,4 @@
-"""What can be said about the pods of a run on Kubernetes, and the checks of it."""
+"""The options of a run's pods on Kubernetes, and the checks of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Form = Literal["job", "jobset", "trainer"]
-"""Which object starts the pods: a Job of Kubernetes, a JobSet, or a TrainJob of the Kubeflow Trainer."""
+"""The kind of object that starts the pods: a Job of Kubernetes, a JobSet, or a TrainJob of the Kubeflow Trainer."""
 
 TICKET_FOLDER = "/run/polytempo"
 WRITABLE = {"/tmp": "temporary", "/dev/shm": "shared-memory"}  # noqa: S108 - folders of the pod
 TAKEN = (*WRITABLE, TICKET_FOLDER)
-"""Where each pod has a volume already."""
+"""Paths of the volumes that each pod has already."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -21,29 +21,29 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """The pods of a run: what they run, what they get, and how long they may stay."""
+    """The pods of a run: their image, resources, environment and time limits."""
 
     image: str
     """Has this version of Polytempo, and the job's file where the launcher has it."""
     namespace: str | None = None
-    """None: the launcher's own, where it runs in a pod, or that of the kubeconfig's context."""
+    """None: the launcher's own namespace in a pod, or the namespace of the kubeconfig's context."""
     form: Form = "job"
     pods: int | None = None
-    """How many; they share the run's processes evenly. None: one for each worker."""
+    """The number of pods; they share the run's processes evenly. None: one for each worker."""
     resources: Mapping[str, str | int] = field(default_factory=dict)
-    """What each pod requests, which is also its limit: {"cpu": 4, "memory": "8Gi"}."""
+    """The request of each pod, which is also its limit: {"cpu": 4, "memory": "8Gi"}."""
     gpus: int = 0
-    """Of "nvidia.com/gpu", for each pod; others are written into `resources`."""
+    """The number of "nvidia.com/gpu" for each pod; others are written into `resources`."""
     volumes: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
-    """What is mounted where: the name of a PersistentVolumeClaim, or a volume source: {"/data": {"nfs": {…}}}."""
+    """Mounts by path: the name of a PersistentVolumeClaim, or a volume source: {"/data": {"nfs": {…}}}."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the environment; what is in them can be read by all who may look at the pods."""
+    """Variables of the environment; all users that may look at the pods can read them."""
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Variables from Secrets of the namespace: {"AWS_SECRET_ACCESS_KEY": "storage/key"} takes `key` of `storage`."""
     tolerations: Sequence[Mapping[str, Any]] = ()
     node_selector: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
-    """Of the workers' pods, with its token. None: no token is mounted; the workers do not call the API."""
+    """The account of the workers' pods, with its token. None: no token is mounted; the workers do not call the API."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Further labels of all objects and pods: {"kueue.x-k8s.io/queue-name": "research"}."""
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -53,18 +53,18 @@ class KubernetesOptions:
     user: int = 1000
     """The numbers of user and group that everything runs as; not root."""
     shared_memory: str | None = None
-    """The most that /dev/shm may hold: "2Gi". It counts as memory. None: what the pod's memory allows."""
+    """The most that /dev/shm may hold: "2Gi". It counts as memory. None: the pod's memory allows it."""
     restarts: int = 3
-    """How often each pod is replaced after a failure. Preemption does not count."""
+    """Each pod is replaced so often after a failure. Preemption does not count."""
     deadline_s: int | None = None
-    """When Kubernetes ends the pods, whatever they do. None: never."""
+    """Kubernetes ends the pods after so long, even if they are at work. None: never."""
     ttl_s: int = 300
-    """When Kubernetes removes what has ended, where the launcher could not."""
+    """Kubernetes removes ended objects after so long, if the launcher could not."""
     grace_s: int = 30
-    """How long a pod has between SIGTERM and SIGKILL."""
+    """A pod has so long between SIGTERM and SIGKILL."""
 
     def __post_init__(self) -> None:
-        """Refuse what Kubernetes would refuse later, or take in another sense."""
+        """Refuse options that Kubernetes would refuse later, or take in another sense."""
         if not self.image.strip():
             raise ValueError('kubernetes needs the image of the pods: image="registry.example.org/polytempo:0.1"')
         if self.form not in get_args(Form):
@@ -87,7 +87,7 @@ def _check_names(options: KubernetesOptions) -> None:
     names |= {f"image_pull_secrets[{i}]": each for i, each in enumerate(options.image_pull_secrets)}
     for what, name in names.items():
         if name is not None and not _NAME.fullmatch(name):
-            raise ValueError(f"{what}={name!r} is no name of an object: lower-case letters, digits, '-' and '.'")
+            raise ValueError(f"{what}={name!r} is not a name of an object: lower-case letters, digits, '-' and '.'")
     for each in options.tolerations:
         if not isinstance(each, Mapping):
             raise ValueError(f'tolerations holds {each!r}; write {{"key": "gpu", "operator": "Exists"}}')
@@ -96,17 +96,19 @@ def _check_names(options: KubernetesOptions) -> None:
 def _check_volumes(volumes: Mapping[str, str | Mapping[str, Any]]) -> None:
     for path, source in volumes.items():
         if not path.startswith("/") or ":" in path or path.rstrip("/") in ("", *TAKEN):
-            raise ValueError(f"volumes: {path!r} is no absolute path, or is one of {', '.join(('/', *TAKEN))}")
+            raise ValueError(f"volumes: {path!r} is not an absolute path, or is one of {', '.join(('/', *TAKEN))}")
         if isinstance(source, str) and not _NAME.fullmatch(source):
-            raise ValueError(f"volumes: {path}: {source!r} is no name of a PersistentVolumeClaim")
+            raise ValueError(f"volumes: {path}: {source!r} is not a name of a PersistentVolumeClaim")
         if not isinstance(source, str) and len(source) != 1:
-            raise ValueError(f'volumes: {path}: {source!r} is no volume source, such as {{"hostPath": {{"path": …}}}}')
+            raise ValueError(
+                f'volumes: {path}: {source!r} is not a volume source, such as {{"hostPath": {{"path": …}}}}'
+            )
 
 
 def _check_environment(options: KubernetesOptions) -> None:
     for name in (*options.env, *options.secrets):
         if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a variable of the environment")
+            raise ValueError(f"{name!r} is not a name of a variable of the environment")
     if both := sorted(set(options.env) & set(options.secrets)):
         raise ValueError(f"env and secrets both give {', '.join(both)}")
     for name, place in options.secrets.items():

@@ -17,8 +17,8 @@ Manifest = dict[str, Any]
 
 _TERMINATED = 143
 IGNORED = (PREEMPTED, _TERMINATED)
-"""The exit codes of processes that SIGTERM has ended, which eviction, preemption and a node's shutdown send: one that
-has saved and left, and one that has not. In ascending order, as Kubernetes wants them."""
+"""The exit codes of processes that SIGTERM has ended, which eviction, preemption and a node's shutdown send: 75 after
+saving, 143 without. In ascending order, as Kubernetes wants them."""
 
 _OWN_LABELS = {"app.kubernetes.io/name": "polytempo", "app.kubernetes.io/managed-by": "polytempo"}
 _READ_BY_OWNER = 0o400
@@ -26,7 +26,7 @@ _MOST_SECRET_BYTES = 1 << 20
 
 
 def labels(options: KubernetesOptions, name: str) -> dict[str, str]:
-    """Of each object of the run `name`; `selector` finds them."""
+    """The metadata of each object of the run `name`; `selector` finds them."""
     return {**options.labels, **_OWN_LABELS, "app.kubernetes.io/instance": name}
 
 
@@ -36,7 +36,7 @@ def selector(name: str) -> str:
 
 
 def metadata(options: KubernetesOptions, name: str, instance: str, owner: Mapping[str, Any] | None = None) -> Manifest:
-    """Of an object that belongs to the run `instance`. It is removed together with its `owner`."""
+    """True for an object that belongs to the run `instance`. It is removed together with its `owner`."""
     found: Manifest = {"name": name, "labels": labels(options, instance)}
     if options.namespace is not None:
         found["namespace"] = options.namespace
@@ -48,7 +48,7 @@ def metadata(options: KubernetesOptions, name: str, instance: str, owner: Mappin
 
 
 def owner_reference(owner: Mapping[str, Any]) -> Manifest:
-    """What makes Kubernetes remove an object together with `owner`, as the API has answered it."""
+    """The reference that makes Kubernetes remove an object together with `owner`, as the API has answered it."""
     meta = owner["metadata"]
     named = {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": meta["name"], "uid": meta["uid"]}
     return {**named, "controller": False, "blockOwnerDeletion": False}
@@ -60,7 +60,7 @@ def secret_name(name: str) -> str:
 
 
 def agent_template(options: KubernetesOptions, name: str, container: str = "agent") -> Manifest:
-    """The template of a pod with one agent, which reads its ticket from the run's Secret: that of its pod's number.
+    """The template of a pod with one agent, which reads the ticket of its pod's number from the run's Secret.
 
     A Secret's files belong to root; `fsGroup` lets the pod's own group read them (0440), and no other one.
     """
@@ -72,7 +72,7 @@ def agent_template(options: KubernetesOptions, name: str, container: str = "agen
 def pod_template(
     options: KubernetesOptions, name: str, container: str, command: list[str], mounts: Mapping[str, Any]
 ) -> Manifest:
-    """The template of a pod that runs `command`. `mounts`: volume sources beside those of the options."""
+    """The template of a pod that runs `command`. `mounts`: further volume sources."""
     volumes, mounted = _volumes(options, mounts)
     contained: Manifest = {
         "name": container,
@@ -123,7 +123,7 @@ def _resources(options: KubernetesOptions) -> dict[str, str]:
 
 
 def _environment(options: KubernetesOptions) -> list[Manifest]:
-    """The variables. HOME and TMPDIR are where the pod can write; `kubectl logs` shows what processes write."""
+    """The variables. The pod can write to HOME and TMPDIR; `kubectl logs` shows the output of its processes."""
     given = {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", ECHO: "1"} | dict(options.env)  # noqa: S108
     plain: list[Manifest] = [
         {"name": name, "value": value} for name, value in given.items() if name not in options.secrets

@@ -1,11 +1,11 @@
-"""Agents in pods: creates what starts the pods, looks at them, and deletes it.
+"""Agents in pods: the starter creates an object that starts the pods, looks at them, and deletes it.
 
     start ─▶ Job RUN (pods 0…n-1) ─▶ Secret RUN-tickets, which the Job owns       the pods wait for the Secret
     poll  ─▶ list pods, every two seconds at most; one that has failed is replaced by the Job
     stop  ─▶ delete Job RUN, and in the background its pods and its Secret; waits until no pod is left
 
-The Job comes first, so that there is no moment at which a Secret has no owner: were the launcher killed in between, the
-pods would wait for their tickets until `deadline_s`. Where the launcher is a pod, it owns the Job.
+The Job comes first, so that a Secret always has an owner: if the launcher is killed in between, the pods wait for their
+tickets until `deadline_s`. Where the launcher is a pod, it owns the Job.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KubernetesStarter:
         self._look_at_s = 0.0
 
     def start(self, numbers: Sequence[int], ticket: AgentTicket) -> list[PodAgent]:
-        """See `AgentStarter`. The first call creates all pods; later ones wait for those that replace lost ones."""
+        """See `AgentStarter`. The first call creates all pods; later calls wait for replacements of lost pods."""
         if self._created:
             if over := self._finished():
                 raise PolytempoError(f"no pod takes the place of a lost one: {over}")
@@ -87,14 +87,14 @@ class KubernetesStarter:
                     agent.ended = f"does not come: {over}"
 
     def stop(self) -> None:
-        """See `AgentStarter`. KubernetesRefusal where the API does not delete what was created; it names that."""
+        """See `AgentStarter`. KubernetesRefusal, with the name of the object, if the API does not delete it."""
         if self._created:
             self._wait(_POLITE_S, ("Running",))  # agents that were told to leave need no SIGTERM
             self._delete()
             self._wait(self._options.grace_s + _SPARE_S, ("Running", "Pending", "Unknown"))
 
     def _delete(self) -> None:
-        """Delete what was created, as far as the API does that; KubernetesRefusal names what is left."""
+        """Delete the created objects, as far as the API does that; KubernetesRefusal names the others."""
         created, self._created = self._created, []
         refused: KubernetesRefusal | None = None
         for manifest in reversed(created):
@@ -115,7 +115,7 @@ class KubernetesStarter:
             self._api.own(manifest, owner)
 
     def _finished(self) -> str | None:
-        """How what starts the pods has ended, or that it is gone."""
+        """The end, or the deletion, of the object that starts the pods, in words; None while it goes on."""
         main = self._created[-1]
         kind, name = main["kind"], main["metadata"]["name"]
         found = self._api.read(kind, name)
@@ -145,7 +145,7 @@ def index_of(pod: Manifest) -> int:
 
 
 def latest(pods: Sequence[Manifest], index: int) -> Manifest | None:
-    """The newest pod with this number; the one that is not ending, where there is one."""
+    """The newest pod with this number; a pod that is not ending comes first."""
     mine = [pod for pod in pods if index_of(pod) == index]
     return max(mine, key=lambda pod: (_goes_on(pod), pod["metadata"].get("creationTimestamp", "")), default=None)
 
@@ -156,7 +156,7 @@ def phase(pod: Manifest) -> str:
 
 
 def describe(pod: Manifest) -> str:
-    """Where the pod is, and what holds it up or has ended it: "pod run-0-x7 on node n1 (OOMKilled, exit code 137)"."""
+    """The pod's node, and the reason for its delay or end: "pod run-0-x7 on node n1 (OOMKilled, exit code 137)"."""
     node = pod.get("spec", {}).get("nodeName")
     where = f"pod {pod['metadata']['name']}" + (f" on node {node}" if node else "")
     found = _trouble(pod)
@@ -164,7 +164,7 @@ def describe(pod: Manifest) -> str:
 
 
 def ended_for_good(pod: Manifest, restarts: int) -> str | None:
-    """How the newest pod with a number has ended, if it is not replaced; None while it runs, or is to be replaced.
+    """The end of the newest pod with a number, if it is not replaced; None while it runs, or is to be replaced.
 
     A pod that has failed is replaced `restarts` times; failures that the policy ignores do not count.
     """
@@ -179,7 +179,7 @@ def ended_for_good(pod: Manifest, restarts: int) -> str | None:
 
 
 def finished(workload: Manifest) -> str | None:
-    """How a Job, JobSet or TrainJob has ended, in words; None while it goes on."""
+    """The end of a Job, JobSet or TrainJob, in words; None while it goes on."""
     for condition in workload.get("status", {}).get("conditions") or []:
         if condition.get("type") in _FINISHED and condition.get("status") == "True":
             said = condition.get("message") or condition.get("reason") or condition["type"]
@@ -200,7 +200,7 @@ def _conditions(pod: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def _ignored(pod: Manifest) -> bool:
-    """Whether the pod's end does not count: see `engines.on_kubernetes.forms`."""
+    """True if the pod's end does not count: see `engines.on_kubernetes.forms`."""
     disrupted = _conditions(pod).get("DisruptionTarget", {}).get("status") == "True"
     return disrupted or _terminated(pod).get("exitCode") in IGNORED
 
@@ -214,7 +214,7 @@ def _terminated(pod: Manifest) -> dict[str, Any]:
 
 
 def _trouble(pod: Manifest) -> str:
-    """Why the pod does not run: how its container ended, what it waits for, why it has no node."""
+    """The reason why the pod does not run: its container's end, a wait, or the lack of a node."""
     if ended := _terminated(pod):
         return f"{ended.get('reason', 'ended')}, exit code {ended.get('exitCode')}"
     waits = [state["waiting"] for state in _states(pod) if state.get("waiting")]

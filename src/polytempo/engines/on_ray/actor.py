@@ -1,4 +1,4 @@
-"""What runs inside Ray's actors: one agent each. Ray pickles the name of this class, and texts as its arguments."""
+"""The class of Ray's actors: one agent each. Ray pickles the name of this class, and texts as its arguments."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
            └── actor.hold(ticket) ──▶ AgentActor on a Ray node ── child process ──▶ agent ──▶ process of the run
 
 An agent is a child of its actor: it has the actor's CUDA_VISIBLE_DEVICES, working directory and environment, and ends
-when Ray ends the actor. Where an agent is lost, a new actor is placed: in the bundle of one that has ended, which Ray
-moves to another node where its own is lost, otherwise in a new group.
+when Ray ends the actor. If an agent is lost, a new actor is placed: in the bundle of an actor that has ended, which Ray
+moves to another node if its own is lost, otherwise in a new group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from polytempo.spec.topology import Topology
 
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 _END_S = 15.0
-"""How long agents may take to end when asked: longer than `held_agent` waits before it ends one for certain."""
+"""Agents may take so long to end when asked: longer than `held_agent` waits before it ends one for certain."""
 
 
 _JOIN_S = 120.0
-"""How long agents may take to join once they are placed: they load torch."""
+"""Agents may take so long to join once they are placed: they load torch."""
 
 _MOST_LETTERS = 300
 _REACH_S = 10.0
@@ -69,7 +69,7 @@ class Ray:
     wait_s: float = 300.0
 
     def __post_init__(self) -> None:
-        """Refuse what Ray would refuse, in our words."""
+        """Refuse options that Ray would refuse, in our words."""
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is none of Ray's; use one of {', '.join(STRATEGIES)}")
         if own := sorted({"CPU", "GPU", "memory"} & self.resources.keys()):
@@ -86,20 +86,20 @@ class Ray:
 
     @classmethod
     def from_address(cls, address: str) -> Ray:
-        """From the command line's `ray` or `ray:ray://host:port`."""
+        """The engine of the command line's `ray` or `ray:ray://host:port`."""
         return cls(address or "auto")
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one actor reserves, as a placement group names it."""
+        """The resources of one actor, as a placement group names them."""
         named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: float(amount) for name, amount in named.items() if amount}
 
     def num_actors(self, topology: Topology) -> int:
-        """How many actors a run has."""
+        """The number of actors of a run."""
         if self.actors is not None:
             return self.actors
-        return topology.num_nodes  # the coordinator is no process of its own; the evaluator is
+        return topology.num_nodes  # the coordinator is not a process; the evaluator is
 
     @contextmanager
     def open(self, launch: Launch) -> Iterator[Engine]:
@@ -111,7 +111,7 @@ class Ray:
             num_agents = self.num_actors(launch.spec.topology())
             address = ray.util.get_node_ip_address()
             slots = 1 if self.actors is None else None
-            wait_s = self.wait_s + _JOIN_S  # the starter says first what could not be placed
+            wait_s = self.wait_s + _JOIN_S  # the starter names first the actors without a place
             with opened_remote(launch, starter, num_agents, address=address, slots=slots, wait_s=wait_s) as engine:
                 yield engine
 
@@ -177,10 +177,10 @@ class RayStarter:
         self._actors: list[_Actor] = []
         self._groups: list[Any] = []
         self._free: list[_Place] = []
-        """Bundles whose agents have ended."""
+        """Bundles of agents that have ended."""
 
     def start(self, numbers: Sequence[int], ticket: AgentTicket) -> list[StartedAgent]:
-        """See `AgentStarter`. It does not wait for Ray: what cannot be placed ends after `wait_s`."""
+        """See `AgentStarter`. It does not wait for Ray: an actor without a place ends after `wait_s`."""
         places, self._free = self._free[: len(numbers)], self._free[len(numbers) :]
         if missing := len(numbers) - len(places):
             group = self._ray.util.placement_group([self._setup.bundle] * missing, strategy=self._setup.strategy)
@@ -237,7 +237,7 @@ class RayStarter:
         nodes = sum(node["Alive"] for node in self._ray.nodes())
         return (
             f"each of {len(self._actors)} actors asks for {wanted} by strategy {self._setup.strategy}, and the {nodes} "
-            f"nodes of the cluster have {there}, of which {free} are free; use fewer workers, ask for less, or wait "
+            f"nodes of the cluster have {there}, with {free} free; use fewer workers, ask for less, or wait "
             "longer (wait_s) for nodes that are to come"
         )
 
@@ -245,7 +245,7 @@ class RayStarter:
         return bool(self._ray.wait([future], timeout=0)[0])
 
     def _said(self, future: Any) -> object:
-        """What is there: a value, or why there is none."""
+        """The value of a future that is there, or the error in its place."""
         try:
             return self._ray.get(future)
         except self._ray.exceptions.RayError as error:
@@ -268,7 +268,7 @@ class RayStarter:
 
 
 def reason(error: object) -> str:
-    """The first and the last line of what Ray says: what has happened, and why."""
+    """The first and the last line of Ray's text: the event, and its cause."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     told = dict.fromkeys([*lines[:1], *lines[-1:]])
     return "; ".join(line[:_MOST_LETTERS] for line in told) or type(error).__name__

@@ -37,8 +37,8 @@ _LEAVE_S = 30.0
 class RayTorchConfig(TorchConfig):
     """`torch_config=` of Ray Train's `TorchTrainer`: scripts for Ray Train stay as they are, but for this line.
 
-    In the training function `pt.attach(model, optimizer, strategy)` works at once; `ray.train.torch.prepare_model`
-    wraps the model in DDP, whose gradients then travel over the same process group. `backend` is torch.distributed's,
+    In the training function `pt.attach(model, optimizer, strategy)` works immediately; `ray.train.torch.prepare_model`
+    wraps the model in DDP, with gradients that travel over the same process group. `backend` is torch.distributed's,
     with `pt.init`'s defaults: "polytempo" where all workers are on one host, else gloo, and NCCL for tensors on CUDA.
     `timeout_s` is the deadline of every wait for another worker. `mesh` is `pt.init`'s. `init_method` has no effect.
     """
@@ -47,7 +47,7 @@ class RayTorchConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Any]:
-        """What Ray Train calls to set workers up."""
+        """The class by which Ray Train sets workers up."""
         return WorldBackend
 
 

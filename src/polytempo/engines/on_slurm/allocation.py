@@ -1,4 +1,4 @@
-"""An allocation of Slurm: one that exists, or one that this process asks for and holds as long as it lives."""
+"""An allocation of Slurm: an existing one, or a new one that this process holds as long as it lives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASK_S = 30.0
 _END_S = 5.0
 _SOON_S = 2.0
 _HOLD = 'echo "$SLURM_JOB_ID" && exec cat'
-"""What salloc runs: it says that the allocation is there, and ends when its standard input does. So Slurm takes the
+"""The command of salloc: it reports the allocation, and ends when its standard input does. So Slurm takes the
 allocation back when this process ends, however that happens."""
 
 
@@ -32,7 +32,7 @@ class Allocation(NamedTuple):
     addresses: tuple[str, ...]
     """The nodes', as Slurm itself reaches them."""
     num_components: int = 1
-    """More than one: a heterogeneous job, whose components have nodes of different kinds."""
+    """More than one: a heterogeneous job, with components that have nodes of different kinds."""
 
 
 def existing(job: str) -> Allocation:
@@ -51,7 +51,7 @@ def existing(job: str) -> Allocation:
 def granted(options: Sequence[str], queue_s: float) -> Iterator[Allocation]:
     """An allocation for salloc's `options`; it is given back at the end. PolytempoError where none comes in time."""
     errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
-    with held_signals():  # what has been started is known here, too
+    with held_signals():  # a started process is known here, too
         try:
             holder = open_program(
                 ["salloc", *options, "sh", "-c", _HOLD],
@@ -104,7 +104,7 @@ def _job_of(holder: subprocess.Popen[bytes], errors: IO[bytes], queue_s: float) 
 
 
 def asked(*words: str, given: str = "") -> str:
-    """What a command of Slurm prints that reads `given`. ValueError with what it says where it fails."""
+    """The output of a command of Slurm that reads `given`. ValueError, with the command's message, if it fails."""
     try:
         done = subprocess.run(  # noqa: S603 - a command of Slurm
             words, input=given, capture_output=True, text=True, timeout=_ASK_S, check=False
@@ -120,8 +120,8 @@ def asked(*words: str, given: str = "") -> str:
 
 def _not_here(command: str, error: OSError) -> ValueError:
     return ValueError(
-        f"cannot run {command} ({error.strerror}); the slurm engine needs Slurm's commands (Debian: slurm-client) on a "
-        "host from which jobs can be submitted"
+        f"cannot run {command} ({error.strerror}); the slurm engine needs Slurm's commands (Debian: slurm-client) "
+        "on a host that can submit jobs"
     )
 
 
@@ -136,5 +136,5 @@ def _field(line: str, name: str) -> str | None:
 
 
 def job_here() -> str | None:
-    """The job in whose allocation this process is."""
+    """The job with the allocation in which this process runs."""
     return os.environ.get("SLURM_JOB_ID")

@@ -28,15 +28,15 @@ _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}")
 
 @dataclass(frozen=True)
 class Slurm:
-    """Nodes of Slurm. Without any option: all nodes of the allocation in which this process is, or a new one of 1 node.
+    """Nodes of Slurm. Without any option: all nodes of this process's allocation, or a new one of 1 node.
 
     `job` joins the allocation of another job of yours. `nodes`, `partition`, `time` (as Slurm writes it: minutes,
     hours:minutes:seconds, days-hours), `gpus_per_node` and `options`, more words for salloc, ask for a new one; in an
     allocation that exists `nodes` says how many of its nodes are used, and the others have no effect. `queue_s` is how
     long a new one is waited for, `wait_s` how long its agents. `address` is where nodes reach this host; None: as the
-    system routes. The run's keys travel on srun's standard input, or, in a heterogeneous job,
-    in the environment that srun passes on. Errors: ValueError for options that cannot be, or a
-    job that does not run; PolytempoError where no allocation, or not all agents, come in time.
+    system routes. The run's keys travel on srun's standard input, or, in a heterogeneous job, in the environment that
+    srun passes on. Errors: ValueError for options that cannot be, or a job that does not run; PolytempoError where no
+    allocation, or not all agents, come in time.
     """
 
     nodes: int | None = None
@@ -51,7 +51,6 @@ class Slurm:
     wait_s: float = 120.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         if self.nodes is not None and self.nodes < 1:
             raise ValueError(f"nodes={self.nodes} must be at least 1")
         if self.gpus_per_node is not None and self.gpus_per_node < 0:
@@ -65,7 +64,7 @@ class Slurm:
 
     @classmethod
     def from_address(cls, address: str) -> Slurm:
-        """From the command line's `slurm`, or `slurm:nodes=2,partition=gpu,time=30`."""
+        """The engine of the command line's `slurm`, or `slurm:nodes=2,partition=gpu,time=30`."""
         given: dict[str, Any] = {}
         kinds = {"nodes": int, "gpus_per_node": int, "partition": str, "time": str, "job": str}
         for part in filter(None, address.split(",")):
@@ -85,13 +84,13 @@ class Slurm:
             allocation = self._chosen(allocation)
             address = self.address or common_address(allocation.addresses)
             where = [f"node {node}" for node in allocation.nodes]
-            # One component's tasks alone read srun's standard input, whatever --input says.
+            # One component's tasks alone read srun's standard input, with any value of --input.
             starter = LaunchedAgents(self.step(allocation), where, by_variable=allocation.num_components > 1)
             with opened_remote(launch, starter, len(where), address=address, wait_s=self.wait_s) as engine:
                 yield engine
 
     def asking(self) -> list[str]:
-        """The options by which an allocation is asked for."""
+        """The options that ask for an allocation."""
         named = {
             "nodes": self.nodes or 1,
             "ntasks-per-node": 1,
@@ -113,7 +112,7 @@ class Slurm:
             f"--jobid={allocation.job}",
             *size,
             "--ntasks-per-node=1",
-            "--overlap",  # beside a step from whose shell this process was started
+            "--overlap",  # in addition to the step of this process's shell
             "--cpu-bind=none",  # an agent's processes use all of the allocation's cores
             "--input=all",
             "--kill-on-bad-exit=0",
@@ -171,7 +170,7 @@ def slurm_script(setup: Slurm, command: Sequence[str], out: str, *, name: str = 
         print(slurm_script(pt.engines.slurm(nodes=2, time="30"), run, "runs/digits"))
 
     Where the job starts again, because its time was over, a node failed or it was preempted, and `out` holds a
-    checkpoint, `--resume` is added. The exit code is the command's. What it prints goes to `NAME-JOB.log`. Errors:
+    checkpoint, `--resume` is added. The exit code is the command's. The output goes to `NAME-JOB.log`. Errors:
     ValueError for a `job`, which exists already, and for less than a second of grace.
     """
     if setup.job is not None:
@@ -197,5 +196,5 @@ def slurm_script(setup: Slurm, command: Sequence[str], out: str, *, name: str = 
 
 
 def submit(script: str) -> str:
-    """Hand a script to sbatch; the job's number. ValueError with what sbatch says where it refuses."""
+    """Hand a script to sbatch; the job's number. ValueError, with sbatch's message, if it refuses."""
     return asked("sbatch", "--parsable", given=script).strip().partition(";")[0]

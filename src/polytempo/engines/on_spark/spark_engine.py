@@ -31,8 +31,8 @@ from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 class Spark:
     """The executors of a classic Spark session, each task with one agent, which starts the run's processes there.
 
-    `agents`: how many tasks; None: one for each worker, or as many as have room at once. They keep their slots for the
-    whole run. `address`: where executors reach this process; None: as they reach Spark's driver. Executors need
+    `agents`: the number of tasks; None: one for each worker, or as many as there is room for. They keep their slots for
+    the whole run. `address`: where executors reach this process; None: as they reach Spark's driver. Executors need
     polytempo installed, and the job's file where the driver has it.
 
     The run's keys travel to the tasks as Spark's tasks do: set spark.authenticate and spark.network.crypto.enabled on
@@ -57,7 +57,7 @@ class Spark:
 
     @classmethod
     def from_address(cls, address: str) -> Spark:
-        """From the command line's `spark`, whose session is spark-submit's, or `spark:MASTER`."""
+        """The engine of the command line's `spark` (the session of spark-submit), or `spark:MASTER`."""
         return cls(master=address or None)
 
     @contextmanager
@@ -106,13 +106,13 @@ def _check_classic(session: Any) -> None:
         session.sparkContext._jsc.sc()
     except Exception:
         raise ValueError(
-            f"{type(session).__module__}.{type(session).__name__} is no classic Spark session that runs; those of "
+            f"{type(session).__module__}.{type(session).__name__} is not a running classic Spark session; sessions of "
             "Spark Connect have no barrier stages: make one with SparkSession.builder.master(…).getOrCreate()"
         ) from None
 
 
 def _driver_address(session: Any) -> str:
-    """Where executors reach the driver."""
+    """The driver's address for executors."""
     host = session.sparkContext.getConf().get("spark.driver.host")
     return socket.gethostbyname(host)
 
@@ -123,14 +123,14 @@ _CAUSE = re.compile(r"^(?:(?:Caused by)?: )?([\w.]*(?:Error|Exception)): (.*)$",
 
 
 def slots(session: Any) -> int:
-    """How many tasks the executors that are there can run at the same time."""
+    """The number of tasks that the present executors can run at the same time."""
     scala = session.sparkContext._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     return int(scala.maxNumConcurrentTasks(profile))
 
 
 class BarrierStage:
-    """One barrier stage whose tasks run agents, and how it has ended."""
+    """One barrier stage with tasks that run agents, and its end."""
 
     def __init__(self, session: Any, tickets: Sequence[str], module: str) -> None:
         self._context, self._tickets, self._module = session.sparkContext, tickets, module
@@ -138,15 +138,15 @@ class BarrierStage:
         self.group = f"polytempo-{secrets.token_hex(4)}"
         """The name of its job group."""
         self.ends: list[AgentEnd] | None = None
-        """How the agents ended, once the stage has ended well."""
+        """The ends of the agents, once the stage has ended well."""
         self.error: str | None = None
-        """Why the stage has failed, once it has."""
+        """The reason for the stage's failure, once it has failed."""
         self._thread = threading.Thread(target=self._run, name=self.group, daemon=True)
         self._thread.start()
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True until it has ended."""
         return self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
@@ -158,7 +158,7 @@ class BarrierStage:
         self._context.cancelJobGroup(self.group)
 
     def how_ended(self, task: int) -> str:
-        """How a task's agent has ended, in words, once the stage has."""
+        """The end of a task's agent, in words, once the stage has ended."""
         if self.ends is None:
             return f"has ended with its barrier stage: {self.error}"
         return next(f"on {end.host} has ended with exit code {end.exit_code}" for end in self.ends if end.task == task)
@@ -174,7 +174,7 @@ class BarrierStage:
 
 
 def cause_of(text: str) -> str:
-    """The innermost error that Spark's text names: what a task has raised, rather than all that followed from it."""
+    """The innermost error that Spark's text names: the error of a task, rather than its consequences."""
     found = [": ".join(match.groups()) for match in _CAUSE.finditer(text)]
     return found[-1] if found else text.strip().splitlines()[0]
 
@@ -188,7 +188,7 @@ class TaskAgent(StartedAgent):
 
 
 class SparkStarter:
-    """See `AgentStarter`. `module`: what `python -m` starts."""
+    """See `AgentStarter`. `module`: the module that `python -m` starts."""
 
     replaces = True
 
@@ -202,7 +202,7 @@ class SparkStarter:
         free = slots(self._session) - sum(stage.num_tasks for stage in self._stages if stage.runs)
         if free < len(numbers):
             raise PolytempoError(
-                f"Spark has room for {max(0, free)} more tasks at once, and {len(numbers)} agents were to start; "
+                f"Spark has room for {max(0, free)} more tasks, and {len(numbers)} agents were to start; "
                 "give fewer agents=, or more executors"
             )
         stage = BarrierStage(self._session, [ticket.numbered(number).to_json() for number in numbers], self._module)

@@ -21,7 +21,7 @@ _STANDARD_ERROR = 2
 
 
 class AgentEnd(NamedTuple):
-    """How a task's agent has ended."""
+    """The end of a task's agent."""
 
     task: int
     exit_code: int
@@ -29,7 +29,7 @@ class AgentEnd(NamedTuple):
 
 
 def agent_task(tickets: Sequence[str], module: str = AGENT) -> Callable[[Iterable[int]], Iterator[AgentEnd]]:
-    """What a task does. The tickets, by the number of the task, travel as Spark's tasks do."""
+    """The function of a task. The tickets, by the number of the task, travel as Spark's tasks do."""
 
     def run(_: Iterable[int]) -> Iterator[AgentEnd]:
         from pyspark import BarrierTaskContext
@@ -44,8 +44,8 @@ def agent_task(tickets: Sequence[str], module: str = AGENT) -> Callable[[Iterabl
 def run_agent(command: list[str], ticket: str) -> int:
     """Start the agent, hand it the ticket, and wait for its end; its exit code.
 
-    What it prints goes to the executor's log. Spark kills a task that is cancelled, by SIGKILL: then the kernel sends
-    SIGTERM to the agent, which ends its workers.
+    The agent's output goes to the executor's log. Spark kills a task that is cancelled, by SIGKILL: then the kernel
+    sends SIGTERM to the agent, which ends its workers.
     """
     parent = os.getpid()
     agent = subprocess.Popen(  # noqa: S603 - this interpreter, with a module of ours

@@ -1,4 +1,4 @@
-"""How many worker processes this machine can hold, decided before the first one is started.
+"""The number of worker processes that this machine can hold, decided before the first one is started.
 
 refused: more processes or open files than the system allows, more memory than is free    said: far more than cores
 """
@@ -24,7 +24,7 @@ _SPARE_FILES = 64
 _WORKERS_PER_CORE = 4
 """More of them only wait for each other, and that is said."""
 _COPIES = 2
-"""A virtual worker has weights and gradients, and what its optimizer keeps."""
+"""A virtual worker has weights, gradients and its optimizer's state."""
 _LEAST_MODEL_BYTES = 20_000
 """Python's objects around a model of one layer."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -32,7 +32,7 @@ _INSTEAD = "or simulate that many: pt.simulate, `polytempo simulate`"
 
 
 class ProcessLimits(NamedTuple):
-    """What this machine has left for a run. None: it does not say, or there is no limit."""
+    """The resources that this machine has left for a run. None: it does not say, or there is no limit."""
 
     processes: int | None
     files: int | None
@@ -42,7 +42,7 @@ class ProcessLimits(NamedTuple):
 
 
 def limits() -> ProcessLimits:
-    """Of this machine, this user and this control group, whatever is least."""
+    """The least of the limits of this machine, this user and this control group."""
     memory = [*_group("memory.max", "memory.current", "memory.stat"), *_available()]
     processes = [*_group("pids.max", "pids.current", None), *_kernel()]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -55,7 +55,7 @@ def limits() -> ProcessLimits:
 
 
 def check_processes(processes: int, workers: int, found: ProcessLimits | None = None) -> None:
-    """Raise ValueError where the system allows fewer than so many `processes`, of which `workers` are workers."""
+    """Raise ValueError if the system allows fewer than so many `processes`, with `workers` workers among them."""
     found = found or limits()
     if found.processes is not None and processes + 2 > found.processes:  # the launcher's janitor, too
         raise ValueError(
@@ -106,7 +106,7 @@ def check_simulated(
 
 
 def cores_notes(workers: int, found: ProcessLimits | None = None) -> list[str]:
-    """What to say of workers that are many more than the cores."""
+    """Notes for many more workers than cores."""
     cores = (found or limits()).cores
     if workers <= _WORKERS_PER_CORE * cores:
         return []
@@ -117,7 +117,7 @@ def cores_notes(workers: int, found: ProcessLimits | None = None) -> list[str]:
 
 
 def batch_notes(samples: int | None, workers: int, batch_size: int) -> list[str]:
-    """What to say of a step that asks for more samples than there are."""
+    """Notes for a step that asks for more samples than there are."""
     if samples is None or workers * batch_size <= samples:
         return []
     who, asked = "1 worker" if workers == 1 else f"{workers} workers", workers * batch_size
@@ -133,7 +133,7 @@ def _fewer(workers: int, processes: int, most: int) -> int:
 
 
 def _group(most: str, used: str, statistics: str | None) -> Iterator[int]:
-    """What the control group has left; memory that holds copies of files counts as free."""
+    """The memory that the control group has left; memory that holds copies of files counts as free."""
     try:
         limit = (_CGROUP / most).read_text(encoding="ascii").strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""A command as a process of a run: a program of the user's, whose output comes back line by line.
+"""A command as a process of a run: a program of the user's, with output that comes back line by line.
 
 engine ── fork ──▶ a process of the run ── start ──▶ the command
                         ◀── its lines ──┘            "[2]<stdout>:a line"  into the log of the process of the run
@@ -30,9 +30,9 @@ _NOT_STARTED = 127
 _LINE_BYTES = 64 << 10
 """Longer lines are cut into several."""
 _LOOK_S = 0.1
-"""How often it is looked whether a signal holds the command."""
+"""The interval between looks for a signal that holds the command."""
 _REST_S = 1.0
-"""How long the output is read after the end of a command whose children hold it open."""
+"""The output is read for so long after the end of a command with children that hold it open."""
 
 
 class CommandRun(NamedTuple):
@@ -40,24 +40,24 @@ class CommandRun(NamedTuple):
 
     words: tuple[str, ...]
     folder: str
-    """Where it is run; a host that does not have the folder says so."""
+    """The working folder; a host that does not have the folder says so."""
     environment: Mapping[str, str]
-    """Beside what the host's own environment has."""
+    """Variables in addition to the host's own environment."""
     input: str = ""
-    """What it reads from its standard input."""
+    """The text of its standard input."""
 
     def to_json(self) -> str:
-        """As text."""
+        """The run as JSON."""
         return json.dumps({"format": COMMAND_FORMAT, **self._asdict()})
 
     @classmethod
     def from_plain(cls, text: Mapping[str, Any]) -> CommandRun:
-        """What `to_json` wrote, read as JSON."""
+        """The run of a text that `to_json` wrote."""
         return cls(tuple(text["words"]), text["folder"], text["environment"], text["input"])
 
 
 def is_command(text: Mapping[str, Any]) -> bool:
-    """Whether an agent's `Welcome` is of a command, not of a job."""
+    """True for an agent's `Welcome` to a command, not to a job."""
     return text.get("format") == COMMAND_FORMAT
 
 
@@ -101,7 +101,7 @@ def perform_command(run: CommandRun, name: str, environment: Mapping[str, str]) 
 
 
 def _watched(process: subprocess.Popen[bytes], held: Path) -> int:
-    """Its exit code, once it has ended. As long as a signal holds it, there is the file `held`: the engine sees this
+    """The exit code, once it has ended. As long as a signal holds it, there is the file `held`: the engine sees this
     process alone."""
     while (code := process.poll()) is None:
         if not _is_held(process.pid):
@@ -113,8 +113,8 @@ def _watched(process: subprocess.Popen[bytes], held: Path) -> int:
 
 
 def _is_held(process: int) -> bool:
-    """Whether a signal has stopped it, or the one process that it has started: a shell waits for a script."""
-    with suppress(OSError, ValueError):  # no /proc, one that has just ended, or several processes
+    """True while a signal holds it, or its only child: a shell waits for a script."""
+    with suppress(OSError, ValueError):  # no /proc, a process that has just ended, or several processes
         while Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "T":
             (process,) = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
         return True

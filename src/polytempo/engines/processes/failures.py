@@ -1,4 +1,4 @@
-"""`WorkerDied`: how a run ends because one of its processes did, and what is said of it."""
+"""`WorkerDied`: a run ends because one of its processes did. The error tells how."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class WorkerDied(PolytempoError):
 
 
 def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why: str = "") -> WorkerDied:
-    """The error that names the first cause: who ended on its own rather than for want of a peer.
+    """The error that names the first cause: a process that ended on its own rather than because a peer was gone.
 
-    `who` names it where it has another name than its rank; `why` is a sentence about what it waited for.
+    `who` names it if it has another name than its rank; `why` is a sentence about its wait.
     """
 
     def order(worker: EngineProcess) -> tuple[bool, int, bool, int]:
@@ -63,7 +63,7 @@ def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why
 
 @contextmanager
 def diverged() -> Generator[None]:
-    """Where a worker has ended with `NotFinite`, raise that: it says all there is to know."""
+    """Raise the `NotFinite` of a worker that has ended with one: it names the step, the rank and the parameter."""
     try:
         yield
     except WorkerDied as error:
@@ -81,7 +81,7 @@ def _full_disks(*folders: Path) -> str:
 
 
 def how(worker: EngineProcess) -> str:
-    """How a process ended, in words."""
+    """The end of a process, in words."""
     code = worker.exit_code or 0
     if code < 0:
         return f"was killed by {_signal_name(-code)}"

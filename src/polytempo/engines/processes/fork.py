@@ -26,7 +26,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def reserve_standard_files() -> None:
-    """Open the null device as those of standard input, output and error that are closed, as `<&-` leaves them.
+    """Open the null device in place of closed standard files (input, output, error), as `<&-` leaves them.
 
     Else the next file, pipe or socket gets descriptor 0, 1 or 2, and a child that redirects its standard files
     overwrites it. Call it first in a program, and before a fork.

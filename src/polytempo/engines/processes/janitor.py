@@ -30,7 +30,7 @@ _PATIENCE_S = 5.0
 _PAUSE_S = 0.05
 _LOOK_S = 1.0
 _END_S = 10.0
-"""How long the janitor may take to end. It has `_PATIENCE_S` for the folder."""
+"""The janitor may take so long to end. It has `_PATIENCE_S` for the folder."""
 _OWNER = "owner"
 _HOME = re.compile(r"polytempo-[0-9a-f]{8}")
 
@@ -43,10 +43,10 @@ def swept(home: Path, starter: int | None = None) -> Iterator[int]:
                    ├──────▶ pipe ──▶ janitor: at "." or the pipe's end, kills the groups, removes the folder
         worker   ──┘ "+pid"  I lead this group
 
-    Yields the pipe's write end. A worker closes its copy after its note, so that the pipe ends when
-    the launcher dies. The janitor exists before the folder does: no moment at which the launcher is
-    killed leaves one behind. Where both are killed, the next run of this user removes the folder. With `starter`, the
-    launcher's parent, a launcher that a signal has stopped is killed once its parent is gone: an agent cannot see that.
+    Yields the pipe's write end. A worker closes its copy after its note, so that the pipe ends when the launcher dies.
+    The janitor exists before the folder does: a launcher that is killed at any moment leaves no folder behind. Where
+    both are killed, the next run of this user removes the folder. With `starter`, the launcher's parent, a launcher
+    that a signal has stopped is killed once its parent is gone: an agent cannot see that.
     """
     reserve_standard_files()
     with collected_children():
@@ -91,7 +91,8 @@ def engine_home(logs: Path | None) -> Iterator[tuple[Path, int, Path]]:
 
 
 def _await_end(janitor: int) -> None:
-    """Wait for the janitor's end, for some seconds. One that a signal has stopped goes on; a late one is killed."""
+    """Wait for the janitor's end, for some seconds. A janitor that a signal has stopped goes on; a late one is
+    killed."""
     with suppress(ChildProcessError, ProcessLookupError):  # the caller's own handler of SIGCHLD has collected it
         for number in (signal.SIGCONT, signal.SIGKILL):
             os.kill(janitor, number)
@@ -123,7 +124,7 @@ def _owned(home: Path) -> int:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what runs of this user have left in `parent` whose launcher and janitor were killed together."""
+    """Remove the folders of this user's runs in `parent` that lost launcher and janitor together."""
     with suppress(OSError):
         for name in os.listdir(parent):
             if _HOME.fullmatch(name):
@@ -133,7 +134,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _is_left(home: Path) -> bool:
-    """Whether it is a run's folder, no link, this user's, and no process of the run lives. OSError means no."""
+    """True for a run's folder that is not a link, belongs to this user, and has no living process. OSError means no."""
     status = home.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return False
@@ -184,7 +185,7 @@ def _lines(notes: int, is_over: Callable[[], bool]) -> Iterator[bytes]:
 
 
 def _is_abandoned(launcher: int, starter: int) -> bool:
-    """Whether a signal has stopped it, and its parent is no more the process that started it."""
+    """True if a signal has stopped it, and its parent is not the process that started it."""
     with suppress(OSError):
         state, parent = Path(f"/proc/{launcher}/stat").read_text().rpartition(") ")[2].split()[:2]
         return state == "T" and int(parent) != starter

@@ -25,11 +25,11 @@ from polytempo.engines.processes.fork import default_signals, die_with
 
 MAX_RESULT_BYTES = 64 << 20
 _MOST_SAID = 400
-"""So many characters of an exception's message are told with its name."""
+"""The most characters of an exception's message that are kept."""
 
 
 class RankInfo(NamedTuple):
-    """What a worker is told."""
+    """The facts that a worker receives."""
 
     rank: int
     size: int
@@ -37,13 +37,13 @@ class RankInfo(NamedTuple):
     """A private folder (mode 0700) that ends with the run; the workers' `FileStore` is the file `store` in it."""
     threads: int
     generation: int = 0
-    """How many times these workers were started before."""
+    """The number of earlier starts of these workers."""
 
 
 def serve(work: Callable[[RankInfo], Result], rank_info: RankInfo, log: Path, launcher: int, notes: int) -> None:
     """Do `work` in this freshly forked process, leave its result or failure in a file, and exit."""
     die_with(launcher)
-    os.setsid()  # Ctrl-C reaches the launcher alone; what this worker starts ends with its group
+    os.setsid()  # Ctrl-C reaches the launcher alone; children of this worker end with its group
     janitor.begin(notes)
     _redirect(log)
     default_signals()
@@ -65,7 +65,7 @@ def _attempt(work: Callable[[RankInfo], Result], rank_info: RankInfo) -> int:
     try:
         _write(result_path(rank_info.rendezvous, rank_info.rank), work(rank_info))
     except BaseException as error:
-        with suppress(OSError):  # each of the two may lie on a disk that is full
+        with suppress(OSError):  # each of the two may be on a disk that is full
             _write(failure_path(rank_info.rendezvous, rank_info.rank), list(failure_by(error)))
         show_error(error)
         return exit_code_of(error)
@@ -90,27 +90,27 @@ def show_error(error: BaseException) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """With what a process exits that `error` ends."""
+    """The exit code of a process that `error` ends."""
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def _in_short(error: BaseException) -> str:
     try:
         said = str(error)
-    except Exception:  # an exception of the user's that cannot say what it is
+    except Exception:  # a user's exception that has no text
         return ""
     said = " ".join(said.split())
     return said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID - 1]}…"
 
 
 def _environment(rank_info: RankInfo) -> dict[str, str]:
-    """What `environment.recognise` and the libraries read."""
+    """The variables that `environment.recognise` and the libraries read."""
     return {
         "POLYTEMPO_RANK": str(rank_info.rank),
         "POLYTEMPO_SIZE": str(rank_info.size),
         "POLYTEMPO_RENDEZVOUS": str(rank_info.rendezvous),
         "POLYTEMPO_GENERATION": str(rank_info.generation),
-        "TMPDIR": str(rank_info.rendezvous),  # what a killed worker leaves (multiprocessing: sockets) goes with the run
+        "TMPDIR": str(rank_info.rendezvous),  # leftovers of killed workers (multiprocessing: sockets) go with the run
         "OMP_NUM_THREADS": str(rank_info.threads),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
@@ -136,17 +136,17 @@ def _stream(descriptor: int, mode: Literal["r", "w"]) -> TextIO:
 
 
 def result_path(home: Path, rank: int) -> Path:
-    """Where the worker of `rank` leaves its result."""
+    """The file of the result of the worker of `rank`."""
     return home / f"result-{rank}.json"
 
 
 def failure_path(home: Path, rank: int) -> Path:
-    """Where the worker of `rank` says why it failed."""
+    """The file in which the worker of `rank` reports its failure."""
     return home / f"failure-{rank}.json"
 
 
 def failure_of(home: Path, rank: int) -> Failure | None:
-    """Why the worker of `rank` says that it failed, if it could say so."""
+    """The failure that the worker of `rank` has reported, if it could."""
     path = failure_path(home, rank)
     return Failure(*json.loads(path.read_text())) if path.exists() else None
 

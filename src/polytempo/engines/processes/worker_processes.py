@@ -15,9 +15,9 @@ from polytempo.engines.processes import janitor
 from polytempo.engines.processes.fork import sleep_until_ended
 
 _END_S = 2.0
-"""How long a worker may take to end when asked."""
+"""A worker may take so long to end when asked."""
 _LEFT_OVER_S = 0.5
-"""The same for what workers have started, such as data loaders; they are seen to one worker after another."""
+"""The same for children of workers, such as data loaders; they are ended for one worker after another."""
 _POLL_S = 0.02
 
 
@@ -29,11 +29,11 @@ class Child(EngineProcess):
     notes: int = -1
     """The janitor's pipe (see `janitor.swept`)."""
     halted: bool = False
-    """Whether a signal holds this process itself; `stopped` counts the command of which it takes care, too."""
+    """True while a signal holds this process itself; `stopped` counts the command that it runs, too."""
 
 
 class Children:
-    """Those that one engine has started. `read(child)` fills in what a child has left, once it has ended.
+    """The processes that one engine has started. `read(child)` fills in a child's result, once it has ended.
 
     `home` is the engine's private folder.
     """
@@ -42,7 +42,7 @@ class Children:
         self._read, self._home = read, home
         self._all: list[Child] = []
         self._told: set[Child] = set()
-        """Those of which `poll` has said that they have ended."""
+        """Children with an end that `poll` has reported."""
 
     def add(self, child: Child) -> Child:
         """Know `child` from now on."""
@@ -74,7 +74,7 @@ class Children:
         self.signal(self._all, signal.SIGTERM)
 
     def signal(self, processes: Sequence[EngineProcess], number: signal.Signals) -> None:
-        """Send a signal to those of `processes` that run."""
+        """Send a signal to the running ones among `processes`."""
         for child in self._all:
             if child in processes and child.exit_code is None:
                 with suppress(ProcessLookupError):
@@ -82,12 +82,12 @@ class Children:
 
 
 def held_path(home: Path, process: int) -> Path:
-    """A file that is there as long as a signal holds the command of which `process` takes care."""
+    """A file that exists as long as a signal holds the command of `process`."""
     return home / f"held-{process}"
 
 
 def look(crew: Sequence[Child], until: float) -> None:
-    """Sleep until a running worker has ended, at most until `until`; note which have, and which are stopped."""
+    """Sleep until a running worker has ended, at most until `until`; note ended and stopped workers."""
     running = [worker for worker in crew if worker.exit_code is None]
     sleep_until_ended([worker.pid for worker in running], max(0.0, until - time.monotonic()))
     number = max((worker.ended for worker in crew), default=0) + 1
@@ -100,7 +100,7 @@ def look(crew: Sequence[Child], until: float) -> None:
 
 
 def _news(worker: Child) -> int | None:
-    """How the process ended, if it has. Meanwhile notes whether it was stopped, or continued.
+    """The wait status of a process that has ended, else None. Meanwhile notes whether it was stopped, or continued.
 
     Where others have collected it, as a handler of SIGCHLD may, it counts as ended well if it has left a result.
     """
@@ -123,7 +123,7 @@ def wait_all(crew: Sequence[Child], until: float) -> None:
 
 
 def end(crew: Sequence[Child]) -> None:
-    """End every worker and whatever it started: politely, then for certain."""
+    """End every worker and its children: politely, then for certain."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for worker in crew:
             if worker.exit_code is None:
@@ -141,19 +141,19 @@ def _signal(process: int, number: signal.Signals) -> None:
 
 
 def _end_group(group: int) -> None:
-    """End what a worker that has just ended left: data loaders and their like."""
+    """End the leftovers of a worker that has just ended: data loaders and their like."""
     with suppress(ProcessLookupError, PermissionError):
         for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(group, number)
             deadline = time.monotonic() + _LEFT_OVER_S
             while _is_running(group) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)  # they are not our children, so there is nothing to wait for
-            with suppress(ChildProcessError):  # unless this process is the one that inherits orphans
+            with suppress(ChildProcessError):  # unless this process is the heir of orphans
                 os.waitpid(-group, os.WNOHANG)
 
 
 def _is_running(group: int) -> bool:
-    """Whether one of a group runs; a dead one that no process has collected yet does not."""
+    """True if a process of a group runs; a dead process that waits for its collection does not."""
     os.killpg(group, 0)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

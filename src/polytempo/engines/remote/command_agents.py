@@ -76,7 +76,7 @@ class _Command:
 
 
 def _end(commands: Sequence[_Command]) -> None:
-    """Close the commands' input and wait; end those that go on: politely, then for certain."""
+    """Close the commands' input and wait; end the remaining commands: politely, then for certain."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         until_s = time.monotonic() + _END_S
         for command in commands:

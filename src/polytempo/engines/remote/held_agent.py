@@ -3,8 +3,8 @@
     Ray, dask ──▶ their process, with threads of theirs ──▶ python -m polytempo.agent ── fork ──▶ processes of the run
                                                   ticket on standard input
 
-A process with gRPC's or Tornado's threads must not fork, so the agent is a new interpreter. It ends by itself when its
-parent is gone, however that ended. Nothing here loads torch: a process that holds an agent stays small.
+A process with gRPC's or Tornado's threads must not fork, so the agent is a new interpreter. It ends when its parent is
+gone, however that ended. Nothing here loads torch: a process that holds an agent stays small.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import IO
 
 AGENT = "polytempo.agent"
 _END_S = 10.0
-"""How long an agent may take to end its processes and remove its files."""
+"""An agent may take so long to end its processes and remove its files."""
 _SAID_BYTES = 2000
 
 
 class HeldAgent:
     """An agent that runs as this process's child. OSError where it cannot be started.
 
-    `module` is what Python runs. What it writes to its standard output and error is read once it has ended.
+    `module` is the module that Python runs. Its standard output and error are read once it has ended.
     """
 
     def __init__(self, ticket: str, module: str = AGENT) -> None:
@@ -48,7 +48,7 @@ class HeldAgent:
             stdin.write(ticket.encode() + b"\n")
 
     def wait(self, wait_s: float | None = None) -> bool:
-        """Whether it has ended within `wait_s`. None: wait until it has."""
+        """True if it has ended within `wait_s`. None: wait until it has."""
         try:
             self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -57,7 +57,7 @@ class HeldAgent:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it has ended, with exit code 0."""
+        """True if it has ended, with exit code 0."""
         return self._process.poll() == 0
 
     def end(self) -> None:
@@ -65,11 +65,11 @@ class HeldAgent:
         self._process.terminate()
         if not self.wait(_END_S):
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what it has started in other groups dies with it
+                os.killpg(self._process.pid, signal.SIGKILL)  # its children in other groups die with it
             self.wait()
 
     def how(self) -> str:
-        """How it ended, in words, with the last line that it has written. It waits for its end; call it once."""
+        """The end in words, with the last line of its output. It waits for its end; call it once."""
         code = self._process.wait()
         with self._said as said:
             said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
@@ -91,8 +91,8 @@ class AgentHolder:
     def hold(self, ticket: str, look_s: float | None = None) -> str:
         """Start the agent and wait for its end; how it ended, in words.
 
-        It raises nothing: systems log the arguments of what has raised, and the ticket is a secret. With `look_s`,
-        it asks `unwanted` that often, and ends the agent where that is true.
+        It raises nothing: systems log the arguments of a function that has raised, and the ticket is a secret. With
+        `look_s`, it asks `unwanted` that often, and ends the agent where that is true.
         """
         try:
             with self._lock:
@@ -107,7 +107,7 @@ class AgentHolder:
         return agent.how()
 
     def unwanted(self) -> bool:
-        """Whether the system that runs this process has given the agent up."""
+        """True if the system that runs this process has given the agent up."""
         return False
 
     def end(self) -> None:

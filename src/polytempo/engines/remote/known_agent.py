@@ -14,11 +14,11 @@ class RemoteProcess(EngineProcess):
 
     agent: Agent | None = None
     collected: bool = False
-    """Whether `poll` has said that it has ended."""
+    """True once `poll` has reported its end."""
     order: StartProcess | None = None
-    """What its agent was told."""
+    """The order that its agent received."""
     ending: bool = False
-    """Whether its agent was told to end it."""
+    """True once its agent was asked to end it."""
 
 
 @dataclass(eq=False)
@@ -29,18 +29,19 @@ class Agent:
     peer: bytes
     hello: Hello
     host: int
-    """By number, in the order in which hosts were first heard of."""
+    """The number, in the order of the hosts' first messages."""
     heard_s: float
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
-    """Those that run, by life."""
+    """The running processes by life."""
     lost: str | None = None
-    """Why it is lost, in words."""
+    """The reason for its loss, in words."""
     left: bool = False
     leaving: bool = False
-    """Whether its host was asked to leave."""
+    """True once its host was asked to leave."""
 
     def heard(self, beat: AgentBeat) -> list[StartProcess | StopProcess]:
-        """Take over what it says of its processes. Returns the orders that have not reached it, to be given again."""
+        """Take over an agent's report about its processes. Returns the orders that have not reached it, to be given
+        again."""
         self.leaving = beat.leaving
         again: list[StartProcess | StopProcess] = []
         for life in beat.running:

@@ -13,39 +13,39 @@ from polytempo.spec.topology import Topology
 ECHO = "POLYTEMPO_ECHO_LOGS"
 """The variable of the environment that makes an agent write its processes' logs to its standard error, too."""
 SAVE_S = 15.0
-"""How long an agent that has lost the head lets copies of shards save what they hold, before it ends them."""
+"""An agent that has lost the head lets copies of shards save for so long, before it ends them."""
 
 
 class Hello(Struct, tag="hello", frozen=True):
     """An agent is there."""
 
     number: int
-    """As it was started with; -1 where its launcher could not tell."""
+    """The number with which it was started; -1 if its launcher could not tell."""
     host: str
     """Equal for agents on one host, and for no others."""
     name: str
     """The host's name, for people."""
     address: str
-    """Where processes of this host can be reached from the head."""
+    """An address of this host that the head reaches."""
     cores: int
 
 
 class AgentBeat(Struct, tag="beat", frozen=True):
     """An agent lives; `stopped` of its processes are held by a signal.
 
-    A connection that breaks loses what it carries, in both directions: an order whose process is not among `running`
-    is given again, and so is one to stop a process that is.
+    A connection that breaks loses its messages, in both directions: an order for a process that is not among `running`
+    is given again, and so is an order to stop a process that is.
     """
 
     stopped: tuple[int, ...] = ()
     running: tuple[int, ...] = ()
     """The lives of all its processes."""
     leaving: bool = False
-    """Its host was asked to leave."""
+    """True once its host was asked to leave."""
 
 
 class LogLines(Struct, tag="log", frozen=True):
-    """What process `life` has written since the last time."""
+    """The new output of process `life`."""
 
     life: int
     text: bytes
@@ -68,15 +68,15 @@ FromAgent = Hello | AgentBeat | LogLines | Ended | Bye
 
 
 class Welcome(Struct, tag="welcome", frozen=True):
-    """The run, in which the agent has number `number`."""
+    """The run, with `number` as the agent's number."""
 
     number: int
     spec: str
-    """`RunSpec.to_json()`, or what a loop of one's own says of itself."""
+    """`RunSpec.to_json()`, or the description of a user's own loop."""
     most: int
     """`Launch.most`"""
     threads: int
-    """Of each process."""
+    """The threads of each process."""
     pieces: int = 0
     """So many `RunData` messages follow."""
 
@@ -95,13 +95,13 @@ class StartProcess(Struct, tag="start", frozen=True):
     setting: str
     """`Launch.setting()`, as JSON"""
     local_rank: int
-    """Among the workers of its host; 0 for others."""
+    """The number among the workers of its host; 0 for others."""
     local_size: int
     host: int
 
 
 class StopProcess(Struct, tag="stop", frozen=True):
-    """End process `life` for certain and at once."""
+    """End process `life` for certain and immediately."""
 
     life: int
 
@@ -128,7 +128,7 @@ PIECE_BYTES = 32 << 20
 
 
 class TravellingRun(NamedTuple):
-    """What agents get of a run."""
+    """The description of a run for agents."""
 
     text: str
     topology: Topology
@@ -142,7 +142,7 @@ class TravellingRun(NamedTuple):
         return cls(launch.spec.to_json(), launch.spec.topology())
 
     def messages(self, number: int, most: int, threads: int) -> Iterator[ToAgent]:
-        """To agent `number`: a `Welcome`, and its pieces."""
+        """A `Welcome` for agent `number`, and its pieces."""
         starts = range(0, len(self.data), PIECE_BYTES)
         yield Welcome(number, self.text, most, threads, len(starts))
         for start in starts:

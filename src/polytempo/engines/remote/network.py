@@ -32,7 +32,7 @@ def address_to(host: str, port: int = _ANY_PORT) -> str:
 
 
 def common_address(hosts: Iterable[str]) -> str:
-    """The one address of this host by which all of `hosts` reach it. ValueError where there are several."""
+    """The one address of this host that all of `hosts` reach. ValueError where there are several."""
     found = {host: address_to(host) for host in hosts}
     addresses = set(found.values())
     if len(addresses) > 1:
@@ -44,7 +44,7 @@ def common_address(hosts: Iterable[str]) -> str:
 
 
 def refused(url: str, wait_s: float) -> bool:
-    """Whether the host of `tcp://host:port` answers that nothing listens there; False where it does not answer."""
+    """True if the host of `tcp://host:port` answers that nothing listens there; False if it does not answer."""
     try:
         socket.create_connection(parsed_url(url), wait_s).close()
     except ConnectionRefusedError:

@@ -35,11 +35,11 @@ from polytempo.wire.channel import ChannelServer
 from polytempo.wire.keys import Keys, make_keys
 
 _SILENT_S = 1.0
-"""After so long without a beat, an agent's processes count as stopped: they are not known to live."""
+"""An agent's processes count as stopped after so long without a beat."""
 _LOST_S = 10.0
-"""After so long, they count as ended."""
+"""They count as ended after so long."""
 _MOST_FAILED = 3
-"""After so many agents in a row that ended without a word, processes do not wait for another one."""
+"""Processes stop waiting for another agent after so many agents in a row that ended without a word."""
 _LOOK_S = 0.1
 _CLOSE_S = 8.0
 _LINGER_S = 1.0
@@ -68,7 +68,7 @@ class RemoteEngine:
         self._waiting: list[tuple[Role, int, RemoteProcess]] = []
         """Processes that wait for an agent that is to come."""
         self._failed_before = 0
-        """How many agents had ended without a word when the last one came."""
+        """The number of agents that had ended without a word when the last one came."""
         self._all: list[RemoteProcess] = []
         self._looks, self._look_at_s, self._closed = 0, 0.0, False
         self._threads = launch.threads or 1
@@ -147,7 +147,7 @@ class RemoteEngine:
         return [agent for agent in self._absent if agent.ended is not None]
 
     def _start_missing(self) -> None:
-        """Start as many agents as the waiting processes need, beside those that are still to come."""
+        """Start as many agents as the waiting processes need, less the agents that are still to come."""
         needed = -(-len(self._waiting) // self._slots) if self._slots else min(1, len(self._waiting))
         missing = needed - (len(self._absent) - len(self._failed))
         if missing <= 0:
@@ -206,9 +206,7 @@ class RemoteEngine:
         return True
 
     def _agent_for(self, role: Role, host: int) -> Agent | None:
-        """Of those that live and have room: one that stays, without a copy of the same shard, on `host`, with few
-        processes.
-        """
+        """The best living agent with room: one on `host`, without a copy of the same shard, with few processes."""
         now_s = time.monotonic()
         free = [
             agent
@@ -245,7 +243,7 @@ class RemoteEngine:
         return list[EngineProcess](gone)
 
     def stop(self, process: EngineProcess | None = None) -> None:
-        """See `Engine`. A process whose agent is silent ends here at once, and there as soon as the agent hears."""
+        """See `Engine`. A process of a silent agent ends here immediately, and there as soon as the agent hears."""
         if process is None:
             self._close()
         elif isinstance(process, RemoteProcess) and process.exit_code is None and process.agent is not None:
@@ -284,7 +282,7 @@ class RemoteEngine:
         for agent in self._agents:
             self._lose(agent, "had to be ended")
 
-    # ------------------------------------------------------------------ what agents say
+    # ------------------------------------------------------------------ messages of agents
 
     def _drain(self) -> None:
         while (heard := self._channel.take()) is not None:
@@ -317,7 +315,7 @@ class RemoteEngine:
                 pass
 
     def _look(self) -> None:
-        """See which agents are silent, and which have ended."""
+        """Note silent agents, and agents that have ended."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
@@ -343,7 +341,7 @@ class RemoteEngine:
         for process in list(agent.processes.values()):
             self._end(process, f"ended with its agent on {agent.hello.name}, which {why}")
         if not self._closed:
-            self._channel.send(agent.peer, Close())  # where it lives after all, it ends what it has started
+            self._channel.send(agent.peer, Close())  # if it still lives, it ends its processes
 
     def _end(self, process: RemoteProcess, why: str) -> None:
         """Take a process for ended that can no longer be asked."""
@@ -368,8 +366,8 @@ def opened_remote(
 ) -> Iterator[RemoteEngine]:
     """The engine of a run, over agents that `starter` starts; it is closed, and they are ended, at the end.
 
-    `address` is this host's for agents; nothing listens on any other. `slots`: how many processes an agent takes;
-    None: as many as there are. `run`: what agents get, where it is not `launch.spec`; `keys`: the channel's, where
+    `address` is this host's for agents; nothing listens on any other. `slots`: how many processes an agent takes; None:
+    as many as there are. `run`: the description for agents, if it is not `launch.spec`; `keys`: the channel's, if
     agents have them already. Errors: ValueError for a run that cannot travel as JSON, or an address that is not this
     host's; PolytempoError where agents are not there within `wait_s`.
     """

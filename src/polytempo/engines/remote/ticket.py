@@ -1,4 +1,5 @@
-"""`AgentTicket`: what an agent must have to join a run, and how it gets it."""
+"""`AgentTicket`: the secret with which an agent joins a run. `AgentStarter`: the only difference between engines for
+several hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _FORMAT = "polytempo-ticket-1"
 
 @dataclass(frozen=True)
 class AgentTicket:
-    """Where the head of a run listens, and the run's keys. It is a secret: any process that has it can take part.
+    """The address at which the head of a run listens, and the run's keys. It is a secret: any process that has it can
+    take part.
 
     It travels on the standard input of an agent, in a file that this user alone can read, or in an agent's environment,
     which this user alone can read as well; never on a command line.
@@ -37,13 +39,13 @@ class AgentTicket:
         return replace(self, number=number)
 
     def to_json(self) -> str:
-        """As one line of text."""
+        """The ticket as one line of text."""
         plain = {"format": _FORMAT, "head": self.head, "keys": self.keys.to_plain(), "number": self.number}
         return json.dumps(plain)
 
     @classmethod
     def from_json(cls, text: str) -> AgentTicket:
-        """What `to_json` wrote. ValueError for anything else; the message does not show it."""
+        """The ticket of a text that `to_json` wrote. ValueError for anything else; the message does not show it."""
         try:
             plain = json.loads(text)
             if plain["format"] != _FORMAT:
@@ -78,9 +80,9 @@ class StartedAgent:
 
     number: int
     where: str
-    """For messages: "host n1", "Ray node 3f2a"."""
+    """A name for messages: "host n1", "Ray node 3f2a"."""
     ended: str | None = None
-    """How it ended, in words, once it has."""
+    """The agent's end in words, once it has ended."""
 
 
 class AgentStarter(Protocol):
@@ -88,7 +90,7 @@ class AgentStarter(Protocol):
 
     @property
     def replaces(self) -> bool:
-        """Whether `start` may be called again later, for agents that take lost ones' places."""
+        """True if `start` may be called again later, for agents that replace lost ones."""
 
     def start(self, numbers: Sequence[int], ticket: AgentTicket) -> Sequence[StartedAgent]:
         """Start an agent for each of `numbers`. ValueError where that is impossible."""

@@ -30,7 +30,7 @@ _END_S = 10.0
 
 @dataclass(eq=False)
 class _Host:
-    """A host whose engine is open, or is being opened by a thread."""
+    """A host with an engine that is open, or that a thread is opening."""
 
     name: str
     stack: ExitStack = field(default_factory=ExitStack)
@@ -39,13 +39,13 @@ class _Host:
     opening: threading.Thread | None = None
     problem: Exception | None = None
     told: dict[str, Any] = field(default_factory=dict)
-    """What the process that is started next is told."""
+    """The environment of the process that is started next."""
 
 
 class HostEngines:
     """Use it in a `with` statement: no process, file or port is left. `most`: how many processes there may be in all.
 
-    `hosts`: those that may come besides, where the address for them is to be found at the beginning.
+    `hosts`: hosts that may come later; the address for them is found at the beginning.
     """
 
     def __init__(self, run: CommandRun, settings: LaunchSettings, hosts: Iterable[str], most: int) -> None:
@@ -53,10 +53,10 @@ class HostEngines:
         self._hosts: dict[str, _Host] = {}
         self._owners: dict[EngineProcess, Engine] = {}
         self._lost: list[EngineProcess] = []
-        """Those that could not be started; the next `poll` says so."""
+        """Processes that could not be started; the next `poll` reports them."""
         self._local = set() if settings.ssh is not None else set(LOCAL_NAMES)
         self.address = self._own_address([name for name in hosts if name not in self._local])
-        """Where the processes of all hosts reach this one."""
+        """The address of this process for the processes of all hosts."""
 
     def __enter__(self) -> HostEngines:
         """Nothing is started yet."""
@@ -74,7 +74,7 @@ class HostEngines:
                 stack.callback(host.stack.close)
 
     def is_local(self, name: str) -> bool:
-        """Whether that is this host."""
+        """True for this host."""
         return name in self._local
 
     def open(self, hosts: Mapping[str, int]) -> None:
@@ -100,11 +100,11 @@ class HostEngines:
             host.opening.start()
 
     def is_open(self, name: str) -> bool:
-        """Whether processes can be started there."""
+        """True if processes can be started there."""
         return name in self._hosts and self._hosts[name].engine is not None
 
     def problem(self, name: str) -> Exception | None:
-        """Why its engine could not be opened; the next `begin` tries again."""
+        """The reason why its engine could not be opened; the next `begin` tries again."""
         host = self._hosts.get(name)
         if host is None or host.problem is None:
             return None
@@ -190,6 +190,6 @@ class HostEngines:
         return common_address(name.rpartition("@")[2] for name in remote) if remote else "127.0.0.1"
 
     def _network(self) -> dict[str, str]:
-        """What gloo of this host's ranks has to know where there are other hosts."""
+        """The variables that gloo of this host's ranks needs if there are other hosts."""
         interface = self._settings.network_interface or interface_of(self.address)
         return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}

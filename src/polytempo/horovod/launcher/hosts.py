@@ -14,7 +14,7 @@ _HOSTFILE_LINE = re.compile(r"(?P<name>[^\s:]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|
 
 
 class SlotPlace(NamedTuple):
-    """Where a rank is."""
+    """The place of a rank."""
 
     host: str
     rank: int
@@ -24,10 +24,10 @@ class SlotPlace(NamedTuple):
     cross_rank: int
     cross_size: int
     host_number: int
-    """Among the hosts that have a rank."""
+    """The number among the hosts that have a rank."""
 
     def environment(self) -> dict[str, str]:
-        """What Horovod's launcher tells a rank, and what `polytempo.init` reads."""
+        """The variables that Horovod's launcher sets for a rank, and the ones that `polytempo.init` reads."""
         named = {
             "HOSTNAME": self.host,
             "RANK": str(self.rank),
@@ -63,14 +63,14 @@ def parsed_host(text: str, slots_else: int = 1) -> tuple[str, int]:
     """The host of `host1:2` and its slots; `slots_else` where it has no number. ValueError for another text."""
     name, colon, slots = text.strip().partition(":")
     if not _NAME.fullmatch(name) or (colon and not (slots.isdecimal() and int(slots) > 0)):
-        raise ValueError(f"{text!r} is no host with its slots; write hosts as host1:2,host2:4")
+        raise ValueError(f"{text!r} is not a host with its slots; write hosts as host1:2,host2:4")
     return name, int(slots) if colon else slots_else
 
 
 def _line(line: str, path: Path) -> tuple[str, int]:
     match = _HOSTFILE_LINE.fullmatch(line)
     if match is None or line.startswith("-"):
-        raise ValueError(f"{path}: {line!r} is no host with its slots; write lines as: host1 slots=2")
+        raise ValueError(f"{path}: {line!r} is not a host with its slots; write lines as: host1 slots=2")
     return parsed_host(f"{match['name']}:{match['slots'] or match['short'] or 1}")
 
 
@@ -91,7 +91,7 @@ def _some(hosts: dict[str, int]) -> dict[str, int]:
 
 
 def places(hosts: Mapping[str, int], size: int) -> list[SlotPlace]:
-    """The place of each of `size` ranks: the slots of the first host, then those of the next one, and so on.
+    """The place of each of `size` ranks: the slots of the first host, then the slots of the next one, and so on.
 
     ValueError where there are fewer slots than ranks.
     """
@@ -131,7 +131,7 @@ class HostDiscovery(PolledProgram[Mapping[str, int]]):
 
 
 def discovered(printed: str, slots: int) -> dict[str, int]:
-    """Slots by host of what the program has printed; empty where it printed nothing. ValueError for another text."""
+    """Slots by host from the program's output; empty if it printed nothing. ValueError for another text."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     try:
         return counted(parsed_host(line, slots) for line in lines)

@@ -1,4 +1,4 @@
-"""`OutputRelay`: what ranks print, on the launcher's own standard output and error, and in files."""
+"""`OutputRelay`: the output of ranks, on the launcher's own standard output and error, and in files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _READ_BYTES = 1 << 20
 
 
 class OutputRelay:
-    """Call `forward` now and then. `folder`: where `rank.N/stdout` and `rank.N/stderr` are kept besides."""
+    """Call `forward` now and then. `folder`: further copies go to its files `rank.N/stdout` and `rank.N/stderr`."""
 
     def __init__(self, folder: Path | None = None, *, timestamps: bool = False) -> None:
         self._folder, self._timestamps = folder, timestamps
         self._logs: dict[Path, tuple[int, bytes]] = {}
-        """Of each log, how much has been read, and the line that is not complete yet."""
+        """The number of bytes read of each log, and the line that is not complete yet."""
 
     def follow(self, process: EngineProcess) -> None:
-        """Forward what this process prints, too."""
+        """Forward the output of this process, too."""
         self._logs[process.log] = (0, b"")
 
     def forward(self, *, last: bool = False) -> None:
-        """Forward what is new, whole lines. `last`: also what is no whole line."""
+        """Forward new, whole lines. `last`: also the rest of a line."""
         for log in self._logs:
             while self._advance(log):
                 pass

@@ -36,10 +36,10 @@ def run_ranks(
     settings: LaunchSettings,
     standard_input: str = "",
 ) -> list[str | None]:
-    """Run the command `words` as ranks 0 to `size` - 1 in the slots of `hosts`; what each left as its answer.
+    """Run the command `words` as ranks 0 to `size` - 1 in the slots of `hosts`; the answer that each left.
 
-    Errors: `RanksFailed` for the first rank that fails, after the others were ended; PolytempoError where a host is
-    not there in time; ValueError for too few slots.
+    Errors: `RanksFailed` for the first rank that fails, after the others were ended; PolytempoError where a host is not
+    there in time; ValueError for too few slots.
     """
     slots = places(hosts, size)
     used = {place.host: place.local_size for place in slots}
@@ -90,13 +90,13 @@ def code_of(process: EngineProcess) -> int:
 
 
 def status(process: EngineProcess) -> int:
-    """With what the launcher exits for it, as shells do."""
+    """The launcher's exit code for it, as shells give it."""
     code = code_of(process)
     return code if code >= 0 else 128 - code
 
 
 def ended(process: EngineProcess) -> str:
-    """How the command ended, in words."""
+    """The end of the command in words."""
     code = code_of(process)
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

@@ -18,22 +18,22 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How `horovodrun` starts ranks. ValueError for times that are not positive."""
+    """The way in which `horovodrun` starts ranks. ValueError for times that are not positive."""
 
     start_timeout_s: float = 30.0
-    """How long all hosts may take to be there."""
+    """All hosts may take so long to be there."""
     network_interface: str | None = None
     """Ranks and launcher meet over it; None: as the system routes."""
     ssh: Sequence[str] | None = None
     """The command that starts a process on `{host}`; None: the system's ssh."""
     address: str | None = None
-    """Where other hosts reach this one; None: as the system routes."""
+    """The address of this host for others; None: as the system routes."""
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     output: Path | None = None
-    """A folder where each rank's output is kept besides: `rank.0/stdout`, `rank.0/stderr`."""
+    """A folder with a further copy of each rank's output: `rank.0/stdout`, `rank.0/stderr`."""
     timestamps: bool = False
-    """Whether each line begins with the time."""
+    """True to begin each line with the time."""
     verbose: bool = False
     python: str = sys.executable
     """The interpreter of the agents on other hosts."""
@@ -46,7 +46,7 @@ class LaunchSettings:
             raise ValueError(f"start-timeout {self.start_timeout_s:g} must be more than 0 seconds")
 
     def environment(self) -> dict[str, str]:
-        """What every rank is told: this process's variables, and those of the options."""
+        """The environment of every rank: this process's variables, and the options' variables."""
         own = {name: value for name, value in os.environ.items() if not _NOT_EXPORTED.fullmatch(name)}
         return {**own, "PYTHONUNBUFFERED": "1", **self.exported}
 
@@ -69,9 +69,9 @@ class ElasticSettings(NamedTuple):
     minimum: int
     maximum: int
     timeout_s: float = 600.0
-    """How long `minimum` processes are waited for."""
+    """`minimum` processes are awaited for so long."""
     reset_limit: int | None = None
-    """After so many changes of the group the run ends; None: after any number."""
+    """The run ends after so many changes of the group; None: after any number."""
     cooldown_s: tuple[float, float] | None = None
     """See `HostSlots`."""
 
@@ -86,7 +86,7 @@ class ElasticSettings(NamedTuple):
         reset_limit: int | None = None,
         cooldown_s: Sequence[float] | None = None,
     ) -> ElasticSettings:
-        """What is not given follows from the others. ValueError for what no run can keep."""
+        """Missing values follow from the others. ValueError for bounds that no run can keep."""
         first = num_proc or minimum or 1
         least, most = minimum or first, maximum or _MOST
         if not 1 <= least <= first <= most <= _MOST:

@@ -1,1 +1,1 @@
-"""Which operations all ranks have asked for, in which order they run, and which become one. Without I/O."""
+"""The operations that all ranks have asked for, their order, and their fusion. Without I/O."""

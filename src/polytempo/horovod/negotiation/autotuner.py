@@ -28,7 +28,7 @@ _FIRST = ((0.25, 0.25), (0.75, 0.75), (0.75, 0.25), (0.25, 0.75))
 
 
 class TunedSettings(NamedTuple):
-    """What is tuned."""
+    """The settings that are tuned."""
 
     fusion_bytes: int
     cycle_s: float
@@ -41,14 +41,14 @@ class AutotuneOptions(NamedTuple):
     steps_per_sample: int = 10
     max_samples: int = 20
     noise: float = 0.8
-    """How much of a score's spread is chance, of the spread of all scores."""
+    """The share of chance in the spread of all scores."""
     tunes_fusion: bool = True
     tunes_cycle: bool = True
     seed: int = 0
 
 
 class Autotuner:
-    """Rank 0's. `start` is what holds when it begins; what is not tuned stays so.
+    """Rank 0's. `start` holds in the beginning; settings that are not tuned keep its values.
 
     Thresholds from 64 KiB to 128 MiB and cycles from 0.1 to 20 ms, both on logarithmic scales. Each measured setting
     lasts for 5 windows. Deviation from Horovod: the best is the setting with the highest mean of the process, not the
@@ -73,7 +73,7 @@ class Autotuner:
         self._since_s: float | None = None
 
     def performed(self, names: Iterable[str], num_bytes: int, now_s: float) -> TunedSettings | None:
-        """Operations of so many bytes have been performed. What is to hold from now on, where that changes."""
+        """Operations of so many bytes have been performed. The new settings, if they change."""
         if self.done:
             return None
         if self._since_s is None:
@@ -115,13 +115,13 @@ class Autotuner:
         else:
             self._place = self._kept(next_point(posterior, 2, self._random))
         self.settings = self._settings(self._place)
-        self._forget(None)  # what is under way belongs to neither setting
+        self._forget(None)  # operations under way belong to neither setting
         return self.settings
 
     # ------------------------------------------------------------------ settings as places in the unit box
 
     def _kept(self, place: Array) -> Array:
-        """`place`, with what is not tuned where it was."""
+        """`place`, with settings that are not tuned where they were."""
         start = self._placed(self._start)
         tunes = np.array([self._options.tunes_fusion, self._options.tunes_cycle])
         return np.where(tunes, place, start)
@@ -150,7 +150,7 @@ Array = NDArray[np.float64]
 _LENGTHS = np.geomspace(0.05, 2.0, 16)
 _CANDIDATES = 2048
 _XI = 0.01
-"""How much better than the best a point must promise to be, in standard deviations of the scores."""
+"""A point must promise to be so much better than the best, in standard deviations of the scores."""
 
 
 class Posterior(NamedTuple):
@@ -161,7 +161,7 @@ class Posterior(NamedTuple):
     factor: Array
     """The lower Cholesky factor of the kernel matrix with noise, (n, n)."""
     weights: Array
-    """That matrix's inverse times the scores, which have mean 0 and variance 1, (n,)."""
+    """The inverse of that matrix times the scores, which have mean 0 and variance 1, (n,)."""
     length: float
 
     def at(self, where: Array) -> tuple[Array, Array]:
@@ -172,9 +172,10 @@ class Posterior(NamedTuple):
 
 
 def fit(points: Array, scores: Array, noise: float) -> Posterior:
-    """What the scores (n,) at `points` (n, d) say. `noise`: their standard deviation, where that of all scores is 1.
+    """The posterior of the scores (n,) at `points` (n, d). `noise`: their standard deviation, if all scores have a
+    standard deviation of 1.
 
-    The length ℓ is the one, of 16, under which the scores are the likeliest. Cost: 16 factorisations of n × n.
+    The length ℓ is the likeliest of 16 under the scores. Cost: 16 factorisations of n × n.
     """
     spread = scores.std()
     y = (scores - scores.mean()) / (spread if spread > 0 else 1.0)
@@ -183,7 +184,7 @@ def fit(points: Array, scores: Array, noise: float) -> Posterior:
 
 
 def next_point(posterior: Posterior, dims: int, random: np.random.Generator) -> Array:
-    """Of 2048 points of the box the one whose expected improvement over the best mean is the largest, (d,)."""
+    """The one of 2048 points of the box with the largest expected improvement over the best mean, (d,)."""
     candidates = random.random((_CANDIDATES, dims))
     mean, deviation = posterior.at(candidates)
     best = posterior.at(posterior.points)[0].max()

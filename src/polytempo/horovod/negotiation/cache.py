@@ -16,7 +16,7 @@ class CachedRequests(NamedTuple):
 
     agreed: Agreement
     requests: dict[int, TensorRequest]
-    """By rank; ranks that had joined are not among them."""
+    """The requests by rank; ranks that had joined are not among them."""
 
 
 class ResponseCache:
@@ -31,9 +31,9 @@ class ResponseCache:
         self._entries: OrderedDict[int, CachedRequests] = OrderedDict()
         self._slots: dict[tuple[int, str], int] = {}
         self._masks: dict[int, int] = {}
-        """By process set: the slots of its entries, as bits."""
+        """The slots of each process set's entries, as bits."""
         self._gone: dict[int, tuple[int, CachedRequests]] = {}
-        """By slot: the number of the verdicts that say so."""
+        """The number of the verdicts with the eviction, and the entry, by slot."""
         self._free: list[int] = []
         self._next = 0
 
@@ -45,15 +45,15 @@ class ResponseCache:
         return self._masks.get(process_set, 0)
 
     def slot(self, key: tuple[int, str]) -> int | None:
-        """Where the entry of that set and name is."""
+        """The slot of the entry of that set and name."""
         return self._slots.get(key)
 
     def entry(self, slot: int) -> CachedRequests:
-        """The entry at `slot`, or the one that has given way there."""
+        """The entry at `slot`, or the evicted entry there."""
         return self._entries[slot] if slot in self._entries else self._gone[slot][1]
 
     def has_all(self, bits: int) -> bool:
-        """Whether no entry at these slots has given way."""
+        """True if no entry at these slots was evicted."""
         return not (self._gone and any(bits >> slot & 1 for slot in self._gone))
 
     def use(self, slot: int) -> Agreement:
@@ -79,7 +79,7 @@ class ResponseCache:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are more entries than the capacity."""
+        """True if there are more entries than the capacity."""
         return len(self._entries) > self._capacity
 
     def overflow(self, number: int, in_use: int) -> list[int]:
@@ -93,7 +93,7 @@ class ResponseCache:
         return chosen
 
     def drop_set(self, process_set: int, number: int) -> list[int]:
-        """All of a process set's slots, which give way with verdicts `number`."""
+        """All slots of a process set, which are evicted with verdicts `number`."""
         chosen = list(slots_of(self.mask(process_set)))
         for slot in chosen:
             self._retire(slot, number)
@@ -107,7 +107,7 @@ class ResponseCache:
         self._gone[slot] = (number, entry)
 
     def seen_by_all(self, number: int) -> None:
-        """All ranks have seen the verdicts up to `number`: what gave way with them can be forgotten."""
+        """All ranks have seen the verdicts up to `number`: entries evicted with them can be forgotten."""
         if not self._gone:
             return
         for slot in [slot for slot, (gone, _) in self._gone.items() if gone <= number]:

@@ -1,10 +1,10 @@
-"""`NegotiationCoordinator`: decides which operations all ranks perform, and in which order. A machine without I/O.
+"""`NegotiationCoordinator`: decides the operations of all ranks, and their order. A machine without I/O.
 
     ranks submit names in any order ──▶ a name that all ranks of its process set have submitted is ready
                                         ready all-reduces are fused ──▶ verdicts, to all ranks the same
 
-The first time, ranks submit a name with all that is to be known of it; the answer gives it a slot of a cache. From
-then on they submit one bit, and what is ready is the bitwise AND of the members' bits.
+The first time, ranks submit a name with all that is to be known of it; the answer gives it a slot of a cache. From then
+on they submit one bit, and the bitwise AND of the members' bits is ready.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from polytempo.horovod.negotiation.message import (
 
 @dataclass
 class StallLimits:
-    """After how many seconds such a name is warned of, and ends the negotiation. 0: never."""
+    """The seconds after which a partly submitted name causes a warning, and the end of the negotiation. 0: never."""
 
     warn_s: float = 60.0
     end_s: float = 300.0
@@ -50,18 +50,19 @@ class PartlySubmitted:
     warned: bool = False
 
     def is_over(self, now_s: float, limits: StallLimits) -> bool:
-        """Whether the others had time enough."""
+        """True if the others had time enough."""
         return 0 < limits.end_s <= now_s - self.since_s
 
     def to_warn(self, now_s: float, limits: StallLimits) -> bool:
-        """Whether it is time for the warning, which comes once."""
+        """True when the warning is due, which comes once."""
         due = not self.warned and 0 < limits.warn_s <= now_s - self.since_s
         self.warned |= due
         return due
 
 
 def description(name: str, there: Sequence[int], missing: Sequence[int], seconds: float, elsewhere: str) -> str:
-    """Who has submitted `name` and who has not. `elsewhere`: other process sets in which the same name waits."""
+    """The ranks that have submitted `name`, and the ones that have not. `elsewhere`: other process sets with the same
+    name waiting."""
     return (
         f"tensor {name!r} was submitted by ranks {list(there)} and not by ranks {list(missing)} for {seconds:.0f} s; "
         f"all ranks of a process set must submit the same names{elsewhere}"
@@ -72,7 +73,7 @@ _Key = tuple[int, str]
 
 
 class NegotiationCoordinator:
-    """See the module. `process_sets`: their ranks by number, without the set of all ranks, whose number is 0.
+    """See the module. `process_sets`: their ranks by number, without the set of all ranks, which has number 0.
 
     Cost of a warm name with N ranks: one bit from each, and N - 1 operations on bit vectors for all that are ready.
     """
@@ -98,7 +99,7 @@ class NegotiationCoordinator:
         self._stalls = stalls or StallLimits()
         self._cache = ResponseCache(cache_capacity)
         self._asked = [0] * size
-        """By rank: the slots that it has submitted and that are not ready yet, as bits."""
+        """The slots that each rank has submitted and that are not ready yet, as bits."""
         self._pending: dict[_Key, dict[int, TensorRequest]] = {}
         """Requests that were spelled out, by rank."""
         self._partly: dict[_Key, PartlySubmitted] = {}
@@ -110,7 +111,7 @@ class NegotiationCoordinator:
     # ------------------------------------------------------------------ events
 
     def receive(self, rank: int, word: Word) -> Verdicts | None:
-        """A rank has said something. What all ranks are to be told, if anything."""
+        """A rank has said something. The message to all ranks, if there is one."""
         if self.closed:
             return None
         if isinstance(word, Farewell):
@@ -126,7 +127,7 @@ class NegotiationCoordinator:
         return self._answer(touched)
 
     def asked(self, rank: int, word: Word) -> list[TensorRequest]:
-        """What a rank asks for with `word`, which `receive` has not had yet. It changes nothing."""
+        """The requests of a rank in `word` that `receive` has not had yet. It changes nothing."""
         if self.closed or isinstance(word, Farewell):
             return []
         cached = (self._cache.entry(slot).requests for slot in slots_of(int.from_bytes(word.bits, "little")))
@@ -168,7 +169,7 @@ class NegotiationCoordinator:
         elsewhere = f"; the same name waits in process sets {others} of ranks {[self.sets[o] for o in others]}"
         return description(name, there[key], missing, seconds, elsewhere if others else "")
 
-    # ------------------------------------------------------------------ what is asked for
+    # ------------------------------------------------------------------ requests
 
     def _ask(self, rank: int, bits: int, touched: list[_Key]) -> None:
         """`rank` asks for slots again. Where others ask for such a name in other words, it is spelled out, too."""
@@ -197,7 +198,7 @@ class NegotiationCoordinator:
                     requests[other] = self._cache.entry(slot).requests[other]
         touched.append(key)
 
-    # ------------------------------------------------------------------ what is ready
+    # ------------------------------------------------------------------ ready names
 
     def _answer(self, keys: Sequence[_Key]) -> Verdicts | None:
         verdicts: list[Verdict] = []
@@ -245,7 +246,8 @@ class NegotiationCoordinator:
         return ready
 
     def _cold(self, key: _Key, verdicts: list[Verdict]) -> Agreement | None:
-        """The agreement of what was spelled out, once all members have; None, and perhaps a refusal, otherwise."""
+        """The agreement of spelled-out requests, once all members have sent them; None, and perhaps a refusal,
+        otherwise."""
         requests, ranks = self._pending[key], self.sets.get(key[0], ())
         if any(rank not in requests and rank not in self._joined for rank in ranks):
             return None
@@ -267,7 +269,7 @@ class NegotiationCoordinator:
     # ------------------------------------------------------------------ process sets
 
     def _refused_set(self, request: TensorRequest) -> str:
-        """Why a process set cannot be added or removed."""
+        """The reason why a process set cannot be added or removed."""
         if request.kind == "add_set":
             ranks = request.numbers
             if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
@@ -279,7 +281,7 @@ class NegotiationCoordinator:
         return ""
 
     def _remove_set(self, number: int, verdicts: list[Verdict]) -> None:
-        """Forget a process set. What waits in it is refused before: ranks know the set until it is removed."""
+        """Forget a process set. Requests that wait in it are refused before: ranks know the set until it is removed."""
         del self.sets[number]
         names = [name for other, name in self._pending if other == number]
         slots = self._cache.drop_set(number, self._number + 1)

@@ -22,7 +22,7 @@ _COMPARED: tuple[tuple[str, Callable[[TensorRequest], object]], ...] = (
 
 
 def refusal(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
-    """Why the requests of all of `ranks` cannot be performed, naming tensor and ranks; "" where they can."""
+    """The reason why the requests of all of `ranks` cannot be performed, naming tensor and ranks; "" if they can."""
     first = requests[min(requests)]
     for what, read in _COMPARED:
         if problem := _differs(requests, what, read):
@@ -44,7 +44,7 @@ def refusal(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> str:
 
 
 def with_joined(request: TensorRequest, joined: Sequence[int]) -> str:
-    """Why a request cannot be performed while ranks have joined; "" where it can."""
+    """The reason why a request cannot be performed while ranks have joined; "" if it can."""
     if request.kind in _JOINABLE and request.op != "adasum" and not request.codec:
         return ""
     what = "adasum" if request.op == "adasum" else request.codec or request.kind
@@ -52,7 +52,7 @@ def with_joined(request: TensorRequest, joined: Sequence[int]) -> str:
 
 
 def agreement(requests: Mapping[int, TensorRequest], ranks: Sequence[int]) -> Agreement:
-    """What all ranks perform."""
+    """The operation that all ranks perform."""
     first = requests[min(requests)]
     sizes: tuple[tuple[int, ...], ...] = ()
     if first.kind == "allgather":
@@ -104,9 +104,9 @@ def num_bytes(request: TensorRequest) -> int:
 
 def fused(agreements: Sequence[Agreement], most_bytes: int, *, groups_too: bool = True) -> list[list[Agreement]]:
     """Groups, in the order of their first members. All-reduces that have dtype, device, operation, process set and
-    factors in common share a group as long as it has at most `most_bytes`. Adasum weighs each tensor by itself, and is
-    not fused, nor is what a codec encodes, whose residuals and draws would follow from what happens to be fused.
-    `groups_too`: whether what the program has grouped is fused with others.
+    factors in common share a group as long as it has at most `most_bytes`. Adasum weighs each tensor alone, and is not
+    fused. Nor are tensors under a codec: residuals and draws would depend on the other tensors. `groups_too`: True to
+    fuse the program's groups with others.
     """
     if len(agreements) == 1:
         return [list(agreements)]

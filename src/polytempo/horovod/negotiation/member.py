@@ -20,7 +20,7 @@ from polytempo.horovod.negotiation.message import (
 
 
 class DuplicateName(ValueError):
-    """A rank submits a name under which it waits already."""
+    """A rank submits a name that it has already submitted and that still waits."""
 
 
 class ToPerform(NamedTuple):
@@ -30,7 +30,7 @@ class ToPerform(NamedTuple):
 
 
 class ToFail(NamedTuple):
-    """What this rank has submitted under a name cannot be performed."""
+    """This rank's operation under a name cannot be performed."""
 
     key: tuple[int, str]
     reason: str
@@ -52,9 +52,9 @@ ToDo = ToPerform | ToFail | ToEnd | ToTune
 
 
 class NegotiationMember:
-    """What rank `rank` has submitted and not yet got, and the cache as the coordinator told it.
+    """The submissions of rank `rank` without a result yet, and the cache as the coordinator described it.
 
-    `waiting` has the keys of what was submitted and has come to no end; who performs takes them out by `finish`.
+    `waiting` has the keys of submissions without an end; the performer removes them by `finish`.
     """
 
     def __init__(self, rank: int, size: int, process_sets: Mapping[int, Sequence[int]] | None = None) -> None:
@@ -65,7 +65,7 @@ class NegotiationMember:
         self.closed = ""
         self._cache: dict[int, Agreement] = {}
         self._own: dict[tuple[int, str], tuple[int, TensorRequest]] = {}
-        """By key: its slot, and what this rank had asked for."""
+        """The slot by key, and this rank's request."""
         self._submitted: dict[tuple[int, str], TensorRequest] = {}
         self._bits = 0
         self._requests: list[TensorRequest] = []
@@ -96,11 +96,11 @@ class NegotiationMember:
 
     @property
     def has_to_say(self) -> bool:
-        """Whether `flush` would say something."""
+        """True if `flush` would return a message."""
         return bool(self._bits or self._requests)
 
     def flush(self) -> Submission | None:
-        """What was asked for since the last time."""
+        """The requests since the last call."""
         bits, requests = self._bits, self._requests
         if not bits and not requests:
             return None
@@ -108,7 +108,7 @@ class NegotiationMember:
         return Submission(self._seen, bits.to_bytes((bits.bit_length() + 7) // 8, "little"), tuple(requests))
 
     def receive(self, told: Verdicts) -> list[ToDo]:
-        """The coordinator has decided. What is to be done, in this order."""
+        """The coordinator has decided. The steps to do, in this order."""
         assert told.number == self._seen + 1, f"verdicts {told.number} after {self._seen}"
         self._seen = told.number
         todo: list[ToDo] = []
@@ -139,7 +139,7 @@ class NegotiationMember:
         request = agreed.request
         if agreed.slot >= 0:
             self._cache[agreed.slot] = agreed
-            self._own.pop(request.key, None)  # a rank that has joined has not asked, whatever it asked for before
+            self._own.pop(request.key, None)  # a rank that has joined has not asked, even if it asked before
             if (mine := self._submitted.get(request.key)) is not None:
                 self._own[request.key] = (agreed.slot, mine)
         if request.kind == "add_set":
@@ -149,7 +149,7 @@ class NegotiationMember:
         return agreed
 
     def _forget(self, slots: Sequence[int]) -> None:
-        """What is not said yet of these slots is spelled out: the coordinator may have forgotten them by then."""
+        """Unsent requests for these slots are spelled out: the coordinator may have forgotten them by then."""
         for slot in slots:
             key = self._cache.pop(slot).request.key
             own = self._own.pop(key, None)

@@ -1,4 +1,4 @@
-"""What ranks and the coordinator of a negotiation say to each other, as plain data.
+"""Messages between ranks and the coordinator of a negotiation, as plain data.
 
 rank ──Submission──▶ coordinator      what it asks for: bits of what is cached, whole requests of what is not
      ──Farewell────▶                  it shuts down
@@ -20,7 +20,7 @@ WHOLE = 0
 
 
 class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank asks for under a name. A grouped operation is one request with several tensors."""
+    """The request of one rank under a name. A grouped operation is one request with several tensors."""
 
     name: str
     kind: Kind
@@ -29,22 +29,22 @@ class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
     op: str = ""
     """Of a reduction: "sum", "average", "min", "max", "product" or "adasum"."""
     root: int = -1
-    """Of a broadcast: the rank, in the world."""
+    """The root's rank in the world, for a broadcast."""
     process_set: int = WHOLE
     prescale: float = 1.0
     postscale: float = 1.0
     numbers: tuple[int, ...] = ()
     """This rank's splits of an "alltoall"; the ranks of "add_set"; the process set of "remove_set"."""
     codec: str = ""
-    """By which codec the tensors of an all-reduce travel; "": as they are."""
+    """The codec of an all-reduce's tensors; "": none."""
     lasting: bool = True
-    """Whether the name will come again, so that it is worth a place in the cache."""
+    """True if the name will come again, so that it deserves a place in the cache."""
     device: str = "cpu"
     """Where the tensors are: "cpu" or "cuda"."""
 
     @property
     def key(self) -> tuple[int, str]:
-        """What the request is matched by."""
+        """The key by which requests are matched."""
         return self.process_set, self.name
 
 
@@ -52,12 +52,12 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     """A request that all ranks of its process set have made: all that a rank needs to take part in it."""
 
     request: TensorRequest
-    """As the lowest rank made it, without its `numbers`."""
+    """The request of the lowest rank, without its `numbers`."""
     sizes: tuple[tuple[int, ...], ...] = ()
-    """By rank of the set: the first dimensions of an "allgather", the splits of an "alltoall". Of "join" the last
+    """The first dimensions of an "allgather", or the splits of an "alltoall", by rank of the set. Of "join" the last
     rank, of "add_set" the new set's number."""
     slot: int = -1
-    """Its place in every rank's cache from now on; -1: none."""
+    """The place in every rank's cache from now on; -1: none."""
 
 
 class Perform(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -67,7 +67,7 @@ class Perform(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The ranks of the set have asked for different things, or for what cannot be: an error on each of them."""
+    """The ranks of the set have made different or impossible requests: an error on each of them."""
 
     process_set: int
     name: str
@@ -104,7 +104,7 @@ class Verdicts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submission(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What a rank asks for."""
+    """The requests of a rank."""
 
     seen: int
     """The last number of `Verdicts` that the rank has seen."""
@@ -120,4 +120,4 @@ class Farewell(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 Word = Submission | Farewell
-"""What a rank says."""
+"""A message of a rank."""

@@ -97,7 +97,7 @@ class SetTransport:
             tensor.copy_(view)
 
     def transformed(self, transform: Transform, bundle: Bundle, state: State) -> tuple[Bundle, State]:
-        """What a transform of gradients answers here, where all ranks count the same, and its next state."""
+        """The answer of a transform of gradients here, with equal weights of all ranks, and its next state."""
         if self._world is None:
             self._world = ProcessWorld(self.position, [0] * self.size, group=self._group)
         answer, after = self._world.drive(transform.apply(self._world.port, bundle, state))
@@ -105,7 +105,7 @@ class SetTransport:
         return answer, after
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
-        """`tensor`, contiguous, becomes that of world rank `root`."""
+        """`tensor`, contiguous, receives the values of world rank `root`."""
         if self._group is not None and tensor.numel():
             options = BroadcastOptions()
             options.rootRank, options.asyncOp = self.ranks.index(root), False

@@ -3,9 +3,9 @@
 The UNIX socket is a file in a private folder, so other users cannot connect to it. Over TCP anyone can: a connection
 counts once it has sent the token from the store, delays no other before, and is closed where there are many of them.
 
-One thread at a time waits; any thread may send, and `interrupt` lets the one that waits return. Nothing blocks but
-`wait`: what a socket does not take at once is left to a thread, which also sends while the program is in a collective
-that other ranks join only when they have the whole message.
+One thread at a time waits; any thread may send, and `interrupt` wakes the waiting thread. Nothing blocks but `wait`:
+bytes that a socket does not take immediately are left to a thread, which also sends while the program is in a
+collective that other ranks join only when they have the whole message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CREDENTIALS = struct.Struct("iII")
 """Process, user and group at the other end of a UNIX socket, as Linux tells them."""
 _SLICE_S = 0.1
 _SPIN_S = 100e-6
-"""How long `wait` looks again and again before it lets the kernel wake it."""
+"""`wait` looks again and again for so long before it lets the kernel wake it."""
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class RankLink:
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
         self._space = memoryview(bytearray(_READ_BYTES))
-        """What has just been received; only the thread that waits uses it."""
+        """The bytes that have just been received; only the waiting thread uses them."""
         self._unsent = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -141,7 +141,7 @@ class RankLink:
             self._ring.send(b"x")
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Send what is kept, at most for so long, and close."""
+        """Send the remaining bytes, at most for so long, and close."""
         until_s = time.monotonic() + linger_s
         while any(peer.going for peer in self._peers.values()) and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -184,7 +184,7 @@ class RankLink:
         while len(peer.coming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(peer.coming)
             if length > MOST_BYTES:
-                count = 0  # no rank sends that: what follows cannot be told apart
+                count = 0  # no rank sends that: the rest cannot be read
                 break
             if len(peer.coming) < _LENGTH.size + length:
                 break
@@ -240,7 +240,7 @@ def _listening(address: str, size: int, listening: ExitStack) -> tuple[socket.so
         home = listening.enter_context(ScratchFolder())
         folder = os.open(home.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         listening.callback(os.close, folder)
-        where = f"/proc/{os.getpid()}/fd/{folder}/link"  # short, whatever TMPDIR is, and the same in any container
+        where = f"/proc/{os.getpid()}/fd/{folder}/link"  # short, with any TMPDIR, and the same in any container
         listener = listening.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(where)
         listener.listen(size)
@@ -263,7 +263,7 @@ class _Guests:
             one.close()
 
     def greeted(self, timeout_s: float) -> _Ends:
-        """(rank, connection) of those that have greeted; waits for the first news, which may be no greeting."""
+        """(rank, connection) of each new greeting; waits for the first news, which may not be a greeting."""
         ready = select.poll()
         for one in (self._listener, *self._said):
             ready.register(one, select.POLLIN)
@@ -303,7 +303,7 @@ class _Guests:
 
 
 def _is_own(one: socket.socket) -> bool:
-    """Whether a process of this user is at the other end, where the kernel says so."""
+    """True if a process of this user is at the other end, as far as the kernel knows."""
     if sys.platform != "linux" or one.family != socket.AF_UNIX:
         return True
     _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -28,22 +28,23 @@ class HorovodInternalError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """`tensors`: what goes in, detached; `outputs`: what is overwritten; the operation makes it where it is empty."""
+    """`tensors`: the inputs, detached; `outputs`: overwritten tensors; the operation makes them if the list is
+    empty."""
 
     request: TensorRequest
     tensors: list[Tensor]
     outputs: list[Tensor]
     exchange: CodecExchange | None = None
-    """By which an all-reduce with a codec is performed."""
+    """The exchange of an all-reduce with a codec."""
     done: bool = False
     error: str = ""
     answer: Any = None
-    """Besides the outputs: received splits, the last rank that joined, a process set's number."""
+    """A further result: received splits, the last rank that joined, a process set's number."""
     order: DeviceOrder | None = None
-    """Of an operation on tensors on CUDA."""
+    """The order of an operation on tensors on CUDA."""
 
     def result(self) -> None:
-        """Raise what went wrong. On CUDA the caller's stream waits for the outputs, not the caller."""
+        """Raise the operation's error. On CUDA the caller's stream waits for the outputs, not the caller."""
         if self.error:
             raise HorovodInternalError(self.error)
         if self.order is not None:
@@ -51,7 +52,7 @@ class Operation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the outputs are there, or never will be."""
+        """True if the outputs are there, or never will be."""
         return self.done and (bool(self.error) or self.order is None or self.order.is_over)
 
 
@@ -64,7 +65,7 @@ class DeviceOrder:
         self._over: Any = None
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """What is performed from here on, on the stream that is current now, finds the tensors as they were given."""
+        """Later work on the current stream finds the tensors as they were given."""
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._given)
         for tensor in tensors:
@@ -76,11 +77,11 @@ class DeviceOrder:
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has done it."""
+        """True if the device has done it."""
         return self._over is not None and bool(self._over.query())
 
     def give(self, outputs: Iterable[Tensor]) -> None:
-        """What comes on the stream that is current now finds the outputs."""
+        """Later work on the current stream finds the outputs."""
         stream = torch.cuda.current_stream(self.device)
         if self._over is not None:
             stream.wait_event(self._over)
@@ -90,7 +91,7 @@ class DeviceOrder:
 
 @contextmanager
 def in_order(asked: Sequence[tuple[DeviceOrder, Sequence[Tensor]]]) -> Iterator[None]:
-    """What is performed inside comes after all that was given, and before all that is answered. On one device."""
+    """The work inside comes after all given tensors, and before all answers. On one device."""
     with torch.cuda.device(asked[0][0].device):
         for order, tensors in asked:
             order.begin(tensors)

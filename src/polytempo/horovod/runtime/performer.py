@@ -1,4 +1,4 @@
-"""`Performer`: performs what the negotiation has decided, one after the other, in the same order on every rank."""
+"""`Performer`: performs the negotiated operations in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeTransport = Callable[[int, Sequence[int]], SetTransport]
 
 
 class Performer:
-    """Rank `rank`'s. `sets`: the process sets that there are; `make` makes the transport of one that has this rank."""
+    """Rank `rank`'s. `sets`: the existing process sets; `make` makes the transport of a set that has this rank."""
 
     def __init__(self, rank: int, sets: Mapping[int, Sequence[int]], make: MakeTransport) -> None:
         self._rank, self._make = rank, make
@@ -145,7 +145,7 @@ def _by_dtype(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def zeros(request: TensorRequest, cuda: int = -1) -> list[Tensor]:
-    """What a rank brings that has joined; on CUDA on device `cuda`, -1: the current one."""
+    """The contribution of a rank that has joined; on CUDA on device `cuda`, -1: the current one."""
     device = torch.device(request.device, cuda) if request.device == "cuda" and cuda >= 0 else request.device
     pairs = zip(request.shapes, request.dtypes, strict=True)
     return [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
@@ -154,7 +154,7 @@ def zeros(request: TensorRequest, cuda: int = -1) -> list[Tensor]:
 def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
     """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor.
 
-    Large ones travel by themselves: copying them to others and back would cost more than an operation of their own.
+    Large ones travel alone: copying them to others and back would cost more than an operation of their own.
     """
     small: list[Tensor] = []
     for tensor in tensors:
@@ -192,7 +192,7 @@ def _reduce_as_one_(transport: SetTransport, tensors: Sequence[Tensor], request:
 def reduce_encoded_(
     transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, exchange: CodecExchange
 ) -> None:
-    """As `reduce_together_`, for sums and averages, by a codec."""
+    """Like `reduce_together_`, for sums and averages, by a codec."""
     for tensor in tensors:
         scale_(tensor, request.prescale)
     exchange.average_(transport, {f"{request.name}.{place}": tensor for place, tensor in enumerate(tensors)})
@@ -212,7 +212,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
 
 
 def scattered_rows(rows: int, size: int) -> list[int]:
-    """How many rows of a reduce-scatter each rank gets: the first ones one more, where they cannot be equal."""
+    """The rows of a reduce-scatter that each rank gets: the first ones one more, if they cannot be equal."""
     return [rows // size + (place < rows % size) for place in range(size)]
 
 

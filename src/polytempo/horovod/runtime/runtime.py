@@ -33,8 +33,8 @@ _HEADER = "hierarchical_allreduce,hierarchical_allgather,cache_enabled,cycle_tim
 
 class Tuning:
     """`log`: where a line for each score goes, as Horovod writes it: the threshold in MiB, the score in bytes a
-    microsecond, the best setting last. `facts`: what Horovod tunes besides and this library does not: the columns
-    before. Errors: OSError where the file cannot be made."""
+    microsecond, the best setting last. `facts`: the columns before, for settings that Horovod tunes and this library
+    does not. Errors: OSError where the file cannot be made."""
 
     def __init__(self, tuner: Autotuner, log: str, facts: Sequence[bool]) -> None:
         self._tuner, self._log = tuner, Path(log) if log else None
@@ -43,7 +43,7 @@ class Tuning:
             self._log.write_text(_HEADER, encoding="utf-8")
 
     def performed(self, agreements: Sequence[Agreement], now_s: float) -> TunedSettings | None:
-        """What is to hold from now on, where that changes."""
+        """The new settings, if they change."""
         requests = [agreed.request for agreed in agreements if agreed.request.shapes]
         tuned = self._tuner.performed([each.name for each in requests], sum(map(num_bytes, requests)), now_s)
         rows, self._tuner.rows = self._tuner.rows, []
@@ -61,14 +61,14 @@ class Tuning:
 
 
 _GRACE_S = 0.002
-"""How long after the program's last wait the thread leaves the listening to it."""
+"""The thread begins to listen so long after the program's last wait."""
 _REST_S = 0.01
-"""How long the thread rests before it looks again whether the program still waits."""
+"""The thread rests for so long before it looks again whether the program still waits."""
 _SLICE_S = 0.1
 _TICK_S = 0.25
 _TRACE = LEVELS["trace"]
 _MARGIN_S = 10.0
-"""How long `close` waits for another thread that performs something."""
+"""`close` waits for so long for another thread that performs something."""
 
 Perform = Callable[[Sequence[Agreement], Sequence[Operation | None]], None]
 
@@ -100,9 +100,9 @@ class Runtime:
         self._operations: dict[tuple[int, str], Operation] = {}
         self._todo: deque[ToDo] = deque()
         self._lock = threading.Lock()
-        """Of the machines and what lies between them. No thread waits while it holds it."""
+        """The machines and their connections: see the module. No thread waits while it holds it."""
         self._pump = threading.Lock()
-        """Of the thread that listens and performs."""
+        """The state of the thread that listens and performs."""
         self.timeline: TimelineFile | None = None
         """Rank 0's, where one is written; see `watch`."""
         self._waiting = 0
@@ -128,7 +128,7 @@ class Runtime:
             self._link.interrupt()
 
     def wait(self, operation: Operation) -> None:
-        """Until it is done. Raises what went wrong."""
+        """Until it is done. Raises the operation's error."""
         self._waiting += 1
         until_s = time.monotonic() + self._limit_s if self._limit_s else float("inf")
         try:
@@ -149,7 +149,7 @@ class Runtime:
         operation.result()
 
     def done(self, operation: Operation) -> bool:
-        """Whether it is done, well or not."""
+        """True once it is done, well or not."""
         if not operation.done and self._pump.acquire(blocking=False):
             try:
                 self._turn(0.0, flush=True)
@@ -160,14 +160,14 @@ class Runtime:
         return operation.done
 
     def close(self, reason: str = "") -> None:
-        """Perform what is decided, tell the others, and end the thread. What is still asked for is an error."""
+        """Perform the agreed operations, tell the others, and end the thread. Remaining requests are errors."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._link.interrupt()
         ended(self._thread)
         if not self._pump.acquire(timeout=_MARGIN_S):
-            return  # another thread performs what does not end: it ends with the process
+            return  # another thread performs an endless operation: it ends with the process
         try:
             self._turn(0.0, flush=True)
             self._leave(reason)
@@ -189,14 +189,14 @@ class Runtime:
                 self._receive(self._coordinator, 0, farewell)
 
     def watch(self, timeline: TimelineFile | None) -> None:
-        """Tell `timeline` what happens from now on; the one before it is closed. On ranks but 0 it has no use."""
+        """Report events to `timeline` from now on; the timeline before it is closed. On ranks but 0 it has no use."""
         with self._lock:
             before, self.timeline = self.timeline, timeline
         if before is not None:
             before.close()
 
     def phase(self, name: str) -> None:
-        """A part of what is performed now begins."""
+        """A phase of the current operation begins."""
         if self.timeline is not None:
             self.timeline.phase(name)
 
@@ -212,7 +212,7 @@ class Runtime:
                 self._turn(max(left_s, 0.0), flush=left_s <= 0)
 
     def _turn(self, timeout_s: float, *, flush: bool, spin: bool = False) -> None:
-        """Say what is to be said, hear what has come, or comes in time, and perform what is decided."""
+        """Send requests, receive verdicts, also those that come in time, and perform the agreed operations."""
         if flush:
             self._flush()
         if not self._todo:
@@ -248,7 +248,7 @@ class Runtime:
             else:
                 self._receive(self._coordinator, rank, _WORDS.decode(message))
         except msgspec.MsgspecError as error:
-            self._todo.append(ToEnd(f"rank {rank} has sent what no rank of this version sends: {error}"))
+            self._todo.append(ToEnd(f"rank {rank} has sent a message that no rank of this version sends: {error}"))
 
     def _receive(self, coordinator: NegotiationCoordinator, rank: int, word: Word) -> None:
         if self.timeline is not None:

@@ -27,15 +27,14 @@ from polytempo.interop.backend.process_group import has_spare_core
 from polytempo.worlds import ProcessWorld
 
 _MARGIN_S = 30.0
-"""How much longer than the negotiation's own deadline a rank waits for rank 0."""
+"""A rank waits so much longer for rank 0 than the negotiation's own deadline."""
 
 
 class Session:
-    """This process negotiates with all ranks of `world`: that of a new process group, or its launcher's (`init`).
+    """This process negotiates with all ranks of `world`, which is a new process group's or its launcher's (`init`).
 
     `process_sets`: their ranks by number, from 1. `number`: one for each session over the same store. All ranks begin
-    it together and give the same; `look` is called while
-    they wait for each other, and may raise.
+    it together and give the same; `look` is called while they wait for each other, and may raise.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class Session:
         rank, size = self.world.rank, self.world.size
         store = _store(number)
         self.unnamed: Counter[tuple[int, str]] = Counter()
-        """How many operations without a name have been submitted, by process set and kind."""
+        """The number of submitted operations without a name, by process set and kind."""
         self.hosts = self.world.port.hosts
         hosts = len(set(self.hosts))
         self.overlaps = hosts > 1 or has_spare_core(size)
-        """Whether operations can go on while the program computes: on other hosts, or on a core that is to spare."""
+        """True if operations can go on while the program computes: on other hosts, or on a spare core."""
         self.member = NegotiationMember(rank, size, process_sets)
 
         def make(number: int, ranks: Sequence[int]) -> SetTransport:
@@ -129,7 +128,7 @@ def _store(number: int) -> Store:
 
 
 def _own_address() -> str:
-    """Where ranks of other hosts reach this one: the address from which it reaches the launcher's meeting point."""
+    """The address of this rank for other hosts: the one from which it reaches the launcher's meeting point."""
     place = recognise(os.environ)
     address = place.master_address or os.environ.get("MASTER_ADDR")
     if not address:

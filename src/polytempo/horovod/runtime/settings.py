@@ -16,12 +16,12 @@ DYNAMIC = "DYNAMIC"
 
 
 class HorovodSettings(NamedTuple):
-    """How operations are negotiated. All ranks have the same; rank 0's count."""
+    """The settings of a negotiation. All ranks have the same; rank 0's count."""
 
     fusion_bytes: int = 128 << 20
     """HOROVOD_FUSION_THRESHOLD: the most bytes of all-reduces that become one; 0: none do."""
     fuse_groups: bool = True
-    """Whether grouped all-reduces are fused with others; not with HOROVOD_DISABLE_GROUP_FUSION=1."""
+    """True to fuse grouped all-reduces with others; not with HOROVOD_DISABLE_GROUP_FUSION=1."""
     cycle_s: float = 0.001
     """HOROVOD_CYCLE_TIME, there in milliseconds: how long names wait for others, to be submitted together."""
     cache_capacity: int = 1024
@@ -37,7 +37,7 @@ class HorovodSettings(NamedTuple):
     log_level: str = ""
     """HOROVOD_LOG_LEVEL, one of `LEVELS`; "": as Python's logging is set up."""
     log_time: bool = True
-    """Whether lines of the log begin with the time; not with HOROVOD_LOG_HIDE_TIME=1."""
+    """True to begin lines of the log with the time; not with HOROVOD_LOG_HIDE_TIME=1."""
     autotune: AutotuneOptions | None = None
     """HOROVOD_AUTOTUNE=1, and its options. A threshold and a cycle time that are set are not tuned."""
     autotune_log: str = ""
@@ -45,17 +45,17 @@ class HorovodSettings(NamedTuple):
 
     @property
     def stalls(self) -> StallLimits:
-        """The times after which a name that only some ranks submit is warned of, and ends everything."""
+        """The times after which a partly submitted name causes a warning, and the end."""
         return StallLimits(self.warn_s, self.end_s)
 
     @property
     def tuned(self) -> TunedSettings:
-        """What the autotuner begins with."""
+        """The autotuner's first settings."""
         return TunedSettings(self.fusion_bytes, self.cycle_s)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> HorovodSettings:
-        """ValueError, naming the variable, for what is no number or below 0, and for a level that is none."""
+        """ValueError, naming the variable, for text that is not a number or is below 0, and for an unknown level."""
         default = cls()
         level = environ.get("HOROVOD_LOG_LEVEL", "").lower()
         if level and level not in LEVELS:

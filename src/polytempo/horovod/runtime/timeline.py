@@ -1,4 +1,4 @@
-"""`TimelineFile`: what is negotiated and performed, when, as a trace that Chrome and Perfetto show. Rank 0 writes it.
+"""`TimelineFile`: negotiations and operations over time, as a trace for Chrome and Perfetto. Rank 0 writes it.
 
 each tensor is a row   |-NEGOTIATE_ALLREDUCE------|-ALLREDUCE------------------------------------------|
                          0      1  (ranks ready)    MEMCPY_IN_FUSION_BUFFER  SHARED_ALLREDUCE  MEMCPY_OUT…
@@ -22,7 +22,7 @@ from polytempo.worlds.process.threads import ended
 _LOG = logging.getLogger("polytempo.horovod")
 _WRITE_EVERY_S = 0.25
 _MOST_EVENTS = 1 << 20
-"""So many may wait to be written; what comes beyond is left out, and counted."""
+"""So many may wait to be written; further ones are left out, and counted."""
 
 _Key = tuple[int, str]
 
@@ -30,8 +30,8 @@ _Key = tuple[int, str]
 class TimelineFile:
     """A file that is a JSON array of trace events whenever nothing is being written to it, and after `close`.
 
-    Times are microseconds since it began. A thread writes, so what is told waits for no disk. Names that
-    were submitted before it began are left out. Errors: OSError where the file cannot be made.
+    Times are microseconds since it began. A thread writes, so no event waits for a disk. Names that were submitted
+    before it began are left out. Errors: OSError where the file cannot be made.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class TimelineFile:
         self._events: deque[dict[str, Any]] = deque()
         self._rows: dict[_Key, int] = {}
         self._open: dict[_Key, list[str]] = {}
-        """What is begun and not ended of each tensor, the innermost last."""
+        """The begun events of each tensor without an end, the innermost last."""
         self._agreed: set[_Key] = set()
-        """What is agreed and not performed yet."""
+        """Agreed tensors that are not performed yet."""
         self._early: dict[_Key, list[int]] = {}
         """Ranks that ask for such a name again already."""
         self._performed: list[_Key] = []
@@ -59,7 +59,7 @@ class TimelineFile:
         self._thread = threading.Thread(target=self._write_all, name="polytempo-timeline", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events from the runtime
 
     def ready(self, rank: int, requests: Iterable[TensorRequest]) -> None:
         """Rank 0 has heard that `rank` asks for these."""
@@ -72,7 +72,7 @@ class TimelineFile:
                     self._ready(request.key, request.kind, rank, now)
 
     def cycle(self) -> None:
-        """Rank 0 submits what it has gathered."""
+        """Rank 0 submits its gathered names."""
         if self._mark_cycles:
             with self._lock:
                 self._add({"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g", "pid": 0})
@@ -86,12 +86,12 @@ class TimelineFile:
                 self._agreed.add(request.key)
 
     def refused(self, key: tuple[int, str]) -> None:
-        """Its negotiation is over, and it is not performed."""
+        """The negotiation is over, and the operation is not performed."""
         with self._lock:
             self._end_all(key, self._now())
 
     def begins(self, agreements: Sequence[Agreement]) -> None:
-        """These are performed now, in one."""
+        """These are performed now, as one."""
         with self._lock:
             now = self._now()
             self._performed = [agreed.request.key for agreed in agreements]
@@ -101,7 +101,7 @@ class TimelineFile:
                 self._begin(request.key, request.kind.upper(), now, {**sizes, "fused": len(agreements)})
 
     def phase(self, name: str) -> None:
-        """A part of what is performed begins, and the part before it has ended."""
+        """A phase of the operation begins, and the phase before it has ended."""
         with self._lock:
             now = self._now()
             for key in self._performed:
@@ -121,7 +121,7 @@ class TimelineFile:
             self._performed = []
 
     def close(self) -> None:
-        """Write all that is there; what has not ended ends now."""
+        """Write all events; open ones end now."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -187,7 +187,7 @@ class TimelineFile:
             self._closed.set()
 
     def _write(self) -> None:
-        """What is written replaces the bracket that closes the array."""
+        """New events replace the bracket that closes the array."""
         with self._lock:
             events, self._events = self._events, deque()
         if events:

@@ -1,4 +1,4 @@
-"""`init`, `shutdown`, and what a process can ask about its place."""
+"""`init`, `shutdown`, and a process's questions about its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from polytempo.horovod.torch.process_state import PROCESS, ProcessSet
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the ranks that the launcher has started (torchrun, mpirun, Slurm, Ray, `polytempo.horovod.run`, or none).
 
-    `process_sets` are registered at once; "dynamic", as Horovod has it, is accepted and changes nothing: sets can
+    `process_sets` are registered immediately; "dynamic", as Horovod has it, is accepted and changes nothing: sets can
     always be added. `comm` may name all ranks. Calling it again does nothing. Errors: ValueError.
     """
     if is_initialized():
@@ -44,7 +44,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             session.close()
             raise ValueError(
                 f"a process set has some of the ranks 0 to {size - 1}, each once, and no two sets have the same; got "
-                f"{ranks} besides {taken}"
+                f"{ranks} and {taken}"
             )
         taken.append(ranks)
     if comm is not None and list(comm) != list(range(size)):
@@ -76,7 +76,7 @@ atexit.register(shutdown)
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """True after `init`, until `shutdown`."""
     return PROCESS.session is not None
 
 
@@ -84,7 +84,7 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return PROCESS.opened().world.size
 
 
@@ -94,7 +94,7 @@ def rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks are on this host."""
+    """The number of ranks on this host."""
     return len(_local())
 
 
@@ -104,7 +104,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many hosts have a rank with this `local_rank`."""
+    """The number of hosts that have a rank with this `local_rank`."""
     return len(_cross())
 
 
@@ -114,7 +114,7 @@ def cross_rank() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have equally many ranks."""
+    """True if all hosts have equally many ranks."""
     hosts = PROCESS.opened().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
@@ -129,11 +129,11 @@ def _cross() -> list[int]:
     return [host for host in dict.fromkeys(hosts) if hosts.count(host) > place]
 
 
-# ---------------------------------------------------------------------- what it is made of
+# ---------------------------------------------------------------------- its parts
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """True: between hosts gloo carries what is reduced."""
+    """True: between hosts gloo carries the tensors."""
     return True
 
 
@@ -166,12 +166,12 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether this torch is built with CUDA."""
+    """True if this torch is built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether this torch is built with ROCm."""
+    """True if this torch is built with ROCm."""
     return torch.version.hip is not None
 
 
@@ -189,11 +189,11 @@ def ccl_built() -> bool:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Rank 0 begins to write what is negotiated and performed to `file_path`, for chrome://tracing or Perfetto.
+    """Rank 0 begins to write negotiations and operations to `file_path`, for chrome://tracing or Perfetto.
 
-    One that is being written is ended. `mark_cycles`: also the instants at which rank 0 submits what it has gathered.
-    The other ranks may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`, OSError
-    where the file cannot be made.
+    A timeline that is being written is ended. `mark_cycles`: also the instants at which rank 0 submits its gathered
+    names. The other ranks may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`,
+    OSError where the file cannot be made.
     """
     PROCESS.opened().start_timeline(os.fspath(file_path), mark_cycles)
 
@@ -217,7 +217,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ranks = tuple(added.ranks or ())
     exists = ranks in PROCESS.opened().member.sets.values()
     operation = _begun("add", ranks)
-    if exists:  # the other ranks hear of it, whatever they add
+    if exists:  # the other ranks hear of it, with any set
         raise ValueError(f"there is a process set of ranks {list(ranks)} already; use that, or remove it first")
     added.bind(int(_performed(operation)), ranks, rank())
     PROCESS.sets.append(added)
@@ -225,8 +225,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove it; what still waits in it is an error. All ranks call it. False where it is not registered, or is that
-    of all ranks."""
+    """Remove a process set; operations that still wait in it are errors. All ranks call it. False for a set that is not
+    registered, and for the set of all ranks."""
     number = process_set.process_set_id
     if number is None or number == WHOLE:
         return False

@@ -19,7 +19,7 @@ from polytempo.horovod.torch.process_state import PROCESS, ProcessSet, global_pr
 
 
 class ReductionOp(IntEnum):
-    """How tensors of all ranks become one."""
+    """The operation that makes one tensor of all ranks' tensors."""
 
     AVERAGE = 0
     SUM = 1
@@ -33,7 +33,7 @@ Average = ReductionOp.AVERAGE
 """The mean over the process set's ranks, those included that have joined. Integers are rounded toward zero."""
 Sum = ReductionOp.SUM
 Adasum = ReductionOp.ADASUM
-"""Adds what is orthogonal and averages what is parallel (`polytempo.aggregation.adasum`)."""
+"""Adds orthogonal parts and averages parallel ones (`polytempo.aggregation.adasum`)."""
 Min = ReductionOp.MIN
 Max = ReductionOp.MAX
 Product = ReductionOp.PRODUCT
@@ -52,7 +52,7 @@ def chosen_op(op: int | None, average: bool | None) -> ReductionOp:
 
 
 def check_reducible(tensors: Sequence[Tensor], op: ReductionOp) -> None:
-    """Raise ValueError for what cannot be reduced so."""
+    """Raise ValueError for tensors that the operation cannot reduce."""
     if op is Average or op is Sum:
         return
     for tensor in tensors:
@@ -112,7 +112,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As `allreduce_async`, in place."""
+    """Like `allreduce_async`, in place."""
     chosen, given = chosen_op(op, average), [tensor]
     return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: tensor)
 
@@ -141,7 +141,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As `grouped_allreduce_async`, in place."""
+    """Like `grouped_allreduce_async`, in place."""
     _check_group(tensors)
     chosen, given = chosen_op(op, average), list(tensors)
     return _reduction(given, given, name, chosen, prescale_factor, postscale_factor, process_set, lambda _: given)
@@ -157,23 +157,24 @@ def encoded_allreduce_async(
     *,
     in_place: bool = False,
 ) -> int:
-    """Begin a grouped all-reduce, a sum or an average, by a codec; what is no floating-point number travels as it is.
+    """Begin a grouped all-reduce, a sum or an average, by a codec; tensors of other than floating-point numbers travel
+    unencoded.
 
-    `factors`: before and after. Errors: ValueError for other operations, which are no sums of what wires say.
+    `factors`: before and after. Errors: ValueError for other operations, which are not sums of encoded tensors.
     """
     chosen, given = ReductionOp(op), list(tensors)
     _check_group(given)
     outputs: list[Tensor] = given if in_place else []
     by_codec = exchange if encodable(given) else None
     if by_codec is not None and chosen not in (Average, Sum):
-        raise ValueError(f"{exchange.name} encodes tensors whose sum or average is wanted, not {chosen.name}")
+        raise ValueError(f"{exchange.name} encodes tensors for a sum or an average, not {chosen.name}")
     return _reduction(given, outputs, name, chosen, *factors, process_set, every, by_codec)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin the sum, or the average, of sparse COO tensors. Call what it answers, or `synchronize` it, to wait.
+    """Begin the sum, or the average, of sparse COO tensors. Call the answer, or `synchronize` it, to wait.
 
     All ranks' entries are gathered; the answer holds them uncoalesced.
     """
@@ -194,7 +195,7 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin to concatenate all ranks' tensors along the first dimension, in which alone they may differ."""
+    """Begin to concatenate all ranks' tensors along the first dimension, the only one that may differ."""
     return begin(PROCESS, "allgather", [tensor], name, process_set, only)
 
 
@@ -216,7 +217,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As `broadcast_async`, in place."""
+    """Like `broadcast_async`, in place."""
     return begin(
         PROCESS, "broadcast", [tensor], name, process_set, lambda _: tensor, outputs=[tensor], root=int(root_rank)
     )
@@ -231,8 +232,8 @@ def alltoall_async(
     """Begin to deal the rows: the first `splits[0]` go to the set's first rank, and so on; equal parts without it.
 
     Rows beyond the splits' sum stay. With `splits` the answer is the tensor and the received splits (int32), else the
-    tensor. Errors: ValueError for splits that are no integers, or not one for each rank, or more than there are rows;
-    the other ranks raise `HorovodInternalError` then.
+    tensor. Errors: ValueError for splits that are not integers, not one for each rank, or more than the rows; the other
+    ranks raise `HorovodInternalError` then.
     """
     parts, problem = _parts(tensor, splits, process_set.size())
     answer = only if splits is None else _with_splits
@@ -241,7 +242,7 @@ def alltoall_async(
 
 
 def _parts(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[tuple[int, ...], str]:
-    """How many rows go to each rank, and why they cannot."""
+    """The number of rows for each rank, and the reason if they cannot be split."""
     rows = len(tensor) if tensor.dim() else 0
     if splits is None:
         if rows % size:
@@ -251,7 +252,10 @@ def _parts(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> 
         return (), f"splits are integers in one dimension, got {splits.dtype} of shape {tuple(splits.shape)}"
     parts = tuple(int(number) for number in splits)
     if len(parts) != size or min(parts) < 0 or (tensor.dim() and sum(parts) > rows):
-        return parts, f"{rows} rows cannot be split into {list(parts)}; give {size} numbers whose sum is {rows} at most"
+        return (
+            parts,
+            f"{rows} rows cannot be split into {list(parts)}; give {size} numbers with a sum of {rows} at most",
+        )
     return parts, ""
 
 
@@ -313,8 +317,8 @@ def _scatter(
 def join(device: int = -1) -> int:
     """Wait until all ranks have called `join`; meanwhile bring zeros to the others' all-reduces. The last rank.
 
-    For ranks with fewer batches than others. What other operations the others submit is an error there. `device`: the
-    number of the CUDA device of the zeros for all-reduces on CUDA; -1: the current one.
+    For ranks with fewer batches than others. Other operations of the others are errors there. `device`: the number of
+    the CUDA device of the zeros for all-reduces on CUDA; -1: the current one.
     """
     if device < 0 and torch.cuda.is_initialized():
         device = torch.cuda.current_device()  # another thread may make the zeros

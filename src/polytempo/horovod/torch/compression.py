@@ -1,4 +1,4 @@
-"""`Compression`: what tensors are on their way. Write one of your own as a subclass of `Compressor`.
+"""`Compression`: the form of tensors on their way. Write one of your own as a subclass of `Compressor`.
 
 casts    compress ─▶ sum of what travels ─▶ decompress        `none`, `fp16`, `bf16`, and your own
 codecs   an exchange by `polytempo.compression`, as `pt.attach` makes it: wires that cannot be added are gathered, or
@@ -21,11 +21,11 @@ from polytempo.horovod.runtime.groups import CodecExchange
 
 
 class Compressor:
-    """Two static methods. What `compress` answers is summed over the ranks, then handed to `decompress`."""
+    """Two static methods. The answers of `compress` are summed over the ranks, then handed to `decompress`."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that travels, and what `decompress` needs besides."""
+        """The tensor that travels, and further facts for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
@@ -53,12 +53,12 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """In float16, and the dtype that it had."""
+        """The tensor in float16, and its former dtype."""
         return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """In the dtype that it had."""
+        """The tensor in its former dtype."""
         return tensor.to(ctx)
 
 
@@ -67,16 +67,16 @@ class BF16Compressor(FP16Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """In bfloat16, and the dtype that it had."""
+        """The tensor in bfloat16, and its former dtype."""
         return (tensor.bfloat16() if tensor.is_floating_point() else tensor), tensor.dtype
 
 
 class CodecCompression:
     """A codec of `polytempo.compression` as it is, or called with arguments: `Compression.top_k(0.05)`.
 
-    `DistributedOptimizer` keeps for each gradient what the codec left out, and adds it to the next one, wherever a
-    codec leaves something out for certain (`compression.feedback`); those that are right on average (`qsgd`,
-    `natural`, `terngrad`) go without. `allreduce` forgets it: there the answer is the sum of what wires say.
+    `DistributedOptimizer` keeps for each gradient the part that the codec left out, and adds it to the next one, for
+    codecs that are biased (`compression.feedback`); codecs that are right on average (`qsgd`, `natural`, `terngrad`) go
+    without. `allreduce` forgets it: there the answer is the sum of the encoded tensors.
     """
 
     def __init__(self, make: Callable[..., Codec], arguments: Mapping[str, Any] | None = None) -> None:
@@ -88,15 +88,15 @@ class CodecCompression:
         return CodecCompression(self._make, {name: _plain(value) for name, value in bound.items()})
 
     def codec(self) -> Codec:
-        """The codec. Errors: those of its function, which are TypeError where an argument is missing."""
+        """The codec. Errors: the errors of its function, such as TypeError for a missing argument."""
         return self._make(**(self._arguments or {}))
 
     def single(self) -> CodecExchange:
-        """An exchange of one tensor that has no next one. ValueError for codecs that live from what comes next."""
+        """An exchange of one tensor that has no next one. ValueError for codecs that need a later exchange."""
         codec = self.codec()
         if codec.facts.memory != "none":
             raise ValueError(
-                f"{codec.facts.name} sends later what it does not send now, and an all-reduce has no later; use it in "
+                f"{codec.facts.name} sends the rest of a tensor later, and an all-reduce has no later; use it in "
                 "DistributedOptimizer, or a codec without feedback(…)"
             )
         return CodecExchange(codec)
@@ -117,7 +117,7 @@ _LARGE = torch.empty(1024, 1024, device="meta")
 """A tensor on which a law has to hold."""
 
 AnyCompression = type[Compressor] | CodecCompression
-"""What `compression` can be."""
+"""The types of `compression`."""
 
 
 def _plain(value: Any) -> Any:

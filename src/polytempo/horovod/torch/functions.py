@@ -24,7 +24,7 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite parameters in place by those of rank `root_rank`: `model.state_dict()` or `model.named_parameters()`.
+    """Overwrite parameters in place by rank `root_rank`'s: `model.state_dict()` or `model.named_parameters()`.
 
     A list of tensors will do, such as `list(model.parameters())`: they are matched by their order. Errors: ValueError
     for something else.
@@ -54,8 +54,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks the state and the options (learning rates, …) of rank `root_rank`'s optimizer.
 
-    An optimizer without state gets gradients of zeros, as Horovod gives it; embeddings of `model` whose gradients are
-    sparse get none. LBFGS's history travels, too, which Horovod refuses.
+    An optimizer without state gets gradients of zeros, as Horovod gives it; embeddings of `model` with sparse gradients
+    get none. LBFGS's history travels, too, which Horovod refuses.
     """
     if not optimizer.state and not isinstance(optimizer, SparseAdam):
         sparse = {layer.weight for layer in model.modules() if getattr(layer, "sparse", False)} if model else set()
@@ -76,7 +76,7 @@ def broadcast_object(
 ) -> Any:
     """Rank `root_rank`'s value, on every rank: plain values, tensors and NumPy arrays (`horovod.plain_values`).
 
-    Errors: TypeError, on every rank, for what would need pickle.
+    Errors: TypeError, on every rank, for values that would need pickle.
     """
     label, is_root = name or "object", rank() == root_rank
     data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -97,7 +97,7 @@ def broadcast_object_fn(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """All ranks' values, by rank of the set. Values and errors are those of `broadcast_object`."""
+    """All ranks' values, by rank of the set. Values and errors are the same as in `broadcast_object`."""
     label = name or "object"
     data = _packed(obj)
     sizes = synchronize(allgather_async(torch.tensor([data.numel()]), f"object_sizes.{label}", process_set)).tolist()

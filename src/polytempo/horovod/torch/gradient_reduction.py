@@ -148,7 +148,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 _FIRST_BYTES, _NEXT_BYTES = 1 << 20, 25 << 20
-"""As DistributedDataParallel's buckets."""
+"""The size of DistributedDataParallel's buckets."""
 
 
 class GradientArrivals:
@@ -201,7 +201,7 @@ class GradientArrivals:
         return ready
 
     def take_rest(self) -> list[int]:
-        """All groups that have not been taken: first those that are complete."""
+        """All groups that have not been taken: first the complete ones."""
         return self.take() + self._left()
 
     def _left(self) -> list[int]:
@@ -212,5 +212,5 @@ class GradientArrivals:
 
     @property
     def under_way(self) -> bool:
-        """Whether some group is complete in this step."""
+        """True if some group is complete in this step."""
         return bool(self._complete)

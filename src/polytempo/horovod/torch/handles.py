@@ -17,7 +17,7 @@ from polytempo.horovod.torch.process_state import PROCESS, Outstanding, ProcessS
 
 Answer = Callable[[Operation], Any]
 Later = Callable[[], Any]
-"""What a sparse operation answers instead of a number: called, it waits."""
+"""The answer of a sparse operation instead of a number: called, it waits."""
 
 
 def begin(
@@ -37,7 +37,7 @@ def begin(
     numbers: tuple[int, ...] = (),
 ) -> int:
     """Submit an operation, and answer its handle. In place, `outputs` is `tensors` itself. Those without a name are
-    matched by their order within their process set and kind. The others are those of `TensorRequest`."""
+    matched by their order within their process set and kind. The others are fields of `TensorRequest`."""
     session, number = process.opened(), process_set.process_set_id
     if number is None:
         raise ValueError(f"{process_set} is not registered; call add_process_set first, on all ranks")
@@ -92,7 +92,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def poll(handle: int) -> bool:
-    """Whether the operation was done before this call, which moves it on; `synchronize` does not wait then."""
+    """True if the operation was done before this call, which moves it on; `synchronize` does not wait then."""
     if handle not in PROCESS.outstanding:
         raise ValueError(f"handle {handle} is not known; it may have been synchronized already")
     operation = PROCESS.outstanding[handle].operation

@@ -1,4 +1,4 @@
-"""Where scripts for Horovod look for some of its functions. No MPI takes part here."""
+"""The module in which scripts for Horovod look for some of its functions. No MPI takes part here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Horovod's collectives, waited for, with gradients where a tensor requires them.
 
-Gradients are those that Horovod defines, g being the gradient of the result and N the number of ranks:
+Gradients are defined as in Horovod, g being the gradient of the result and N the number of ranks:
 
     allreduce       op(g) with the same operation and factors; of Sum and Average
     allgather       this rank's rows of Average(g)
@@ -64,7 +64,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _EncodedAllReduce(torch.autograd.Function):
-    """A codec's rounding counts as none: the gradient is that of the sum or average."""
+    """A codec's rounding counts as none: the gradient is the sum's or the average's."""
 
     @staticmethod
     def forward(
@@ -177,7 +177,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """As `allreduce`, in place, and without gradients."""
+    """Like `allreduce`, in place, and without gradients."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     answer: Tensor = synchronize(handle)
     return answer
@@ -216,7 +216,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """As `grouped_allreduce`, in place, and without gradients."""
+    """Like `grouped_allreduce`, in place, and without gradients."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     answer: list[Tensor] = synchronize(handle)
     return answer
@@ -266,7 +266,7 @@ def grouped_reducescatter(
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """All ranks' tensors, concatenated along the first dimension, in which alone they may differ."""
+    """All ranks' tensors, concatenated along the first dimension, the only one that may differ."""
     if _needs_gradient([tensor]):
         return grouped_allgather([tensor], name, process_set)[0]
     answer: Tensor = synchronize(allgather_async(tensor, name, process_set))
@@ -297,7 +297,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """As `broadcast`, in place, and without gradients."""
+    """Like `broadcast`, in place, and without gradients."""
     answer: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return answer
 

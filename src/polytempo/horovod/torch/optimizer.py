@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optimizer whose gradients are those of all ranks."""
+"""`DistributedOptimizer`: an optimizer with gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     *,
     strategy: Strategy | str | None = None,
 ) -> Any:
-    """`optimizer` as one whose `step` first reduces the gradients over all ranks, parameter by parameter.
+    """`optimizer` with a `step` that first reduces the gradients over all ranks, parameter by parameter.
 
-    The answer is of a subclass of the optimizer's own class and shares its state. A gradient is submitted once
-    it has been accumulated `backward_passes_per_step` times (the sum of these, not their mean), together with others
-    (`gradient_arrivals`), and under a name of its own. With Average it is
-    multiplied by 1/`gradient_predivide_factor` before the sum and by the factor after it. `groups`: how many parts
-    the parameters are dealt to, or lists of parameters, whose gradients are reduced as one; `num_groups` is its older
-    name. Sparse gradients are gathered, or made dense first (`sparse_as_dense`). `compression`: a cast, or a codec, by
-    which each group's gradients travel, and which sends later what it leaves out (`CodecCompression`). `op=Adasum`
-    reduces what the optimizer's own step changes, and applies the adaptive sum of that.
+    The answer is of a subclass of the optimizer's own class and shares its state. A gradient is submitted once it has
+    been accumulated `backward_passes_per_step` times (the sum of these, not their mean), together with others
+    (`gradient_arrivals`), and under a name of its own. With Average it is multiplied by 1/`gradient_predivide_factor`
+    before the sum and by the factor after it. `groups`: the number of parts of the parameters, or lists of parameters,
+    with gradients that are reduced as one; `num_groups` is its older name. Sparse gradients are gathered, or made dense
+    first (`sparse_as_dense`). `compression`: a cast, or a codec for each group's gradients, which sends omitted parts
+    later (`CodecCompression`). `op=Adasum` reduces the changes of the optimizer's own step, and applies their adaptive
+    sum.
 
-    Besides `step` it has `synchronize()`, after which `.grad` holds the answer, for clipping and the like; then call
+    In addition to `step` it has `synchronize()`: then `.grad` holds the answer, for clipping and the like; then call
     `step()` inside `with optimizer.skip_synchronize():`. Parameters that got no gradient count as zeros.
 
     `strategy`, which Horovod does not have, is one of this library's (`strategy_optimizer.with_strategy`).
@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _given(values: Mapping[str, Any]) -> list[str]:
-    """Which arguments besides the parameters' names are not as they are by default."""
+    """The given arguments that differ from their defaults, without the parameters' names."""
     parameters = inspect.signature(DistributedOptimizer).parameters
     rest = {name: p.default for name, p in parameters.items() if p.default is not None or name == "groups"}
     return [name for name, default in rest.items() if name != "optimizer" and values[name] != default]
@@ -118,7 +118,7 @@ def _names(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> 
 
 
 def _grouped(names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None) -> list[list[Tensor]]:
-    """The parameters whose gradients are reduced as one."""
+    """The parameters with gradients that are reduced as one."""
     parameters = list(names)
     if groups is None or groups == 0:
         return [[parameter] for parameter in parameters]
@@ -138,7 +138,7 @@ def _grouped(names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] 
 
 
 class _Distributed(Optimizer):
-    """What both kinds of distributed optimizers have."""
+    """The common part of both kinds of distributed optimizers."""
 
     _reduction: GradientReduction
 
@@ -147,26 +147,26 @@ class _Distributed(Optimizer):
 
     @property
     def _takes_part(self) -> bool:
-        """Whether there are others; their number may change in an elastic run."""
+        """True if there are others; their number may change in an elastic run."""
         process_set = self._reduction.process_set
         return process_set.included() and process_set.size() > 1
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        """Where Horovod has them."""
+        """The place of Horovod's attributes."""
         return self._reduction.names
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many times gradients are accumulated before they are reduced."""
+        """The number of accumulations before gradients are reduced."""
         return self._passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change that; accumulations are counted anew."""
+        """Change that; accumulations are counted from 0 again."""
         self._passes = passes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own. The one that was given has it, too: a schedule may have been made for that."""
+        """The optimizer's own method. The given optimizer has it, too: a schedule may have been made for that."""
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -177,7 +177,7 @@ class _Distributed(Optimizer):
         self.param_groups, self.state = groups, state
 
     def synchronize(self) -> None:
-        """Wait for what is reduced."""
+        """Wait for the reduced gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -186,14 +186,14 @@ class _Distributed(Optimizer):
 
 
 class _ReducedGradients(_Distributed):
-    """Gradients are reduced: those that are complete while the backward pass goes on, where a core is to spare."""
+    """Gradients are reduced: complete ones while the backward pass goes on, if a core is to spare."""
 
     def _begin(self, reduction: GradientReduction, passes: int, groups: list[list[Tensor]]) -> None:
         super()._begin(reduction, passes, groups)
         self._arrivals = GradientArrivals([[parameter.nbytes for parameter in group] for group in groups], passes)
         self._waits: dict[int, Callable[[], None]] = {}
         self._counts_now: bool | None = None
-        """Whether there are others in this step; None before its first gradient."""
+        """True if there are others in this step; None before its first gradient."""
         self._synchronized = False
         self._synchronizes = True
         parameters = (parameter for group in groups for parameter in group)
@@ -229,18 +229,18 @@ class _ReducedGradients(_Distributed):
         self._arrivals.begin(self._passes, overlaps=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own; gradients that are under way are forgotten."""
+        """Like the optimizer's own; gradients under way are forgotten."""
         self._forget()
         self._synchronized = False
         super().load_state_dict(state_dict)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate `passes` times from now on; what is accumulated already is not counted."""
+        """Accumulate `passes` times from now on; earlier accumulations are not counted."""
         super().set_backward_passes_per_step(passes)
         self._arrivals.count_anew(passes)
 
     def synchronize(self) -> None:
-        """Wait until `.grad` of every parameter is reduced. What has no gradient yet is submitted as it is."""
+        """Wait until `.grad` of every parameter is reduced. A parameter without a gradient is submitted as it is."""
         try:
             if self._takes_part:
                 self._submit(self._arrivals.take_rest())
@@ -260,10 +260,10 @@ class _ReducedGradients(_Distributed):
             self._synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce what is not reduced yet, then the optimizer's own step; after each call of `closure`, if there is one.
+        """Reduce the remaining gradients, then the optimizer's own step; after each call of `closure`, if there is one.
 
-        All ranks call a closure equally often: so does every optimizer whose step does not depend on the loss. LBFGS,
-        whose step does, gets that of all ranks, reduced as the gradients are.
+        All ranks call a closure equally often: so does every optimizer with a step that does not depend on the loss.
+        LBFGS, with a step that does, gets the loss of all ranks, reduced as the gradients are.
         """
         if closure is not None and self._takes_part:
             return self._step_with(closure)
@@ -290,7 +290,7 @@ class _ReducedGradients(_Distributed):
         return answer
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own. AssertionError while gradients are under way."""
+        """Like the optimizer's own. AssertionError while gradients are under way."""
         if self._arrivals.under_way:
             raise AssertionError(
                 "optimizer.zero_grad() was called after backward() and before step() or synchronize(), while "
@@ -300,7 +300,7 @@ class _ReducedGradients(_Distributed):
 
 
 class _AdasumSteps(_Distributed):
-    """What the optimizer's own step has changed is reduced: p ← p₀ + Adasum over ranks of (p - p₀)."""
+    """The changes of the optimizer's own step are reduced: p ← p₀ + Adasum over ranks of (p - p₀)."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own step, then the adaptive sum of all ranks' changes."""

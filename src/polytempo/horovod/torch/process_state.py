@@ -31,7 +31,7 @@ class ProcessSet:
         self._own_rank = -1
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
         return len(self._known())
 
     def rank(self) -> int:
@@ -42,15 +42,15 @@ class ProcessSet:
         return ranks.index(self._own_rank)
 
     def included(self) -> bool:
-        """Whether this process is one of them."""
+        """True if this process is one of them."""
         return self._own_rank in self._known()
 
     def bind(self, number: int, ranks: Sequence[int], own_rank: int) -> None:
-        """It has been registered. Called by `init` and `add_process_set`."""
+        """Register it. Called by `init` and `add_process_set`."""
         self.process_set_id, self.ranks, self._own_rank = number, sorted(ranks), own_rank
 
     def unbind(self) -> None:
-        """It has been removed."""
+        """Take note of its removal."""
         self.process_set_id = None
 
     def _known(self) -> list[int]:

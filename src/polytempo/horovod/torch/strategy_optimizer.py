@@ -22,10 +22,10 @@ def with_strategy(
     strategy: Strategy | str,
     given: Sequence[str],
 ) -> Any:
-    """`optimizer` itself, attached, with `handle` (that of `pt.attach`), `synchronize` and `skip_synchronize`.
+    """`optimizer` itself, attached, with `handle` (the one of `pt.attach`), `synchronize` and `skip_synchronize`.
 
     The strategy is a value, or text: "local_sgd(period=8)". Buffers of the model stay each rank's own, as in Horovod.
-    `given`: the other arguments that were given, with which a strategy does not go.
+    `given`: the other given arguments, which exclude a strategy.
     """
     world = PROCESS.opened().world
     if given:
@@ -36,7 +36,7 @@ def with_strategy(
     if PROCESS.place is not None:
         raise ValueError(
             f"strategy={strategy} belongs to one group of ranks, and in an elastic run groups change; leave it out, or "
-            "use polytempo.elastic, which attaches it anew in each group"
+            "use polytempo.elastic, which attaches it again in each group"
         )
     if hasattr(optimizer, "handle"):
         raise ValueError("this optimizer has a strategy already; call optimizer.handle.detach() first")
@@ -55,7 +55,7 @@ def _module_of(named_parameters: Iterable[tuple[str, Tensor]]) -> nn.Module:
     root = nn.Module()
     for name, parameter in named_parameters:
         if not isinstance(parameter, nn.Parameter):
-            raise ValueError(f"{name!r} is no nn.Parameter; give named_parameters=model.named_parameters()")
+            raise ValueError(f"{name!r} is not an nn.Parameter; give named_parameters=model.named_parameters()")
         *path, last = name.split(".")
         place = root
         for part in path:

@@ -12,10 +12,10 @@ from polytempo.horovod.torch.process_state import PROCESS, ProcessSet, global_pr
 
 
 class SyncBatchNorm(_BatchNorm):
-    """y = (x - μ) / √(σ² + ε) · weight + bias, where μ and σ² are those of the samples of all ranks of a process set.
+    """y = (x - μ) / √(σ² + ε) · weight + bias, with μ and σ² of the samples of all ranks of a process set.
 
-    x has shape (samples, channels, …); ranks may have different numbers of samples. Running variances are unbiased,
-    as torch's. In evaluation, and with one rank, it is torch's batch normalisation. All ranks make their layers in the
+    x has shape (samples, channels, …); ranks may have different numbers of samples. Running variances are unbiased, as
+    torch's. In evaluation, and with one rank, it is torch's batch normalisation. All ranks make their layers in the
     same order. Cost: two all-reduces of about `num_features` numbers, and as many in the backward pass.
     """
 

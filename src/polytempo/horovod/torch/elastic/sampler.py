@@ -1,10 +1,11 @@
-"""`ElasticSampler`: which samples of an epoch are this rank's, whatever becomes of the group meanwhile.
+"""`ElasticSampler`: this rank's samples of an epoch, also after changes of the group.
 
     epoch      a permutation drawn from (seed, epoch), less what has been processed
     rank r     every size-th of it, from the r-th on
     batch b    of all ranks together: the places from b · batch_size · size on, batch_size · size of them
 
-So a rank that records its own batch knows what all ranks have processed, and no process takes that knowledge with it.
+So a rank that records its own batch knows the samples processed by all ranks, and no process takes that knowledge with
+it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from polytempo.horovod.torch.basics import is_initialized, rank, size
 
 
 class SamplerPosition(NamedTuple):
-    """What has been processed: it is cheap to keep, for it shares what does not change."""
+    """The processed samples: a value that is cheap to keep, because it shares unchanged parts."""
 
     epoch: int
     before: frozenset[int]
-    """In earlier groups, and by `record_indices`."""
+    """Samples of earlier groups, and of `record_indices`."""
     order: Sequence[int]
-    """How the others are dealt."""
+    """The order in which the others are dealt."""
     num_processed: int
-    """How many of these, from the first, are processed."""
+    """The number of processed ones among these, from the first."""
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals the samples of a data set to the ranks, and those that are left to a new group.
+    """Deals the samples of a data set to the ranks, and the remaining ones to a new group.
 
     Call `set_epoch` at the *end* of an epoch, and `record_batch(number of the batch in this iteration, batch size)`
     after each step, on all ranks; keep it in a `TorchState`. Batches have to be counted from 0 in each new iteration.
@@ -39,8 +40,8 @@ class ElasticSampler(Sampler[int]):
     Each sample is dealt once an epoch. The ranks' parts differ by one sample at most. Where that would give some ranks
     one batch more (the last one has fewer samples than there are ranks), the others get samples a second time, at most
     size - 1, as torch's `DistributedSampler` does it; where no batch has been recorded yet, the batch size is not
-    known, and parts are made equal in the same way. Batch sizes that are multiples of all numbers of ranks, and
-    divide the data set, avoid it.
+    known, and parts are made equal in the same way. Batch sizes that are multiples of all numbers of ranks, and divide
+    the data set, avoid it.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -53,7 +54,7 @@ class ElasticSampler(Sampler[int]):
         self._batch_size = 0
         self.reset()
 
-    # ------------------------------------------------------------------ what has been processed
+    # ------------------------------------------------------------------ processed samples
 
     @property
     def processed_indices(self) -> set[int]:
@@ -62,7 +63,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def recorded_alone(self) -> frozenset[int]:
-        """What `record_indices` has been told of since the last commit."""
+        """The samples of `record_indices` since the last commit."""
         return frozenset(self._alone)
 
     def set_epoch(self, epoch: int) -> None:
@@ -86,7 +87,7 @@ class ElasticSampler(Sampler[int]):
         self._alone |= set(indices)
 
     def recorded_by_all(self, indices: Iterable[int]) -> None:
-        """All ranks together have processed these, besides what is known."""
+        """All ranks together have processed these, in addition to the known ones."""
         self._before |= frozenset(indices)
         self._alone = set()
 
@@ -97,11 +98,11 @@ class ElasticSampler(Sampler[int]):
     # ------------------------------------------------------------------ groups
 
     def reset(self) -> None:
-        """Deal what is left to the present group."""
+        """Deal the remaining samples to the present group."""
         self.deal_to(*((rank(), size()) if is_initialized() else (0, 1)))
 
     def deal_to(self, rank: int, size: int) -> None:
-        """Deal what is left to a group of `size` ranks, in which this process has `rank`."""
+        """Deal the remaining samples to a group of `size` ranks, in which this process has `rank`."""
         self.rank, self.num_replicas = rank, size
         self._before = frozenset(self.processed_indices)
         self._count, self._alone = 0, set()
@@ -112,19 +113,19 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there; what is left is dealt anew."""
+        """Go on from there; the remaining samples are dealt again."""
         self.epoch, self._before = int(state_dict["epoch"]), frozenset(state_dict["processed_indices"])
         self._count, self._alone, self.remaining_indices = 0, set(), []
         self.reset()
 
     def position(self) -> SamplerPosition:
-        """A copy of what has been processed. Cost: none, but for `record_indices`."""
+        """A copy of the processed samples. Cost: none, but for `record_indices`."""
         return SamplerPosition(
             self.epoch, self._before | self._alone if self._alone else self._before, self.remaining_indices, self._count
         )
 
     def go_to(self, position: SamplerPosition) -> None:
-        """Back to there; what is left is dealt anew, to the present group."""
+        """Go back to there; the remaining samples are dealt again, to the present group."""
         self.epoch, self._before, self.remaining_indices, self._count = position
         self._alone = set()
         self.reset()
@@ -142,7 +143,7 @@ class ElasticSampler(Sampler[int]):
         return dealt(self.remaining_indices, self.rank, self.num_replicas, self._batch_size)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of what is left of the epoch.
+        """This rank's samples of the rest of the epoch.
 
         The last samples are dealt when they are asked for: by then a batch has been recorded.
         """

@@ -26,7 +26,7 @@ Broadcast = Callable[..., Any]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts came or are to go: the group is to be made anew. The state stays as it is.
+    """Hosts came or are to go: a new group is to be made. The state stays as it is.
 
     `skip_sync` is Horovod's; here the new group synchronizes in any case, for others may come meanwhile.
     """
@@ -37,7 +37,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State(ABC):
-    """What training goes on with. A subclass says how it is saved, restored and given to all processes."""
+    """The values with which training goes on. A subclass says how it is saved, restored and given to all processes."""
 
     def __init__(self, bcast_object: Broadcast = broadcast_object, get_rank: Callable[[], int] = rank) -> None:
         self._broadcast, self._get_rank = bcast_object, get_rank
@@ -66,7 +66,7 @@ class State(ABC):
         place.begins_commit()
         stops, leaves, with_news = self._agreed(news=self._has_news())
         if with_news:
-            place.drops_commit()  # what this process holds is not all yet
+            place.drops_commit()  # the others' news are missing
             self._share_news()
             place.begins_commit()
             stops, leaves, _ = self._agreed(news=False)
@@ -84,7 +84,8 @@ class State(ABC):
             self._interrupt(stops, leaves)
 
     def _agreed(self, *, news: bool) -> tuple[int, int, int]:
-        """How many processes have heard that others want to join, how many are to leave, and how many have news."""
+        """The number of processes that have heard of others that want to join, that are to leave, and that have
+        news."""
         place = PROCESS.place
         assert place is not None
         numbers = torch.tensor([*place.wishes(), news], dtype=torch.int32)
@@ -97,7 +98,7 @@ class State(ABC):
             raise HostsUpdatedInterrupt
 
     def _has_news(self) -> bool:
-        """Whether this process knows of what the others have to know before a commit."""
+        """True if this process has facts that the others need before a commit."""
         return False
 
     def _share_news(self) -> None:  # noqa: B027 - a state without news has none to share
@@ -115,7 +116,7 @@ class State(ABC):
     def sync(self) -> None:
         """Give all processes the state of rank 0, and keep a copy once all of it is here.
 
-        Where a process is lost meanwhile, the copy stays that of the last commit: `restore` finds no mixture.
+        If a process is lost meanwhile, the copy of the last commit stays: `restore` finds no mixture.
         """
 
     def reset(self) -> None:  # noqa: B027 - most states do not depend on the group
@@ -125,7 +126,7 @@ class State(ABC):
 class ObjectState(State):
     """Values that are attributes: `ObjectState(hvd.broadcast_object, hvd.rank, epoch=0)` has `state.epoch`.
 
-    Values are what `hvd.broadcast_object` takes.
+    Values have the types of `hvd.broadcast_object`.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ObjectState(State):
             setattr(self, name, copy.deepcopy(value))
 
     def sync(self) -> None:
-        """The values become those of rank 0."""
+        """The values become rank 0's."""
         if self._names:
             mine = {name: getattr(self, name) for name in self._names}
             for name, value in self._broadcast(mine, root_rank=0, name="elastic.values").items():
@@ -169,10 +170,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 ...
                 state.commit()
 
-    Before each call the state is that of rank 0 (`state.sync()`). After a `HorovodInternalError`, a process being lost,
-    it goes back to its last commit (`state.restore()`); after a `HostsUpdatedInterrupt` it stays as it is. Then the
-    processes that are left form a new group with those that have come, callbacks of the state are called, and `func`
-    again. A process that is no longer needed ends (SystemExit(0)).
+    Before each call rank 0's state is everywhere (`state.sync()`). After a `HorovodInternalError`, a process being
+    lost, it goes back to its last commit (`state.restore()`); after a `HostsUpdatedInterrupt` it stays as it is. Then
+    the remaining processes and the new ones form a group, callbacks of the state are called, and `func` again. A
+    process that is no longer needed ends (SystemExit(0)).
 
     Without an elastic launcher (`polytempo horovodrun --min-np …`) `func` is called once, and errors are raised.
     """
