@@ -1,4 +1,4 @@
-"""Which sample goes where: readers, and `DataShard`, with each rank's batches and their shares of the mean."""
+"""The assignment of samples: readers, and `DataShard`, with each rank's batches and their shares of the mean."""
 
 from polytempo.data import scheduled
 from polytempo.data.plan import Pick, plan

@@ -1,4 +1,4 @@
-"""`Batches`: any batch of any epoch, by its number, for workers whose batches are dealt one by one."""
+"""`Batches`: any batch of any epoch, by its number, for workers that get batches one by one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Samples(NamedTuple):
 class Batches:
     """The batches of a data set that is dealt to `size` workers in `batch_size`s; see `data.plan.dealt`.
 
-    The order of an epoch is that of `Shard`: a permutation drawn from (seed, epoch). Batches are read when they are
-    asked for, in this process. Raises ValueError for a stream: its samples have no numbers.
+    The order of an epoch is the same as in `Shard`: a permutation drawn from (seed, epoch). Batches are read when they
+    are asked for, in this process. Raises ValueError for a stream: its samples have no numbers.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Batches:
         return num_batches(self.num_samples, self.size, self.batch_size, self.deals)
 
     def pick(self, batch: int) -> Pick:
-        """Where batch `batch` lies in its epoch's order."""
+        """The position of batch `batch` in its epoch's order."""
         return dealt(self.num_samples, self.size, self.batch_size, self.deals, batch)
 
     def samples_before(self, number: int) -> int:
-        """How many samples the run's first `number` batches have, epoch after epoch."""
+        """The number of samples in the run's first `number` batches, epoch after epoch."""
         epochs, rest = divmod(number, len(self))
         return epochs * self.num_samples + (self.pick(rest - 1).stop if rest else 0)
 

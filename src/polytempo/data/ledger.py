@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many places."""
+        """The number of places."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
@@ -43,7 +43,8 @@ class Found(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How often an epoch's samples were used. Where shards disagree, a sample may count as never and as twice used."""
+    """The number of uses of an epoch's samples. Where shards disagree, a sample may count as never and as twice
+    used."""
 
     epoch: int
     num_samples: int
@@ -51,7 +52,7 @@ class Verdict(NamedTuple):
     never: int
     twice: int
     unused: tuple[Found, ...]
-    """Each with the reason for which the shard did not use them."""
+    """Samples with the reason why the shard did not use them."""
     repeated: tuple[Found, ...]
     """Used twice or more often."""
     again: int
@@ -63,7 +64,7 @@ class Verdict(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether every sample was used exactly once."""
+        """True if every sample was used exactly once."""
         return self.once == self.num_samples
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ class Ledger:
         print(ledger.verdict(0))      # 4 used once; 4…7 "late"; 8…10 "never dealt"
 
     Ticket n is batch n mod B of epoch n div B, and batch b has the places `edges[b] … edges[b + 1] - 1`. A `part` of a
-    batch (begin, end), counted from the batch's first sample, end excluded, is what was given to a helper.
+    batch (begin, end), counted from the batch's first sample, end excluded, was given to a helper.
 
     Memory: a range for each gap; an epoch that is used up takes one a shard. An event costs a binary search.
     """
@@ -136,7 +137,8 @@ class Ledger:
             page.twice[shard].add(*overlap)
 
     def dropped(self, shard: int, ticket: int, reason: str, part: tuple[int, int] | None = None) -> None:
-        """The shard did not use the gradient, for `reason`. That of a sample which is used after all does not count."""
+        """The shard did not use the gradient, for `reason`. The reason of a sample that is used after all does not
+        count."""
         page, place = self._find(ticket, part)
         page.dropped[self._shard(shard)].setdefault(reason, Ranges()).add(*place)
 
@@ -153,7 +155,7 @@ class Ledger:
         return tuple(sorted(self._pages))
 
     def verdict(self, epoch: int) -> Verdict:
-        """How often each sample of `epoch` was used."""
+        """The number of uses of each sample of `epoch`."""
         page = self._pages.get(epoch) or _Page(self._num_shards)
         shards = range(self._num_shards)
         unused = tuple(found for shard in shards for found in self._unused(epoch, page, shard))

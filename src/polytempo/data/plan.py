@@ -1,21 +1,21 @@
-"""Which samples make up which batch: pure arithmetic, the same on every rank.
+"""The samples of each batch: pure arithmetic, the same on every rank.
 
     the epoch's order   0 1 2 3 4 5 6 7 8 9 10          11 samples, 2 ranks, batch_size 2
     global batches     [0 1 2 3][4 5 6 7][8 9 10]
     rank 0              0 1      4 5      8 9
     rank 1                  2 3      6 7      10
 
-The remainder rule. A global batch has `size * batch_size` samples. What is left at the end of an epoch
-forms one last, smaller global batch, spread as evenly as possible (sizes differ by at most one, the
-lower ranks have more). If fewer samples than ranks are left they join the batch before instead, so that
-every rank has at least one sample in every step and all ranks make the same number of steps.
+The remainder rule. A global batch has `size * batch_size` samples. The rest of an epoch forms one last, smaller global
+batch, spread as evenly as possible (sizes differ by at most one, the lower ranks have more). If fewer samples than
+ranks are left they join the batch before instead, so that every rank has at least one sample in every step and all
+ranks make the same number of steps.
 
-Where a strategy computes a global batch in slices (`core.arithmetic.slice_tree`), "ranks" above are slices: what a
-slice is, and what an epoch's last batches are, does not depend on the number of ranks.
+If a strategy computes a global batch in slices (`core.arithmetic.slice_tree`), "ranks" above are slices: slices, and an
+epoch's last batches, do not depend on the number of ranks.
 
-One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those
-samples goes to one rank, and every other rank is handed a copy of the first one that counts nothing
-(`Pick.local_samples` is 0, so its share of the step is 0).
+One case remains: a run that goes on with more ranks than its epoch has samples left. Then each of those samples goes to
+one rank, and every other rank gets a copy of the first one that counts nothing (`Pick.local_samples` is 0, so its share
+of the step is 0).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 Deals = Literal["freely", "evenly"]
-"""How a parameter server's batches are dealt: to any worker that is free, or in each step one to each worker."""
+"""The assignment of a parameter server's batches: to any worker that is free, or in each step one to each worker."""
 
 
 class Pick(NamedTuple):
@@ -50,7 +50,7 @@ class Pick(NamedTuple):
 
 
 def plan(num_samples: int, consumed: int, size: int, batch_size: int) -> list[int]:
-    """Sizes of the global batches of the rest of an epoch, `consumed` samples of which are used up.
+    """Sizes of the global batches of the rest of an epoch with `consumed` used samples.
 
     >>> plan(11, 0, size=2, batch_size=2)
     [4, 4, 3]
@@ -61,7 +61,7 @@ def plan(num_samples: int, consumed: int, size: int, batch_size: int) -> list[in
 
 
 def global_batches(num_samples: int, global_batch_size: int, parts: int) -> list[int]:
-    """Sizes of the global batches of so many samples, each of which is dealt to `parts` ranks or slices.
+    """Sizes of the global batches of so many samples, each dealt to `parts` ranks or slices.
 
     >>> global_batches(17, 8, parts=3)
     [8, 9]
@@ -77,7 +77,7 @@ def global_batches(num_samples: int, global_batch_size: int, parts: int) -> list
 
 
 def part(num_samples: int, size: int, rank: int) -> tuple[int, int]:
-    """Where `rank`'s slice of a global batch of `num_samples` begins and ends (exclusive)."""
+    """The begin and the end (exclusive) of `rank`'s slice of a global batch of `num_samples`."""
     each, extra = divmod(num_samples, size)
     start = rank * each + min(rank, extra)
     return start, start + each + (rank < extra)
@@ -116,7 +116,7 @@ def picks(num_samples: int, consumed: int, size: int, rank: int, batch_size: int
 
 
 def own_picks(start: int, batches: Sequence[int], parts: int, own: Sequence[int]) -> Iterator[Pick]:
-    """In every step the parts numbered `own`, of global batches whose first one begins at `start`."""
+    """The parts numbered `own` in every step, of global batches from `start` on."""
     for global_samples in batches:
         for number in own:
             yield pick(start, global_samples, parts, number)
@@ -124,7 +124,7 @@ def own_picks(start: int, batches: Sequence[int], parts: int, own: Sequence[int]
 
 
 def num_batches(num_samples: int, size: int, batch_size: int, deals: Deals) -> int:
-    """How many batches an epoch has where they are dealt one by one: see `dealt`.
+    """The number of batches of an epoch that are dealt one by one: see `dealt`.
 
     >>> num_batches(11, size=2, batch_size=2, deals="freely")
     6
@@ -137,10 +137,10 @@ def num_batches(num_samples: int, size: int, batch_size: int, deals: Deals) -> i
 
 
 def dealt(num_samples: int, size: int, batch_size: int, deals: Deals, batch: int) -> Pick:
-    """Batch `batch` of an epoch whose batches are dealt one by one to `size` workers.
+    """Batch `batch` of an epoch with batches that are dealt one by one to `size` workers.
 
-    "freely": the next `batch_size` places of the epoch's order; the last batch may be smaller. "evenly": batch
-    `step * size + rank` is what `picks` gives `rank` in `step`.
+    "freely": the next `batch_size` places of the epoch's order; the last batch may be smaller. "evenly": batch `step *
+    size + rank` is the pick of `rank` in `step` (see `picks`).
 
     >>> dealt(11, size=2, batch_size=2, deals="freely", batch=5)
     Pick(start=10, stop=11, local_samples=1, global_samples=1)

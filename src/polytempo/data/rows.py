@@ -20,7 +20,7 @@ class SparseRows(NamedTuple):
 
     starts: NDArray[np.int64]
     columns: NDArray[np.int32]
-    """Of each entry; rising within a row."""
+    """The feature of each entry; rising within a row."""
     values: NDArray[np.float32]
     labels: NDArray[np.float32]
     """+1 or -1."""
@@ -94,10 +94,10 @@ def sparsity(indptr: NDArray[np.int64], indices: NDArray[np.int32]) -> Sparsity:
         rows = polytempo.data.rows.random_rows(2_000, 500)
         pt.data.sparsity(rows.starts, rows.columns)
 
-    All three are exact; an entry counts whatever its value, and only once a row. Cost of ρ: a sample has at most as
-    many neighbours as its features have samples together, so samples are counted from the highest such bound down,
-    until no bound exceeds what was found. One count reads that many entries: for n samples that all have the bound n
-    it is n passes over a part of the data, seconds for 30,000 samples.
+    All three are exact; an entry counts with any value, and only once a row. Cost of ρ: a sample has at most as many
+    neighbours as its features have samples together, so samples are counted from the highest such bound down, until no
+    bound exceeds the largest count. One count reads that many entries: for n samples that all have the bound n it is n
+    passes over a part of the data, seconds for 30,000 samples.
 
     Source: B. Recht, C. Re, S. Wright and F. Niu, "Hogwild!", 2011, equation (2.6).
     """

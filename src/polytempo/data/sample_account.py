@@ -5,8 +5,8 @@
     the account              adds the steps that were applied, epoch by epoch
     the end of an epoch      as many as there are, and the sum of all marks?
 
-A mark is 48 bits that a hash makes of a place, and marks add modulo 2**48. The sum is that of all places where each
-counted once; where one is missing and another is there twice it is so by chance alone (2**-48).
+A mark is 48 bits that a hash makes of a place, and marks add modulo 2**48. The sum counts every place once; if one is
+missing and another is there twice it is the same by chance alone (2**-48).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class SamplesLost(PolytempoError):
 
 
 class SampleAccount:
-    """What has been applied of each epoch of `num_samples` samples."""
+    """The applied places of each epoch of `num_samples` samples."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self._epochs: dict[int, Counted] = {}
 
     def add(self, counted: Mapping[int, Counted]) -> None:
-        """A step, or a round of steps, was applied: what it used of each epoch."""
+        """Count the places that an applied step, or round of steps, used of each epoch."""
         for epoch, more in counted.items():
             self._epochs[epoch] = self._epochs.get(epoch, Counted()) + more
 
     def check(self, epoch: int, consumed: int, left: Sequence[PlaceSpan] = ()) -> None:
-        """Raise `SamplesLost` unless the account has all earlier epochs, and the first `consumed` places of `epoch`,
-        exactly once; but for what is `left` of them.
+        """Raise `SamplesLost` unless the account has all earlier epochs, and the first `consumed` places of `epoch`
+        without the `left` ones, exactly once.
         """
         due = _due(epoch, consumed, left, self.num_samples)
         for each in sorted(due.keys() | self._epochs.keys()):
@@ -69,15 +69,15 @@ class SampleAccount:
                 )
 
     def to_plain(self) -> list[list[int]]:
-        """As JSON takes it."""
+        """The account as plain data for JSON."""
         return [[epoch, *counted] for epoch, counted in sorted(self._epochs.items())]
 
     def load_plain(self, plain: list[list[int]]) -> None:
-        """Go on from what `to_plain` returned."""
+        """Go on from the value of `to_plain`."""
         self._epochs = {epoch: Counted(*counted) for epoch, *counted in plain}
 
     def begin_at(self, epoch: int, consumed: int, left: Sequence[PlaceSpan] = ()) -> None:
-        """Take for granted what an earlier run has used."""
+        """Take for granted the samples of an earlier run."""
         self._epochs = _due(epoch, consumed, left, self.num_samples)
 
 
@@ -87,7 +87,7 @@ def _due(epoch: int, consumed: int, left: Sequence[PlaceSpan], num_samples: int)
 
 
 def counted_by_epoch(spans: Iterable[PlaceSpan], num_samples: int, epochs: Iterable[int]) -> dict[int, Counted]:
-    """What `spans` count of each of `epochs`, which are all that they are of."""
+    """The counts of each of `epochs` in `spans`, which have no other epochs."""
     found = dict.fromkeys(epochs, Counted())
     for span in spans:
         found[span.epoch] += counted_of(range(span.start, span.stop), num_samples)
@@ -95,7 +95,7 @@ def counted_by_epoch(spans: Iterable[PlaceSpan], num_samples: int, epochs: Itera
 
 
 def counted_of(places: range, num_samples: int) -> Counted:
-    """What `places` of an epoch of `num_samples` count.
+    """The counts of `places` in an epoch of `num_samples`.
 
     >>> counted_of(range(0, 3), 10) + counted_of(range(3, 10), 10) == counted_of(range(0, 10), 10)
     True
@@ -118,7 +118,7 @@ def _sums(num_samples: int) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Without the sign: torch shifts copies of it in."""
+    """A right shift that does not copy the sign, as torch does."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""`DataShard`: one rank's part of a data set or stream, epoch after epoch, whose position can be saved."""
+"""`DataShard`: one rank's part of a data set or stream, epoch after epoch, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from polytempo.data.spans import PlaceSpan, num_places, parted
 
 @final
 class DataShard:
-    """Deals a data set to `size` ranks: every sample once an epoch, in one order whatever `size` is.
+    """Deals a data set to `size` ranks: every sample once an epoch, in one order for every `size`.
 
-    The order of an epoch is a permutation drawn from (seed, epoch). Step t takes its next
-    `size * batch_size` samples, of which rank r has the r-th contiguous slice. How the end of an epoch is
-    dealt is written in `polytempo.data.plan`; all ranks always make the same number of steps.
+    The order of an epoch is a permutation drawn from (seed, epoch). Step t takes its next `size * batch_size` samples,
+    and rank r has the r-th contiguous slice of them. How the end of an epoch is dealt is written in
+    `polytempo.data.plan`; all ranks always make the same number of steps.
 
     Iterating yields this rank's batches for the rest of the current epoch and then moves on to the next
     epoch. Batches are counted when they are handed out, so a state saved after the step on a batch is
@@ -59,9 +59,9 @@ class DataShard:
         for x, y in DataShard(dataset, rank=0, size=2, batch_size=32):
             ...
 
-    With `slices` every global batch is cut into so many slices, and a rank gets those of its `subtree` one by one, as
-    many batches a step (`own`). With `global_batch_size` neither a global batch nor a slice depends on `size`.
-    With `together` this rank's batches hold those of so many ranks from this one on, one behind the other; all of them
+    With `slices` every global batch is cut into so many slices, and a rank gets the slices of its `subtree` one by one,
+    as many batches a step (`own`). With `global_batch_size` neither a global batch nor a slice depends on `size`. With
+    `together` this rank's batches hold the batches of so many ranks from this one on, one behind the other; all of them
     must get equally many samples (`plan.alike`), and the data must be tensors in memory.
 
     Raises ValueError for a data set with fewer samples than ranks or slices, for a loader with a sampler or
@@ -84,7 +84,7 @@ class DataShard:
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
 
-        `global_batch_size` is that of all ranks, and overrides `batch_size`. `gathered` is shared by ranks of one
+        `global_batch_size` counts all ranks' samples, and overrides `batch_size`. `gathered` is shared by ranks of one
         process: a batch is then a window into it, where tensors in memory are dealt whole.
         """
         if global_batch_size is not None:
@@ -104,7 +104,7 @@ class DataShard:
         self.num_samples = _count(self._source.dataset)
         """Samples of an epoch, over all ranks; None for a stream."""
         self.own = range(rank, rank + 1) if slices is None else subtree(slices, size, rank)
-        """Which parts of a global batch are this rank's: its own number, or its slices."""
+        """This rank's parts of a global batch: its own number, or its slices."""
         self.slices, self._parts = slices, slices or size
         self._global_batch_size = global_batch_size
         self._check()
@@ -133,7 +133,7 @@ class DataShard:
 
     @property
     def in_memory(self) -> bool:
-        """Whether batches are taken out of tensors, so that nothing is drawn meanwhile."""
+        """True if batches are taken out of tensors, so that nothing is drawn meanwhile."""
         return self._tensors is not None
 
     @property
@@ -181,8 +181,8 @@ class DataShard:
     def grow(self, global_batch_size: int, pieces: int = 1) -> None:
         """Let steps have so many samples over all ranks, from the next iteration on.
 
-        Each rank's part comes in so many `pieces`, one batch after the other, which are consecutive places.
-        What is left of the epoch is dealt anew, each sample once. ValueError for fewer samples than there are pieces.
+        Each rank's part comes in so many `pieces`, one batch after the other, which are consecutive places. The rest of
+        the epoch is dealt again, each sample once. ValueError for fewer samples than there are pieces.
         """
         if self.slices is not None or self.num_samples is None:
             raise ValueError("a batch that is cut into slices, or that comes from a stream, does not grow")
@@ -194,7 +194,8 @@ class DataShard:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, on all ranks alike; where it is the current one, its position stays.
 
-        A loop that trains whole epochs need not call it. Raises ValueError for an epoch that is no whole number from 0.
+        A loop that trains whole epochs need not call it. Raises ValueError for an epoch that is not a whole number from
+        0.
         """
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"the epoch is {epoch!r}; epochs are whole numbers, counted from 0")
@@ -223,7 +224,7 @@ class DataShard:
         return other
 
     def dealt(self, deals: Deals) -> Batches:
-        """The same data for workers whose batches are dealt one by one. ValueError for a stream."""
+        """The same data for workers that get batches one by one. ValueError for a stream."""
         return Batches(
             self._given,
             size=self.size,
@@ -247,7 +248,7 @@ class DataShard:
             if state[key] != mine:
                 raise ValueError(
                     f"the saved position has {key}={state[key]}, this run has {key}={mine}; "
-                    "go on with the same data and seed, or begin anew"
+                    "go on with the same data and seed, or begin again"
                 )
         epoch, consumed = state["epoch"], state["consumed"]
         end = float("inf") if self.num_samples is None else self.num_samples
@@ -295,7 +296,7 @@ def _count(dataset: Dataset[Any]) -> int | None:
 
 
 def groups(samples: Iterator[Any], size: int, batch_size: int) -> Iterator[list[Any]]:
-    """A stream's samples in global batches: the sizes are those of `plan`. Reads one group ahead."""
+    """A stream's samples in global batches of `plan`'s sizes. Reads one group ahead."""
     held = list(islice(samples, size * batch_size))
     while held:
         following = list(islice(samples, size * batch_size))

@@ -84,7 +84,7 @@ def sampler_epoch(source: Source) -> int | None:
 
 def _remedy(what: str, found: object) -> str:
     return (
-        f"the DataLoader's {what} is a {type(found).__name__}, whose order cannot be dealt to workers; every sample "
+        f"the DataLoader's {what} is a {type(found).__name__}, and its order cannot be dealt to workers; every sample "
         "must come once an epoch. Make the DataLoader with shuffle=True or shuffle=False instead, "
         "or give the data set itself: shard(loader.dataset, batch_size=...)"
     )
@@ -112,7 +112,7 @@ def from_tensors(
 ) -> Iterator[tuple[Pick, list[Tensor]]]:
     """Whole batches by index: one operation a tensor. `order` (num_samples,) holds rows of the tensors.
 
-    `gathered`: where they are taken from, if it is given; `order` is that of `epoch` then.
+    `gathered`: the tensors that hold them, if given, in the order of `epoch`.
     """
     order = order.to(tensors[0].device)
     for step in steps:
@@ -136,8 +136,8 @@ class Chosen:
 def chosen_loader(source: Source, chosen: Chosen, generator: torch.Generator) -> DataLoader[Any]:
     """A loader like the source's that reads the chosen batches in order; a plain one where there is none.
 
-    It draws its workers' seeds from `generator`, unless the source's loader brings one: not from torch's own,
-    from which the samples' noise is drawn.
+    It draws its workers' seeds from `generator`, unless the source's loader brings one: not from torch's own, which
+    draws the samples' noise.
     """
     like = source.loader
     if like is None:
@@ -178,7 +178,8 @@ class _Block(NamedTuple):
 
 
 class Gathered:
-    """For ranks that see the same data in the same order. Batches are windows: no two ranks have a sample in common.
+    """It suits ranks that see the same data in the same order. Batches are windows: no two ranks have a sample in
+    common.
 
     Memory: the last four blocks of 4,096 rows.
     """
@@ -187,7 +188,7 @@ class Gathered:
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
 
     def batch(self, tensors: tuple[Tensor, ...], order: Tensor, epoch: int, start: int, stop: int) -> list[Tensor]:
-        """Rows `order[start:stop]` of each of the `tensors`, where `order` (num_samples,) is that of `epoch`."""
+        """Rows `order[start:stop]` of each of the `tensors`, with `order` (num_samples,) of `epoch`."""
         number, begin = divmod(start, _BLOCK_ROWS)
         if begin + stop - start > _BLOCK_ROWS:
             rows = order[start:stop]

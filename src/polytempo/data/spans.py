@@ -1,4 +1,5 @@
-"""`PlaceSpan`: some places of an epoch's order, one behind the other. Lists say what was used, and what is left.
+"""`PlaceSpan`: some places of an epoch's order, one behind the other. Lists say which places were used, and which are
+left.
 
 epoch 4     0 ┄┄┄┄ 30 ━━━━ 34 ┄┄┄┄ 38 ━━━━ 42 ┄┄┄┄ 96        [PlaceSpan(4, 30, 34), PlaceSpan(4, 38, 42)]
 """
@@ -18,12 +19,12 @@ class PlaceSpan(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many places."""
+        """The number of places."""
         return self.stop - self.start
 
 
 def num_places(spans: Iterable[PlaceSpan]) -> int:
-    """Of all of them together."""
+    """The number of places in all of them together."""
     return sum(span.size for span in spans)
 
 

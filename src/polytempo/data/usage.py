@@ -1,4 +1,4 @@
-"""How often a run used the samples of each epoch: the account in its `result.json`.
+"""The uses of each epoch's samples in a run: the account in its `result.json`.
 
     batches in order       0 ━━━━━━━ consumed ┄┄┄┄┄┄ num_samples     once up to there, the others never
     tickets of a server    ━━━┄┄━━━━━┄━━━┄┄┄┄                        once where every shard has the gradient
@@ -21,17 +21,17 @@ class Usage(NamedTuple):
     first_epoch: int
     last_epoch: int
     samples: int
-    """Of an epoch: `once`, `twice` and `never` together."""
+    """The samples of an epoch: `once`, `twice` and `never` together."""
     once: int
     """Their gradient was used exactly once."""
     twice: int
     never: int
     dropped: int = 0
-    """Of those never used: their gradient was computed, and some shard did not take it (it came too late)."""
+    """Never used samples with a gradient that some shard did not take (it came too late)."""
 
 
 def in_order(num_samples: int, epoch: int, consumed: int) -> list[dict[str, Any]]:
-    """Of a run in which all workers step together, which stands at sample `consumed` of `epoch`.
+    """The usage of a run in which all workers step together, at sample `consumed` of `epoch`.
 
     >>> in_order(10, 2, 4)[1]
     {'first_epoch': 2, 'last_epoch': 2, 'samples': 10, 'once': 4, 'twice': 0, 'never': 6, 'dropped': 0}
@@ -45,8 +45,8 @@ def in_order(num_samples: int, epoch: int, consumed: int) -> list[dict[str, Any]
 def of_tickets(
     batches: Batches, done: Iterable[Range], applied: Sequence[Iterable[Range]], numbers_per_batch: int = 1
 ) -> list[dict[str, Any]]:
-    """Of a run with a parameter server, as its shards say it: `applied` are the tickets that each has used, in
-    `numbers_per_batch` numbers a batch, the last of which closes it; `done` are the batches that were pushed. A shard
+    """The usage of a run with a parameter server, from its shards' reports: `applied` are the tickets that each has
+    used, in `numbers_per_batch` numbers a batch, and the last one closes it; `done` are the pushed batches. A shard
     refuses a ticket that it has.
     """
     finished = Ranges(done)
@@ -62,7 +62,7 @@ def of_tickets(
 
 
 def _closed(numbers: Iterable[Range], numbers_per_batch: int) -> Ranges:
-    """The batches whose last number is there."""
+    """The batches with a last number that is there."""
     ends = ((first // numbers_per_batch, (last + 1) // numbers_per_batch - 1) for first, last in numbers)
     return Ranges((first, last) for first, last in ends if first <= last)
 

@@ -18,7 +18,7 @@ _PATH = "gradients"
 
 
 class _Left(NamedTuple):
-    """What a bucket left behind that is gone, and for whom: parameters that have not come for it yet."""
+    """The state of a bucket that is gone, and its heirs: parameters that have not asked for it yet."""
 
     state: Saved
     names: set[str]
@@ -50,7 +50,7 @@ class ParameterCodecState:
             self._left.append(_Left(saved(await settled(self._states.pop(other)), _PATH), set(other)))
 
     def _begun(self, bundle: Bundle) -> State:
-        """The state of a new bucket, from what its parameters had in others."""
+        """The state of a new bucket, from the state of its parameters in others."""
         self._check(bundle.tensors)
         names = set(bundle.names)
         layout = Bundle(bundle.tensors)
@@ -72,7 +72,7 @@ class ParameterCodecState:
                 )
 
     async def settle(self) -> None:
-        """Finish what is under way, so that the state can be saved."""
+        """Finish the exchanges under way, so that the state can be saved."""
         for key, state in self._states.items():
             self._states[key] = await settled(state)
 
@@ -88,7 +88,7 @@ class ParameterCodecState:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `save` returned; each bucket takes its part when its next gradients come."""
+        """Go on from the value of `save`; each bucket takes its part when its next gradients come."""
         self._states = {}
         self._shapes = {}
         self._only = dict(state["shapes"])

@@ -39,7 +39,7 @@ from polytempo.worlds import ProcessWorld
 
 
 class _Exchange:
-    """A bucket's exchange in the background: a future for DDP, and for the end of backward what went wrong."""
+    """A bucket's exchange in the background: a future for DDP, and its error for the end of backward."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -50,12 +50,12 @@ class _Exchange:
         self.future: Future[Any] = self._first.then(self._outcome)  # an error in `then` is one for C++, too
 
     def perform(self, work: Callable[[], Tensor]) -> BaseException | None:
-        """Let `work` answer; what went wrong."""
+        """Let `work` answer; the error, if it failed."""
         try:
             self.end(work(), None)
         except BaseException as error:
             error.add_note(f"while DDP exchanged the gradients of {', '.join(self._names)}")
-            let_go(error)  # before a caller has it, whose frames are none of ours
+            let_go(error)  # before a caller has it, because we do not own its frames
             self.end(None, error)
         return self._error
 
@@ -66,7 +66,7 @@ class _Exchange:
         self._first.set_result(None)
 
     def wait(self) -> None:
-        """Until it is over; raises what went wrong. The transport's deadlines bound it."""
+        """Wait until it is over; raises the exchange's error. The transport's deadlines bound it."""
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -115,7 +115,7 @@ class _Meeting:
         pending.work.get_future().then(ended)
 
     def perform(self, exchange: _Exchange, work: Callable[[], Tensor]) -> None:
-        """What a thread does for a bucket. A rank that fails leaves, so that the others do not wait for it."""
+        """The thread's work for a bucket. A rank that fails leaves, so that the others do not wait for it."""
         if self.failed is not None:
             exchange.end(None, self.failed)
             return
@@ -145,7 +145,8 @@ class CommHook:
         self._step = 0
 
     def __call__(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """What DDP calls when a bucket is full: a future of the mean gradients, flat like the bucket's buffer."""
+        """The function that DDP calls when a bucket is full: a future of the mean gradients, flat like the bucket's
+        buffer."""
         buffer = bucket.buffer()
         meeting = self._met(state, buffer)
         gradients = dict(zip(self._names(bucket.parameters()), bucket.gradients(), strict=True))
@@ -164,7 +165,7 @@ class CommHook:
         return exchange.future
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank carries from step to step, by parameter: save it on every rank, beside the model.
+        """The state that this rank carries from step to step, by parameter: save it on every rank, next to the model.
 
         All ranks must call it, between two steps, because exchanges that are under way are finished first.
         """
@@ -177,12 +178,12 @@ class CommHook:
         return {"hook": self._name, "step": self._step, **self._carried.save()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank, of as many ranks.
+        """Go on from the value of `state_dict` on this rank, of as many ranks.
 
-        Raises ValueError for what another codec saved; names that do not match are found at the next backward.
+        Raises ValueError for another codec's state; names that do not match are found at the next backward.
         """
         if state.get("hook") != self._name:
-            saved = f"was saved by comm_hook({state['hook']})" if "hook" in state else "is not that of a comm_hook"
+            saved = f"was saved by comm_hook({state['hook']})" if "hook" in state else "is not a comm_hook's"
             raise ValueError(
                 f"the state {saved}, but this is comm_hook({self._name}); make the hook that saved it, or begin "
                 "without its state"
@@ -193,7 +194,7 @@ class CommHook:
         self._step = state["step"]
 
     def _names(self, parameters: Sequence[Tensor]) -> list[str]:
-        """The parameters' names, or the numbers in which they came first."""
+        """The parameters' names, or the numbers of their first arrival."""
         names = []
         for parameter in parameters:
             name = self._named.get(parameter)
@@ -239,7 +240,7 @@ def _exchanged(
 
 
 async def _mean(carried: ParameterCodecState, port: Port, buffer: Tensor, gradients: dict[str, Tensor]) -> Tensor:
-    # Gradients of other memory formats (channels_last) lie in the bucket as they lie elsewhere: a codec sees rows.
+    # Gradients of other memory formats (channels_last) keep their layout in the bucket: a codec sees rows.
     as_they_lie = all(gradient.is_contiguous() for gradient in gradients.values())
     answer = await carried.apply(port, Bundle(gradients, flat=buffer if as_they_lie else None))
     if answer is None:
@@ -252,7 +253,7 @@ async def _mean(carried: ParameterCodecState, port: Port, buffer: Tensor, gradie
 
 
 def _at_once(meeting: _Meeting, buffer: Tensor, work: Callable[[], Tensor]) -> Future[Tensor]:
-    """Issue the exchange on a stream of its own, behind what has filled the bucket.
+    """Issue the exchange on a stream of its own, behind the operations that have filled the bucket.
 
     Nothing here waits for the device unless the codec does (a check for NaN reads a number). The future notes the
     stream, and DDP, which waits for it, lets its own stream wait; the buffer's memory is kept until both are through.
@@ -310,12 +311,12 @@ def comm_hook(
     Raises ValueError for arguments that `through` refuses and for a transform that needs the whole gradient together.
     """
     if not (model is None or isinstance(model, nn.Module)):
-        raise TypeError(f"model is what DDP wraps, an nn.Module, or left out, got {model!r}")
+        raise TypeError(f"model is the module that DDP wraps, or left out, got {model!r}")
     if isinstance(codec, Transform):
         if merge is not None or route is not None or exact_below != EXACT_BELOW:
             raise ValueError("a transform says itself how it exchanges; merge, route and exact_below are for codecs")
         if Promise.SEPARABLE not in codec.promises:
-            raise ValueError("the transform needs the whole gradient at once, and DDP has buckets; use pt.attach")
+            raise ValueError("the transform needs the whole gradient, and DDP has buckets; use pt.attach")
         return CommHook(codec, "a transform", model, group)
     if isinstance(codec, Strategy):
         raise TypeError(

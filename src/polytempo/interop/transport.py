@@ -1,7 +1,7 @@
-"""A second transport between the ranks of a process group, of which torch knows nothing.
+"""A second transport between the ranks of a process group, unknown to torch.
 
-torch names a new process group by how many there are. One that ends with an object, whenever that is collected, would
-have ranks give different names to the groups that the program makes afterwards.
+torch names a new process group by how many there are. If an object's collection ended it, ranks would give different
+names to groups that the program makes afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def leave(own: list[Any], world: ProcessWorld) -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Clear the frames that `error`, and what it follows from, came through; frames that still run stay as they are.
+    """Clear the frames of `error` and of its causes; frames that still run stay as they are.
 
     A traceback keeps its frames' variables. Among them is the work that failed, and gloo's work holds its connections:
     as long as the error is referenced, ranks that wait for this one would wait on.

@@ -38,7 +38,7 @@ def names() -> list[str]:
 def find(text: str) -> Job:
     """The job that `text` means: a name of `names()`, `my_module:job` or `path/to/file.py:job`.
 
-    Modules of one's own are looked for in the current directory too. Raises ValueError, listing what there is.
+    Modules of one's own are looked for in the current directory too. Raises ValueError, listing the jobs that exist.
     """
     where, name = _place(text)
     if not name:
@@ -116,7 +116,7 @@ def _from_module(name: str, text: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but one that it imports is not
+            raise  # the module is there, but a module that it imports is not
         raise _no_module(text, error.name) from error
 
 

@@ -15,7 +15,7 @@ from polytempo.jobs.files import file_of
 from polytempo.spec.job import Data, Job, most_likely
 
 VOCABULARY = 256
-"""Different characters that the model has room for, whatever the text."""
+"""The most different characters of a text that the model has room for."""
 CONTEXT = 64
 WIDTH = 128
 NUM_HEADS = 4

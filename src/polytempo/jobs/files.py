@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def folder_of(given: Path | None, job: str, expected: str) -> Path:
-    """The folder given as `--data`. Raises ValueError, saying what should be there."""
+    """The folder given as `--data`. Raises ValueError, naming the expected files."""
     if given is None:
         raise ValueError(f"job {job} needs --data FOLDER, a folder with {expected}")
     if not given.is_dir():

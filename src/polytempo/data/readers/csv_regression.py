@@ -25,14 +25,14 @@ Column = list[list[float]]
 def csv_regression(path: Path, target: str, seed: int = 0) -> Split:
     """The table in `path`: 80 % of its rows to train on, the rest to test with, drawn by `seed`.
 
-    Inputs float32 (N, features), target float32 (N, 1). Columns of numbers and the target are less
-    their mean, over their standard deviation; empty cells count as the median. A column with text has
-    one input for each of its values, sorted: 1 where it is that value, else 0. Means, deviations and
-    medians are those of the training rows. Errors name the file and the column or line.
+    Inputs float32 (N, features), target float32 (N, 1). Columns of numbers and the target are less their mean, over
+    their standard deviation; empty cells count as the median. A column with text has one input for each of its values,
+    sorted: 1 where it is that value, else 0. Means, deviations and medians belong to the training rows. Errors name the
+    file and the column or line.
     """
     names, rows = read_table(path)
     if target not in names or len(names) < 2:
-        raise ValueError(f"{path} has no column {target!r} besides others; its columns are {', '.join(names)}")
+        raise ValueError(f"{path} has no column {target!r} next to others; its columns are {', '.join(names)}")
     order = permutation(len(rows), seed, 0).tolist()
     train = order[: len(rows) - round(len(rows) * TEST_FRACTION)]
     test = order[len(train) :]

@@ -33,8 +33,8 @@ MAX_BYTES = 4 << 30
 def read_idx(path: Path) -> Tensor:
     """The tensor in an IDX file, gzip-compressed where its name ends in `.gz`.
 
-    Raises ValueError, naming the file, where it is not what its header says; nothing is allocated
-    before the header has been checked.
+    Raises ValueError, naming the file, if it does not match its header; nothing is allocated before the header has been
+    checked.
     """
     try:
         with _opened(path) as file:

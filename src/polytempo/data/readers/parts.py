@@ -5,7 +5,7 @@
           /part-00000-….targets.npy  (rows,)
 
 The index is written last: a folder without one is not finished. Files that it does not name belong to no data set.
-Folders are paths, or whatever fsspec knows: "s3://bucket/digits", "memory://digits".
+Folders are paths, or URLs of fsspec: "s3://bucket/digits", "memory://digits".
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PartWriter:
                 self._flush()
 
     def finish(self) -> list[Entry]:
-        """Write what is held; the entries of all parts, for `write_index`."""
+        """Write the held samples; the entries of all parts, for `write_index`."""
         if self._num_held:
             self._flush()
         return self._written
@@ -127,7 +127,7 @@ def _read_index(folder: str) -> list[Entry]:
             content = file.read(MAX_INDEX_BYTES + 1)
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} holds no {INDEX}: it is no data set in parts, or its writer has not ended"
+            f"{folder} holds no {INDEX}: it is not a data set in parts, or its writer has not ended"
         ) from None
     if len(content) > MAX_INDEX_BYTES:
         raise ValueError(f"{folder}/{INDEX} has more than {MAX_INDEX_BYTES:,} bytes")
@@ -146,14 +146,14 @@ def _read_index(folder: str) -> list[Entry]:
 def _read(folder: str, entry: Entry, kind: str) -> numpy.ndarray[Any, Any]:
     name, expected = entry[kind]["name"], entry[kind]["sha256"]
     if "/" in name or "\\" in name or not name.endswith(".npy"):
-        raise ValueError(f"{folder}/{INDEX} names {name!r}, which is no file of that folder")
+        raise ValueError(f"{folder}/{INDEX} names {name!r}, which is not a file of that folder")
     try:
         with fsspec.open(_joined(folder, name), "rb") as file:
             content = file.read()
     except FileNotFoundError:
         raise ValueError(f"{folder} lacks {name}, which its index names") from None
     if hashlib.sha256(content).hexdigest() != expected:
-        raise ValueError(f"{folder}/{name} is not what was written: its SHA-256 differs")
+        raise ValueError(f"{folder}/{name} is not the written file: its SHA-256 differs")
     array: numpy.ndarray[Any, Any] = numpy.load(io.BytesIO(content), allow_pickle=False)
     if len(array) != entry["rows"]:
         raise ValueError(f"{folder}/{name} has {len(array)} rows, and the index says {entry['rows']}")

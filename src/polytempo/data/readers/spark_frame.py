@@ -36,12 +36,12 @@ def from_spark(
     equal length, float32 (N, length). `target`: a numeric column; whole numbers become int64 (N,), others float32.
 
     Every partition is written once, by one task, as .npy files of at most `rows_per_part` rows (65,536); a task holds
-    no more than one of these and one batch of Arrow's in memory. Rows keep the order of the partitions. What tasks have
-    written that failed or were started twice is not named by the index, which is written last.
+    no more than one of these and one batch of Arrow's in memory. Rows keep the order of the partitions. Files of failed
+    or repeated tasks are not named by the index, which is written last.
 
-    `folder`: a path that all executors share, or whatever fsspec knows. ValueError: it holds a data set already, a
-    column is missing or of another type, a row has a null or an array of another length. Needs pyarrow, as all of
-    Spark's Arrow functions do.
+    `folder`: a path that all executors share, or a URL of fsspec. ValueError: it holds a data set already, a column is
+    missing or of another type, a row has a null or an array of another length. Needs pyarrow, as all of Spark's Arrow
+    functions do.
     """
     names = [inputs] if isinstance(inputs, str) else list(inputs)
     if missing := [name for name in (*names, target) if name not in frame.columns]:

@@ -37,7 +37,7 @@ def windows(tokens: Tensor, context: int) -> TensorDataset:
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file. ValueError for one that is larger than `MAX_BYTES`, and for other bytes."""
+    """All characters of a UTF-8 file. ValueError for a file larger than `MAX_BYTES`, and for other bytes."""
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     try:

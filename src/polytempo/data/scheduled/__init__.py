@@ -1,4 +1,4 @@
-"""What scheduled programs learn from: synthetic data of any size, and readers."""
+"""Data for scheduled programs: synthetic data of any size, and readers."""
 
 from polytempo.data.scheduled.samples import (
     classes,

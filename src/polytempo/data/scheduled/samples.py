@@ -19,7 +19,7 @@ from polytempo.data.readers.text import read_text
 
 
 class Regression(NamedTuple):
-    """What `lasso` and `logistic` learn from."""
+    """The data of `lasso` and `logistic`."""
 
     x: Tensor
     """(n, p), float64."""
@@ -79,7 +79,7 @@ def classes(path: str) -> Regression:
 def _drawn(
     rows: int, columns: int, block: int, correlation: float, nonzeros: int, seed: int
 ) -> tuple[Tensor, Tensor, torch.Generator]:
-    """X and Xβ, and the generator for what comes next."""
+    """X and Xβ, and the generator for the next draws."""
     if rows < 2 or min(columns, block) < 1 or not 0 <= correlation < 1 or not 1 <= nonzeros <= columns:
         raise ValueError(
             f"no such data: rows={rows} (at least 2), columns={columns}, block={block} (at least 1), "
@@ -100,7 +100,7 @@ def _normal(*shape: int, random: torch.Generator) -> Tensor:
 def _file(path: str) -> Path:
     found = Path(path)
     if not found.is_file():
-        raise ValueError(f"there is no file {path}; name one that exists")
+        raise ValueError(f"there is no file {path}; name an existing one")
     return found
 
 
@@ -184,7 +184,7 @@ class Ratings(NamedTuple):
 def drawn_ratings(
     rows: int = 1000, columns: int = 500, entries: int = 30_000, rank: int = 8, noise: float = 0.1, seed: int = 0
 ) -> Ratings:
-    """Entries at distinct random places of a normal matrix of `rank`, with unit variance, and `noise` · ε besides."""
+    """Entries at distinct random places of a normal matrix of `rank`, with unit variance, plus `noise` · ε."""
     if min(rows, columns, rank) < 1 or not 1 <= entries <= rows * columns:
         raise ValueError(
             f"no such data: rows={rows}, columns={columns} and rank={rank} must be at least 1, and entries={entries} "
@@ -199,7 +199,7 @@ def drawn_ratings(
 
 
 def word_counts(path: str, speeches: int = 20, least: int = 5) -> Ratings:
-    """log(1 + n) of how often each word is in each of the `scenes` of a text, for those that are there."""
+    """log(1 + n) of the count of each word in each of the `scenes` of a text, for words that are there."""
     documents, words, num_documents, num_words = scenes(path, speeches, least)
     places, counts = torch.unique(documents * num_words + words, return_counts=True)
     return Ratings(places // num_words, places % num_words, counts.double().log1p(), num_documents, num_words)

@@ -34,13 +34,14 @@ _GLOO_OPS = {
     "bxor": ReduceOp.BXOR,
 }
 _BOOL_OPS = {"sum": "max", "bor": "max", "product": "min", "band": "min"}
-"""What an operation on truth values is on the bytes 0 and 1."""
+"""The operation on the bytes 0 and 1 that stands for one on truth values."""
 _WIRE_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
-"""What gloo computes on instead of what it cannot. Sums of the wider integers wrap to those of the narrower."""
+"""The dtype on which gloo computes for a dtype that it does not know. Sums of the wider integers wrap to sums of the
+narrower."""
 
 
 _PIECE_BYTES, _MOST_UNDER_WAY = 4 << 20, 2
-"""Larger tensors are reduced in pieces, so many of which travel between hosts at a time."""
+"""Larger tensors are reduced in pieces, with so many under way between hosts at a time."""
 
 Finish = Callable[[], None]
 
@@ -50,7 +51,7 @@ class Hosts:
 
     All-reduce, broadcast and barrier cross the network once for each host: for K bytes and H hosts each host sends
     about 2 K (H - 1) / H, however many ranks it has. So does a gather on all ranks: of a host's K bytes K (H - 1) are
-    sent, where its R ranks by themselves would send R times as many. The other collectives and messages are gloo's.
+    sent, while its R ranks alone would send R times as many. The other collectives and messages are gloo's.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Hosts:
     def reduce_scatter(
         self, inputs: Sequence[Tensor], output: Tensor, op: str = "sum", *, timeout_s: float, form: int | None = None
     ) -> None:
-        """This rank's piece of an all-reduce: hosts exchange everything, which is what gloo would do too."""
+        """This rank's piece of an all-reduce: hosts exchange everything, as gloo would."""
         whole = torch.cat([piece.reshape(-1) for piece in inputs])
         self.all_reduce(whole, op, timeout_s=timeout_s, form=form)
         output.view(-1).copy_(whole.view(self.size, -1)[self.rank])
@@ -157,7 +158,7 @@ class Hosts:
             self._exchange_all(kind, [_bytes(tensor) for tensor in sends], receives, root)
 
     def _broadcast(self, tensor: Tensor, root: int, timeout_s: float) -> None:
-        """Within the root's host, between the hosts, and within the others."""
+        """Broadcast within the root's host, between the hosts, and within the others."""
         home = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[root]]
         if self.rank in home:
             self._spread(tensor, home.index(root), timeout_s)
@@ -169,7 +170,8 @@ class Hosts:
             self._spread(tensor, 0, timeout_s)
 
     def _gather_on_all(self, own: Tensor, receives: Sequence[Tensor], timeout_s: float) -> None:
-        """Within each host, between the hosts, and what came from other hosts within each again. Sizes may differ."""
+        """Gather within each host, between the hosts, and the parts of other hosts within each again. Sizes may
+        differ."""
         by_host = {host: [rank for rank, other in enumerate(self._hosts) if other == host] for host in self._hosts}
         here = by_host.pop(self._hosts[self.rank])
         self.local.exchange("all_to_all", [own], [receives[rank] for rank in here], timeout_s=timeout_s)
@@ -198,7 +200,7 @@ class Hosts:
         self.local.exchange("broadcast", [tensor] if mine else [], receives, root=source, timeout_s=timeout_s)
 
     def _between(self, cross: Callable[[], object]) -> None:
-        """`cross` the network, if this is the rank that does so for its host; the others are told if it fails."""
+        """`cross` the network, if this rank does so for its host; the others learn of a failure."""
         if self._leaders is None:
             return
         try:
@@ -229,7 +231,7 @@ class HostsGroup(SharedMemoryGroup):
     group: Hosts
 
     def abort(self) -> None:
-        """Leave the group, and close the connections to other hosts, whatever still refers to the group."""
+        """Leave the group, and close the connections to other hosts, even if the group is still referred to."""
         self.shutdown()
         self.group.disconnect()
 
@@ -259,7 +261,7 @@ def _nothing() -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that lies in one piece."""
+    """The memory of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
@@ -268,10 +270,10 @@ _LOOK_S = 0.02
 
 
 def connected(store: Store, rank: int, size: int, timeout: timedelta, look: Look = None) -> Any:
-    """The group, once all ranks have come. What `look` raises meanwhile ends the wait.
+    """The group, once all ranks have come. An error that `look` raises meanwhile ends the wait.
 
     gloo waits for connections without looking at anything else. So with a `look` it does that in a thread, which is
-    left alone where the wait ends early: it ends by itself after `timeout`.
+    left alone if the wait ends early: it ends after `timeout`.
     """
     if look is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout)

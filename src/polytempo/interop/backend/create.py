@@ -42,7 +42,7 @@ def allow_monitored_barrier() -> None:
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         default = world.timeout if isinstance(world, NamedGroup) else default_pg_timeout
-        ours: Any = world  # whose method has no type in torch
+        ours: Any = world  # its method has no type in torch
         ours.monitored_barrier(limit or default, wait_all_ranks)
 
     monitored_barrier.__module__ = __name__
@@ -52,9 +52,9 @@ def allow_monitored_barrier() -> None:
 def leave_alone(*classes: type) -> None:
     """Have torch.compile run the methods of `classes`, and all that they call, as they are.
 
-    What a compiled model asks for is in its graph. But DDP's reducer, which is not compiled, calls a process group from
-    C++ in the middle of a compiled frame, where torch would look at every Python frame. This is what
-    `torch.compiler.disable` does, without loading the compiler (a second) for those who never compile.
+    A compiled model's operations are in its graph. But DDP's reducer, which is not compiled, calls a process group from
+    C++ in the middle of a compiled frame, where torch would look at every Python frame. This is the effect of
+    `torch.compiler.disable`, without loading the compiler (a second) in programs that never compile.
     """
     for each in classes:
         for member in vars(each).values():
@@ -67,7 +67,7 @@ def _skip(code: Any) -> None:
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
-    else:  # older versions of torch can only skip them, not what they call
+    else:  # older versions of torch can only skip them, not their callees
         eval_frame.skip_code(code)  # type: ignore[attr-defined]
 
 
@@ -78,7 +78,7 @@ leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, Pending
 def create(options: Any, given: Options | None = None) -> Any:
     """The group of `options.group_size` ranks: shared memory within a host, gloo between hosts.
 
-    `options` is what torch says, `given` what the user says.
+    `options` are torch's, `given` the user's.
 
     Where some rank has no native core, or cannot map the others' memory, it is gloo's group; the lowest rank says so.
     """
@@ -117,7 +117,7 @@ def create(options: Any, given: Options | None = None) -> Any:
 
 
 def _hosts(store: Store, rank: int, size: int, names: list[int]) -> tuple[list[str], str]:
-    """Each rank's host, and what keeps a rank from sharing memory: nothing, where all have the native core."""
+    """Each rank's host, and the reason why a rank cannot share memory: none, if all have the native core."""
     store.set(f"native/{rank}", json.dumps([host_identity(), why_not() or ""]))
     found = [json.loads(store.get(f"native/{r}")) for r in range(size)]
     lacking = [f"rank {names[r]} has no native core: {reason}" for r, (_, reason) in enumerate(found) if reason]

@@ -1,4 +1,4 @@
-"""`Courier`: messages under way, as torch's `Work`, and a thread for those that no caller waits for."""
+"""`Courier`: messages under way, as torch's `Work`, and a thread for messages that no caller waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polytempo.native.transfer import Transfer
 from polytempo.worlds.process.threads import close_at_exit, ended
 
 _LOOKS_S = 1.0
-"""How long the thread sleeps at most before it looks whether it is to end."""
+"""The thread sleeps so long at most before it looks whether it is to end."""
 
 
 class Courier:
@@ -29,7 +29,7 @@ class Courier:
         self._closed = False
 
     def take(self, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> Work:
-        """The message as a `Work`; `back` gets a copy of what is received."""
+        """The message as a `Work`; `back` gets a copy of the received tensor."""
         work = PendingMessage(transfer, back, timeout)
         if transfer.done():
             work.exception()  # kept until someone waits for it
@@ -76,19 +76,19 @@ class PendingMessage(Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Like `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """True once it is done."""
         return self._finished or self._transfer.done()
 
     def is_success(self) -> bool:
-        """Whether it is done and went well."""
+        """True once it is done and went well."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What went wrong."""
+        """The error, if it failed."""
         if self.is_completed() and not self._finished:
             try:
                 self.wait()

@@ -1,4 +1,4 @@
-"""`NamedGroup`: what torch.distributed asks of every process group that is written in Python."""
+"""`NamedGroup`: the attributes that torch.distributed expects of a process group in Python."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch._C._distributed_c10d import Backend, Store
 
 
 class DeviceBackend(Backend):
-    """What torch finds behind a group's device. It has a name and no collectives: those are the group's own."""
+    """The object that torch finds behind a group's device. It has a name and no collectives: those are the group's
+    own."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Its name in torch."""
+        """The group's name in torch."""
         return "polytempo"
 
 
@@ -36,7 +37,7 @@ def _device_backend(rank: int, size: int) -> DeviceBackend | None:
 
 
 class NamedGroup(dist.ProcessGroup):
-    """A process group's name, description and deadline. `timeout` is that of each wait."""
+    """A process group's name, description and deadline. `timeout` limits each wait."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -49,11 +50,11 @@ class NamedGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), custom, self._behind)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Its name in torch."""
+        """The group's name in torch."""
         return "polytempo"
 
     def name(self) -> str:
-        """Its name in torch."""
+        """The group's name in torch."""
         return "polytempo"
 
     @property
@@ -74,7 +75,7 @@ class NamedGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What torch says it is for."""
+        """The description that torch gives."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:

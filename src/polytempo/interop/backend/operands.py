@@ -58,7 +58,7 @@ def op_of(opts: Any, dtype: torch.dtype) -> str:
 
 
 def in_core(op: str, dtype: torch.dtype) -> tuple[str, int]:
-    """The operation that the native core performs for `op`, and the mark by which ranks compare what they mean."""
+    """The operation that the native core performs for `op`, and the mark by which ranks compare their meanings."""
     if op == "average" and not (dtype.is_floating_point or dtype.is_complex):
         return "sum", INTEGER_AVERAGE
     return op, PLAIN
@@ -71,7 +71,7 @@ def divide_(tensor: Tensor, mark: int, num_ranks: int) -> None:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor itself where it lies in one piece, else a copy that does."""
+    """The tensor itself if it is contiguous, else a contiguous copy."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -128,7 +128,7 @@ def sum_of_sparse(group: Group, tensor: Tensor, op: str, timeout_s: float) -> No
 
 
 def _agreed_counts(group: Group, tensor: Tensor, op: str, timeout_s: float) -> list[int]:
-    """How many entries each rank has, once all are found to mean the same: op, dtype, shape, sparse dimensions."""
+    """The number of entries of each rank, once all are found to mean the same: op, dtype, shape, sparse dimensions."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{op} of {dtype} {tuple(tensor.shape)} with {tensor.sparse_dim()} sparse dimensions"
     digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), signed=True)

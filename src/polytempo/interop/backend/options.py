@@ -1,4 +1,4 @@
-"""`Options`: what a user may say about a process group."""
+"""`Options`: a user's options of a process group."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Options:
 
     order: Literal["linear", "tree"] = "linear"
     while_connecting: Callable[[], object] | None = None
-    """Called again and again while hosts connect to each other; what it raises ends the wait. None: it lasts until all
-    have come, or the group's timeout."""
+    """A function that is called again and again while hosts connect to each other; an error that it raises ends the
+    wait. None: it lasts until all have come, or the group's timeout."""

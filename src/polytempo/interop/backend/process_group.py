@@ -36,29 +36,30 @@ _PATIENCE_S = 0.002
 
 
 def has_spare_core(num_ranks: int) -> bool:
-    """Whether this process may use a core for a thread of each of `num_ranks` ranks besides their programs'."""
+    """True if this process may use a further core for a thread of each of `num_ranks` ranks."""
     return len(os.sched_getaffinity(0)) >= 2 * num_ranks
 
 
 def _patience_s(num_ranks: int) -> float:
-    """How long an asynchronous collective waits for the others' programs before it is left to a thread.
+    """An asynchronous collective waits for so long for the others' programs before it is left to a thread.
 
-    A thread overlaps it with what comes next if there is a core to spare. Where there is none, the thread would take
-    its core from the program, and the program is better off doing it at once with the others.
+    A thread overlaps it with later work if there is a core to spare. Without one, the thread would take its core from
+    the program, and the program does better to perform it immediately with the others.
     """
     return 0.0 if has_spare_core(num_ranks) else _PATIENCE_S
 
 
 def _blocks(opts: Any) -> bool:
-    """Whether the caller waits at once. Some options of older versions do not say so: they count as asynchronous."""
+    """True if the caller waits immediately. Some options of older versions do not say so: they count as
+    asynchronous."""
     return not getattr(opts, "asyncOp", True)
 
 
 class SharedMemoryGroup(NamedGroup):
-    """Ranks of one host. All collectives of one group run in the order in which they were issued, on every rank.
+    """Ranks of one host. All collectives of one group run in the order of their issue, on every rank.
 
     Each answers a `Work`; a blocking call has done its work when it answers. Errors are `PeerLost`, `TimedOut` and
-    `Mismatch`, where torch's own backends raise RuntimeError, of which they are subclasses.
+    `Mismatch`, subclasses of the RuntimeError that torch's own backends raise.
     """
 
     def __init__(self, store: Store, group: Any, timeout: timedelta) -> None:
@@ -143,7 +144,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._lane.issue(run, list(outputs), blocking=_blocks(opts))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
-        """As `reduce_scatter`, from one tensor that holds all pieces."""
+        """Like `reduce_scatter`, from one tensor that holds all pieces."""
         return self.reduce_scatter([output], [pieces(source, output, self.size(), "reduce_scatter")], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -208,7 +209,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._moved("gather", [(list(inputs), receives)], list(outputs), opts, opts.rootRank)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
-        """Each rank's piece of what one rank has."""
+        """One rank's tensors, a piece for each rank."""
         if outputs[0].is_cuda:
             return self._cuda.scatter(outputs, inputs, opts)
         sends = list(inputs[0]) if self.rank() == opts.rootRank else []
@@ -216,7 +217,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._moved("scatter", moves, list(outputs), opts, opts.rootRank)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Each rank's piece of what each rank has."""
+        """Each rank's tensors, a piece for each rank."""
         if inputs[0].is_cuda:
             return self._cuda.alltoall(outputs, inputs, opts)
         return self._moved("all_to_all", [(list(inputs), list(outputs))], list(outputs), opts)
@@ -229,7 +230,7 @@ class SharedMemoryGroup(NamedGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """As `alltoall`, within one tensor each; sizes are rows, all alike where none are given."""
+        """Like `alltoall`, within one tensor each; sizes are rows, all equal if none are given."""
         if source.is_cuda:
             return self._cuda.alltoall_base(output, source, output_sizes, input_sizes, opts)
         sends = rows(source, input_sizes, self.size())
@@ -272,7 +273,7 @@ class SharedMemoryGroup(NamedGroup):
         return self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=blocking)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that are missing, on every rank and in gloo's words."""
+        """A barrier with an error that names the missing ranks, on every rank and in gloo's words."""
         limit_s = (timeout or self.timeout).total_seconds()
         try:
             self._lane.issue(lambda: self.group.barrier(limit_s), [], blocking=True)

@@ -1,4 +1,4 @@
-"""`Lane`: runs a group's collectives one after the other, in the order in which they were issued.
+"""`Lane`: runs a group's collectives one after the other, in the order of their issue.
 
 A collective waits for the other ranks, while its caller may go on computing. So:
 
@@ -22,7 +22,7 @@ from polytempo.worlds.process.threads import close_at_exit, ended
 Run = Callable[[], None]
 
 _thread = threading.local()
-"""`announces`: whether this thread is calling what waited for a future."""
+"""`announces`: True while this thread calls the callbacks of a future."""
 
 
 class Finished(Work):
@@ -40,11 +40,11 @@ class Finished(Work):
         """Nothing to wait for."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """The work is done."""
         return True
 
     def is_success(self) -> bool:
-        """It went well; what does not is raised where it was issued."""
+        """It went well; errors are raised at the issue."""
         return True
 
     def exception(self) -> None:
@@ -62,7 +62,7 @@ class Finished(Work):
 
 
 DONE = Finished(None)
-"""What a blocking collective answers whose tensors no caller reads."""
+"""The answer of a blocking collective with tensors that no caller reads."""
 
 
 class Queued(Work):
@@ -78,7 +78,8 @@ class Queued(Work):
     def perform(self) -> None:
         """Do it. Called once, by the thread that holds the lane, which then lets it go and calls `announce`.
 
-        What is no Exception (Ctrl-C) is raised here as well. The call counts as made: the other ranks have made it.
+        An error that is not an Exception (Ctrl-C) is raised here as well. The call counts as made: the other ranks have
+        made it.
         """
         try:
             self._run()
@@ -91,7 +92,7 @@ class Queued(Work):
                 self._done = True
 
     def announce(self) -> None:
-        """Call what waits for the future. That may issue further collectives."""
+        """Call the callbacks of the future. That may issue further collectives."""
         if self._future is not None:
             before, _thread.announces = getattr(_thread, "announces", False), True
             try:
@@ -100,7 +101,7 @@ class Queued(Work):
                 _thread.announces = before
 
     def wait(self, timeout: Any = None) -> bool:
-        """Until it is done; raises what went wrong. Each collective has its own deadline."""
+        """Wait until it is done; raises the work's error. Each collective has its own deadline."""
         if not self._done:
             self._lane.work_off(until=self)
         if self._error is not None:
@@ -108,19 +109,19 @@ class Queued(Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Like `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not."""
+        """True once it is done, well or not."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is done and went well."""
+        """True once it is done and went well."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
+        """The error, if it failed."""
         return self._error
 
     def result(self) -> Any:
@@ -149,7 +150,7 @@ class Queued(Work):
 
     @property
     def done(self) -> bool:
-        """Whether it is done."""
+        """True once it is done."""
         return self._done
 
 
@@ -189,14 +190,14 @@ class Lane:
         return queued
 
     def at_once(self, call: Callable[..., int], *arguments: Any) -> int:
-        """`call(*arguments)` after what was issued before; nothing is built for it, for short collectives."""
+        """Call `call(*arguments)` after the earlier work; nothing is built for it, for short collectives."""
         if self._queue:
             self.work_off(self._queue[-1])
         with self._running:
             return call(*arguments)
 
     def work_off(self, until: Queued) -> None:
-        """Do what is queued, in order, until `until` is done."""
+        """Perform the queue, in order, until `until` is done."""
         performed: list[Queued] = []
         try:
             with self._running:
