@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from polytempo.engines.engine import EngineProcess, Role
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.horovod.launcher.elastic_ranks import ElasticRanks
-from polytempo.horovod.launcher.output import OutputRelay
+from polytempo.horovod.launcher.run_ranks import OutputRelay
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 
 _LOOK_S = 1.0

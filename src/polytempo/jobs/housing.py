@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from polytempo import data
-from polytempo.jobs.files import file_of
+from polytempo.jobs import file_of
 from polytempo.spec.job import Data, Job
 
 NUM_FEATURES = 13

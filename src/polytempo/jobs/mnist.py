@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from polytempo import data
-from polytempo.jobs.files import folder_of
+from polytempo.jobs import folder_of
 from polytempo.spec.job import Data, Job, most_likely
 
 EXPECTED = "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte (or .gz)"

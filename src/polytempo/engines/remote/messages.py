@@ -1,13 +1,17 @@
-"""Messages between the head of a run, in the launcher, and the agents on hosts; msgpack, never pickle."""
+"""Messages between the head of a run, in the launcher, and the agents on hosts, and the head's records of agents.
+
+Messages are msgpack, never pickle.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from polytempo.engines.engine import Launch
+from polytempo.engines.engine import EngineProcess, Launch
 from polytempo.spec.topology import Topology
 
 ECHO = "POLYTEMPO_ECHO_LOGS"
@@ -147,3 +151,49 @@ class TravellingRun(NamedTuple):
         yield Welcome(number, self.text, most, threads, len(starts))
         for start in starts:
             yield RunData(self.data[start : start + PIECE_BYTES])
+
+
+@dataclass(eq=False)
+class RemoteProcess(EngineProcess):
+    """A process that an agent has started, or shall start."""
+
+    agent: Agent | None = None
+    collected: bool = False
+    """True once `poll` has reported its end."""
+    order: StartProcess | None = None
+    """The order that its agent received."""
+    ending: bool = False
+    """True once its agent was asked to end it."""
+
+
+@dataclass(eq=False)
+class Agent:
+    """An agent, as the head knows it."""
+
+    number: int
+    peer: bytes
+    hello: Hello
+    host: int
+    """The number, in the order of the hosts' first messages."""
+    heard_s: float
+    processes: dict[int, RemoteProcess] = field(default_factory=dict)
+    """The running processes by life."""
+    lost: str | None = None
+    """The reason for its loss, in words."""
+    left: bool = False
+    leaving: bool = False
+    """True once its host was asked to leave."""
+
+    def heard(self, beat: AgentBeat) -> list[StartProcess | StopProcess]:
+        """Take over an agent's report about its processes. Returns the orders that have not reached it, to be given
+        again."""
+        self.leaving = beat.leaving
+        again: list[StartProcess | StopProcess] = []
+        for life in beat.running:
+            if life not in self.processes or self.processes[life].ending:
+                again.append(StopProcess(life))
+        for life, process in self.processes.items():
+            process.stopped = life in beat.stopped
+            if life not in beat.running and process.order is not None:
+                again.append(process.order)
+        return again

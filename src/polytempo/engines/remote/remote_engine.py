@@ -12,9 +12,9 @@ from pathlib import Path
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.engine import EngineAddress, EngineProcess, Failure, Launch, Role
 from polytempo.engines.processes import janitor
-from polytempo.engines.remote.known_agent import Agent, RemoteProcess
 from polytempo.engines.remote.messages import (
     SAVE_S,
+    Agent,
     AgentBeat,
     AskWhere,
     Bye,
@@ -24,6 +24,7 @@ from polytempo.engines.remote.messages import (
     Hello,
     LogLines,
     PreemptAll,
+    RemoteProcess,
     StartProcess,
     StopProcess,
     ToAgent,

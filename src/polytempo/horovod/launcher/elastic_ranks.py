@@ -21,8 +21,7 @@ from polytempo.engines.processes.command_process import CommandRun
 from polytempo.horovod.elastic_place import LIFE, MEETING
 from polytempo.horovod.launcher.host_engines import HostEngines
 from polytempo.horovod.launcher.hosts import HostDiscovery
-from polytempo.horovod.launcher.output import OutputRelay
-from polytempo.horovod.launcher.run_ranks import RanksFailed, code_of, ended, said, status
+from polytempo.horovod.launcher.run_ranks import OutputRelay, RanksFailed, code_of, ended, said, status
 from polytempo.horovod.launcher.settings import ElasticSettings, LaunchSettings
 from polytempo.membership.message import Dismiss, Fail, GroupView, Order, Report
 from polytempo.membership.run_membership import RunMembership

@@ -25,9 +25,8 @@ from polytempo.compression import through
 from polytempo.compression.exchange.wire_route import Exchanged
 from polytempo.core import Bundle, Codec, State, Transform
 from polytempo.interop.backend.across_hosts import HostsGroup
-from polytempo.interop.backend.create import create
+from polytempo.interop.backend.create import Options, create
 from polytempo.interop.backend.named import NamedGroup
-from polytempo.interop.backend.options import Options
 from polytempo.worlds import ProcessWorld
 
 _OPS = {

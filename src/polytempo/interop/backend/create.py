@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -16,14 +18,25 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from polytempo.interop.backend.across_hosts import Hosts, HostsGroup, Look, connected
-from polytempo.interop.backend.messages import PendingMessage
 from polytempo.interop.backend.named import NamedGroup
-from polytempo.interop.backend.options import Options
 from polytempo.interop.backend.process_group import SharedMemoryGroup
-from polytempo.interop.backend.work import Finished, Queued
+from polytempo.interop.backend.work import Finished, PendingMessage, Queued
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
 from polytempo.native.meeting import Unreachable, host_identity
+
+
+@dataclass(frozen=True)
+class Options:
+    """`dist.init_process_group("polytempo", pg_options=Options(order="tree"))`.
+
+    `order`: how sums are added within a host, see `native.group.Group`.
+    """
+
+    order: Literal["linear", "tree"] = "linear"
+    while_connecting: Callable[[], object] | None = None
+    """A function that is called again and again while hosts connect to each other; an error that it raises ends the
+    wait. None: it lasts until all have come, or the group's timeout."""
 
 
 def allow_monitored_barrier() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from polytempo.core.errors import TimedOut
-from polytempo.interop.backend.messages import Courier
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.operands import (
     CODES,
@@ -28,7 +27,7 @@ from polytempo.interop.backend.operands import (
     rows,
     sum_of_sparse,
 )
-from polytempo.interop.backend.work import DONE, Lane
+from polytempo.interop.backend.work import DONE, Courier, Lane
 from polytempo.native.call import form_of
 from polytempo.native.group import Group
 

@@ -31,7 +31,7 @@ from polytempo.engines.join.init import hosts_of_ranks
 from polytempo.engines.join.keyed_store import KeyedStore
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.interop.autoload import register
-from polytempo.interop.backend.options import Options
+from polytempo.interop.backend.create import Options
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import End, GroupView, Ready
 from polytempo.runs.elastic.member_board import MemberBoard, Superseded, group_prefix
