@@ -216,7 +216,7 @@ def test_an_error_comes_back(session: Any, tmp_path: Path) -> None:
 def test_more_agents_than_room_are_refused(session: Any) -> None:
     """Spark itself would wait for ten minutes."""
     assert slots(session) == 2
-    with pytest.raises(PolytempoError, match="room for 2 more tasks at once, and 3 agents"):
+    with pytest.raises(PolytempoError, match="room for 2 more tasks, and 3 agents"):
         pt.run(DIGITS, pt.strategies.sync_sgd(), workers=3, steps=2, engine=pt.engines.spark(session, agents=3))
 
 
@@ -251,5 +251,5 @@ def test_a_stopped_session_is_named() -> None:
     class Connect:
         pass
 
-    with pytest.raises(ValueError, match=r"Connect is no classic Spark session"):
+    with pytest.raises(ValueError, match=r"Connect is not a running classic Spark session"):
         pt.run(DIGITS, pt.strategies.sync_sgd(), workers=2, steps=2, engine=pt.engines.spark(Connect()))

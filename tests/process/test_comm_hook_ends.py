@@ -115,7 +115,7 @@ def test_the_thread_ends_with_ddp_and_leaves_process_groups_as_they_were() -> No
 def test_what_cannot_work_is_refused_when_it_is_built() -> None:
     with pytest.raises(ValueError, match="merge, route and exact_below are for codecs"):
         comm_hook(low_rank(2), route=all_gather)
-    with pytest.raises(ValueError, match=r"needs the whole gradient at once, and DDP has buckets; use pt.attach"):
+    with pytest.raises(ValueError, match=r"needs the whole gradient, and DDP has buckets; use pt.attach"):
         comm_hook(stateless(lambda port, bundle: port.barrier(), promises=Promise(0)))  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match=r"got the strategy sync_sgd.*; strategies go with pt.attach"):
         comm_hook(sync_sgd())  # type: ignore[arg-type]

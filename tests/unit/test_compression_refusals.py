@@ -91,7 +91,7 @@ def test_a_factory_of_routes_is_no_route_for_wires_either(codec: Codec) -> None:
 
 
 def test_a_hook_takes_a_model_or_none() -> None:
-    with pytest.raises(TypeError, match=r"model is what DDP wraps, an nn\.Module, or left out, got 'net'"):
+    with pytest.raises(TypeError, match=r"model is the module that DDP wraps, or left out, got 'net'"):
         comm_hook(c.int8(), "net")  # type: ignore[arg-type]
 
 

@@ -78,7 +78,7 @@ def test_what_is_not_finished_or_changed_is_refused(tmp_path: Path) -> None:
     inputs = next(tmp_path.glob("part-00001*.inputs.npy"))
     good = inputs.read_bytes()
     inputs.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"is not what was written: its SHA-256 differs"):
+    with pytest.raises(ValueError, match=r"is not the written file: its SHA-256 differs"):
         read_parts(tmp_path)
     inputs.unlink()
     with pytest.raises(ValueError, match=r"lacks part-00001-7-00000\.inputs\.npy"):
@@ -106,7 +106,7 @@ def test_an_index_names_no_file_of_another_folder(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "set" / "index.json").read_text())
     index["parts"][0]["inputs"]["name"] = "../outside.npy"
     (tmp_path / "set" / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="is no file of that folder"):
+    with pytest.raises(ValueError, match="is not a file of that folder"):
         read_parts(place)
 
 

@@ -91,10 +91,10 @@ def test_hosts_are_read_from_a_text_and_from_a_file(tmp_path: Path) -> None:
     path.write_text("# all of them\na slots=2\nb   # one\n\nc:3\n")
     assert read_hostfile(path) == {"a": 2, "b": 1, "c": 3}
     for wrong in ("a:0", "a:x", "-o:1", "", "a:1,a:2", "no hosts", "a;b:2", "\0"):
-        with pytest.raises(ValueError, match=r"no host with its slots|named twice"):
+        with pytest.raises(ValueError, match=r"not a host with its slots|named twice"):
             parsed_hosts(wrong)
     path.write_text("a slots=two\n")
-    with pytest.raises(ValueError, match="no host with its slots"):
+    with pytest.raises(ValueError, match="not a host with its slots"):
         read_hostfile(path)
     with pytest.raises(ValueError, match="no such file"):
         read_hostfile(tmp_path / "none")
@@ -135,7 +135,7 @@ def test_discovery_reads_lines() -> None:
     assert discovered("a:2\n b \n\n", 4) == {"a": 2, "b": 4}
     assert discovered("", 4) == {}
     for nonsense in ("a:b", "connection refused", "\ufffd\0"):
-        with pytest.raises(ValueError, match=r"it printed '.*is no host with its slots"):
+        with pytest.raises(ValueError, match=r"it printed '.*is not a host with its slots"):
             discovered(nonsense, 1)
 
 

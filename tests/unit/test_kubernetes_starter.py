@@ -194,7 +194,7 @@ def test_an_api_that_does_not_answer_changes_nothing(monkeypatch: pytest.MonkeyP
         (None, None, "this process is in no pod"),
         ("127.0.0.1", None, "address=127.0.0.1 is this host's loopback"),
         ("::1", "10.0.0.7", "loopback"),
-        ("head.example.org", None, "no IP address"),
+        ("head.example.org", None, "not an IP address"),
     ],
 )
 def test_pods_must_reach_the_launcher(given: str | None, pod_address: str | None, message: str) -> None:

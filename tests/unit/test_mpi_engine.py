@@ -67,9 +67,9 @@ def test_the_command_line_names_hosts(text: str, setup: Mpi) -> None:
     [
         ({"hosts": "n1"}, "hosts='n1' must be a list of names"),
         ({"hosts": ["n1", "n1"]}, "names a host twice"),
-        ({"hosts": ["-x"]}, "'-x' is no host's name"),
-        ({"hosts": ["n1:4"]}, "'n1:4' is no host's name"),
-        ({"hosts": [""]}, "'' is no host's name"),
+        ({"hosts": ["-x"]}, "'-x' is not a host's name"),
+        ({"hosts": ["n1:4"]}, "'n1:4' is not a host's name"),
+        ({"hosts": [""]}, "'' is not a host's name"),
         ({"agents": 0}, "agents=0"),
         ({"hosts": ["n1", "n2"], "agents": 3}, "agents=3 with hosts="),
     ],

@@ -185,7 +185,7 @@ def test_california_housing() -> None:
     ("content", "message"),
     [
         ("", "has no column 'y'"),
-        ("a,b\n1,2\n", "has no column 'y' besides others; its columns are a, b"),
+        ("a,b\n1,2\n", "has no column 'y' next to others; its columns are a, b"),
         ("a,y\n1,2\n1\n", "line 3: 1 cells under a header of 2"),
         ("a,y\n" + "1,2\n" * 8 + "1,\n", "column 'y', row 9: the target must be a number, not ''"),
         ("a,y\n" + "1,inf\n" * 8, "the target must be a number, not 'inf'"),

@@ -115,7 +115,7 @@ def test_a_failed_stage_ends_all_its_agents() -> None:
 def test_a_stage_that_spark_would_never_start_is_refused() -> None:
     starter = SparkStarter(None)
     starter.start([0, 1], TICKET)
-    with pytest.raises(PolytempoError, match="room for 1 more tasks at once, and 2 agents"):
+    with pytest.raises(PolytempoError, match="room for 1 more tasks, and 2 agents"):
         starter.start([2, 3], TICKET)
     starter.start([2], TICKET)
 

@@ -47,18 +47,13 @@ class LocalEngine:
         self, work: Callable[[Role], Result], address: EngineAddress, notes: int, logs: Path, size: int
     ) -> None:
         assert address.home is not None
-        self._work, self._address, self._home, self._notes = work, address, address.home, notes
+        self._work, self.address, self._home, self._notes = work, address, address.home, notes
         self._logs, self._size = logs, size
         self._children = Children(self._read, self._home)
 
-    @property
-    def address(self) -> EngineAddress:
-        """See `Engine`."""
-        return self._address
-
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. Its standard output goes to `logs/ROLE.log`."""
-        rank_info = RankInfo(role.life, self._size, self._home, self._address.threads)
+        rank_info = RankInfo(role.life, self._size, self._home, self.address.threads)
         log, launcher = self._logs / f"{role}.log", os.getpid()
         with held_signals():  # a process that has been started is known here, too
             pid = fork(lambda: serve(lambda _: self._work(role), rank_info, log, launcher, self._notes))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from polytempo.engines.engine import Launch
 from polytempo.engines.join.environment import recognise
 from polytempo.engines.remote.command_agents import AGENT_WORDS, LaunchedAgents, in_shell
-from polytempo.engines.remote.network import common_address
+from polytempo.engines.remote.network import check_hosts, common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 from polytempo.engines.remote.ticket import TICKET_VARIABLE
 
@@ -48,13 +48,7 @@ class Mpi:
     wait_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.hosts, str):
-            raise ValueError(f'hosts={self.hosts!r} must be a list of names, such as ["n1", "n2"]')
-        for host in self.hosts:
-            if not host or host.startswith("-") or any(letter.isspace() or letter in ",:" for letter in host):
-                raise ValueError(f"{host!r} is not a host's name; give names as mpirun takes them, such as n1")
-        if len(set(self.hosts)) < len(self.hosts):
-            raise ValueError(f"hosts={list(self.hosts)} names a host twice; each has one agent, which starts all there")
+        check_hosts(self.hosts, without=",:", like="mpirun takes them, such as n1")
         if self.agents < 1 or (self.hosts and self.agents not in (1, len(self.hosts))):
             raise ValueError(
                 f"agents={self.agents} with hosts={list(self.hosts)}: give hosts, which have one each, or agents >= 1"

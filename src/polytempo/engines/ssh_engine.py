@@ -17,7 +17,7 @@ from pathlib import Path
 
 from polytempo.engines.engine import Launch
 from polytempo.engines.remote.command_agents import AGENT_WORDS, ChildAgents
-from polytempo.engines.remote.network import common_address
+from polytempo.engines.remote.network import check_hosts, common_address
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "{host}")
@@ -47,13 +47,9 @@ class Ssh:
     wait_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.hosts, str) or not self.hosts:
+        check_hosts(self.hosts, like="ssh takes them, such as n1 or user@n1")
+        if not self.hosts:
             raise ValueError(f'hosts={self.hosts!r} must be a list of names, such as ["n1", "n2"]')
-        for host in self.hosts:
-            if not host or host.startswith("-") or any(letter.isspace() for letter in host):
-                raise ValueError(f"{host!r} is not a host's name; give names as ssh takes them, such as n1 or user@n1")
-        if len(set(self.hosts)) < len(self.hosts):
-            raise ValueError(f"hosts={list(self.hosts)} names a host twice; each has one agent, which starts all there")
         if not any("{host}" in word for word in self.command):
             raise ValueError(f"command={list(self.command)} must have the word {{host}}")
         for name, value in self.environment.items():

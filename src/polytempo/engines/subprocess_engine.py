@@ -55,22 +55,17 @@ class SubprocessEngine:
     def __init__(
         self, python: str, spec: str, launch: Launch, address: EngineAddress, home: Path, notes: int, logs: Path
     ) -> None:
-        self._python, self._spec, self._launch, self._address = python, spec, launch, address
+        self._python, self._spec, self._launch, self.address = python, spec, launch, address
         self._home, self._notes, self._logs = home, notes, logs
         self._answers: dict[Child, IO[bytes]] = {}
         self._children = Children(self._read, self._home)
-
-    @property
-    def address(self) -> EngineAddress:
-        """See `Engine`."""
-        return self._address
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`. The output goes to `logs/ROLE.log`."""
         path = self._logs / f"{role}.log"
         path.unlink(missing_ok=True)  # it may be a link
         order = json.dumps(self._order(role)).encode()
-        environment = dict(os.environ) | {"TMPDIR": str(self._home), "OMP_NUM_THREADS": str(self._address.threads)}
+        environment = dict(os.environ) | {"TMPDIR": str(self._home), "OMP_NUM_THREADS": str(self.address.threads)}
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644), "wb") as log:
             answer: IO[bytes] = tempfile.TemporaryFile(dir=self._home)  # noqa: SIM115 - `_read` closes it
             with held_signals():  # a process that has been started is known here, too
@@ -112,9 +107,9 @@ class SubprocessEngine:
             "spec": self._spec,
             "role": role._asdict(),
             "setting": dict(self._launch.setting()),
-            "host": self._address.host,
+            "host": self.address.host,
             "size": self._launch.most,
-            "threads": self._address.threads,
+            "threads": self.address.threads,
             "launcher": os.getpid(),
             "notes": self._notes,
         }

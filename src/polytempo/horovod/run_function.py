@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -71,8 +70,11 @@ def run(
     is_elastic = bool(least or most or host_discovery_script)
     if not is_elastic and hosts is None and hostfile is None:
         return _forked(func, args, kwargs or {}, size or 1)
-    settings = replace(
-        _settings(start_timeout, ssh_port, ssh_identity_file, network_interfaces),
+    settings = LaunchSettings(
+        30.0 if start_timeout is None else start_timeout,
+        network_interface=network_interfaces,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
         output=None if output_filename is None else Path(output_filename),
@@ -84,18 +86,10 @@ def run(
         answers = run_ranks(words, size or sum(given.values()), given, settings, text)
     else:
         elastic = ElasticSettings.of(size, least, most, reset_limit=reset_limit, cooldown_s=cooldown_range)
-        answers = run_elastic_ranks(words, _discovery(host_discovery_script, slots, given), settings, elastic, text)
+        script = host_discovery_script
+        discover: Discover = (lambda: given) if script is None else HostDiscovery(Path(script), slots or 1)
+        answers = run_elastic_ranks(words, discover, settings, elastic, text)
     return [answer_of(each) for each in answers]
-
-
-def _discovery(script: str | Path | None, slots: int | None, hosts: Mapping[str, int]) -> Discover:
-    return (lambda: hosts) if script is None else HostDiscovery(Path(script), slots or 1)
-
-
-def _settings(timeout_s: float | None, port: int | None, key: str | None, interface: str | None) -> LaunchSettings:
-    return LaunchSettings(
-        30.0 if timeout_s is None else timeout_s, network_interface=interface, ssh_port=port, ssh_identity_file=key
-    )
 
 
 def _hosts(hosts: str | None, hostfile: str | Path | None, slots: int) -> Mapping[str, int]:

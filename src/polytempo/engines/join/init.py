@@ -127,7 +127,11 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
         if size > 1 and rank >= 0 and life == 1:
             group_store = PrefixStore("workers", store) if num_servers else store
             dist.init_process_group(
-                backend or _backend(place), store=group_store, rank=rank, world_size=size, timeout=timeout
+                backend or backend_name(one_host=place.local_size == place.size),
+                store=group_store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
             )
     except RuntimeError as error:
         if re.search(r"timed? ?out|timeout", str(error), re.I):
@@ -145,10 +149,6 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
     if servers is not None and rank == 0:
         atexit.register(dismiss, servers)
     return world
-
-
-def _backend(place: RankPlace) -> str:
-    return backend_name(one_host=place.local_size == place.size)
 
 
 def backend_name(*, one_host: bool) -> str:

@@ -6,7 +6,7 @@ import fcntl
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from polytempo.engines.join.environment import parsed_url
@@ -41,6 +41,17 @@ def common_address(hosts: Iterable[str]) -> str:
             "; give the address= that all of them reach"
         )
     return addresses.pop()
+
+
+def check_hosts(hosts: Sequence[str], *, without: str = "", like: str) -> None:
+    """ValueError for text in place of a list, a host twice, and names that a program takes for options."""
+    if isinstance(hosts, str):
+        raise ValueError(f'hosts={hosts!r} must be a list of names, such as ["n1", "n2"]')
+    for host in hosts:
+        if not host or host.startswith("-") or any(letter.isspace() or letter in without for letter in host):
+            raise ValueError(f"{host!r} is not a host's name; give names as {like}")
+    if len(set(hosts)) < len(hosts):
+        raise ValueError(f"hosts={list(hosts)} names a host twice; each has one agent, which starts all there")
 
 
 def refused(url: str, wait_s: float) -> bool:

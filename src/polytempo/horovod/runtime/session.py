@@ -67,7 +67,9 @@ class Session:
             begun.callback(link.close)
             self.performer = Performer(rank, self.member.sets, make)
             begun.callback(self.performer.close)
-            timeline = _timeline(settings) if rank == 0 else None
+            timeline = None
+            if rank == 0 and settings.timeline:
+                timeline = TimelineFile(settings.timeline, mark_cycles=settings.mark_cycles)
             self.runtime = Runtime(
                 self.member,
                 _coordinator(size, process_sets, settings) if rank == 0 else None,
@@ -108,10 +110,6 @@ def _coordinator(
         cache_capacity=settings.cache_capacity,
         stalls=settings.stalls,
     )
-
-
-def _timeline(settings: HorovodSettings) -> TimelineFile | None:
-    return TimelineFile(settings.timeline, mark_cycles=settings.mark_cycles) if settings.timeline else None
 
 
 def _tuning(settings: HorovodSettings, hosts: int) -> Tuning | None:

@@ -29,7 +29,19 @@ _thread = threading.local()
 """`announces`: True while this thread calls the callbacks of a future."""
 
 
-class Finished(Work):
+class _Waited(Work):
+    """Work that is defined by `wait`, `is_completed` and `exception`."""
+
+    def synchronize(self) -> None:
+        """Like `wait`."""
+        self.wait()
+
+    def is_success(self) -> bool:
+        """True once it is done and went well."""
+        return self.is_completed() and self.exception() is None
+
+
+class Finished(_Waited):
     """Something that is done."""
 
     def __init__(self, result: Any) -> None:
@@ -40,19 +52,12 @@ class Finished(Work):
         """Nothing to wait for."""
         return True
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def is_completed(self) -> bool:
         """The work is done."""
         return True
 
-    def is_success(self) -> bool:
-        """It went well; errors are raised at the issue."""
-        return True
-
     def exception(self) -> None:
-        """There was none."""
+        """There was none: errors are raised at the issue."""
 
     def result(self) -> Any:
         """The tensors."""
@@ -69,7 +74,7 @@ DONE = Finished(None)
 """The answer of a blocking collective with tensors that no caller reads."""
 
 
-class Queued(Work):
+class Queued(_Waited):
     """Something that a lane has still to do, or is doing."""
 
     def __init__(self, lane: Lane, run: Run, result: Any) -> None:
@@ -112,17 +117,9 @@ class Queued(Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        """Like `wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """True once it is done, well or not."""
         return self._done
-
-    def is_success(self) -> bool:
-        """True once it is done and went well."""
-        return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
         """The error, if it failed."""
@@ -293,7 +290,7 @@ class Courier:
             self.group.serve_transfers(_LOOKS_S)
 
 
-class PendingMessage(Work):
+class PendingMessage(_Waited):
     """A message under way."""
 
     def __init__(self, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> None:
@@ -317,17 +314,9 @@ class PendingMessage(Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        """Like `wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """True once it is done."""
         return self._finished or self._transfer.done()
-
-    def is_success(self) -> bool:
-        """True once it is done and went well."""
-        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
         """The error, if it failed."""
