@@ -210,7 +210,7 @@ def test_the_launchers_address_is_its_pods() -> None:
 FILES: list[tuple[str, str, str]] = [
     ("pods.toml", 'image = "i:1"\npods = 0', "pods=0"),
     ("pods.toml", "image = ", "this is not TOML"),
-    ("pods.json", '{"image": "i:1", "imagee": 1}', "imagee is no option"),
+    ("pods.json", '{"image": "i:1", "imagee": 1}', "imagee is not an option"),
     ("pods.json", "[]", "at least image"),
     ("pods.yaml", "image: i", r"read from \.json and \.toml files"),
     ("none.toml", "", "cannot be read"),
