@@ -27,8 +27,7 @@ from torch.utils.data import Dataset, Subset
 
 import polytempo as pt
 from polytempo.data.shard import DataShard
-from polytempo.jobs import chars
-from polytempo.jobs.files import file_of
+from polytempo.jobs import chars, file_of
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of
 from polytempo.training.job.program import check_length

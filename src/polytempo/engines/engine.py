@@ -1,7 +1,7 @@
 """`Engine`: who starts the processes of a run, and nothing else.
 
 program ── start(role, host) ─▶ ┌ engine ┐ ─▶ processes     fork, a new interpreter, another host, a batch system
-        ◀─ poll(wait_s) ──────  │        │ ◀─ how they end, what they leave
+        ◀─ poll(wait_s) ──────  │        │ ◀─ their ends and results
         ── stop(process) ─────▶ └────────┘                  address: where processes find the program
 
 Decisions (restarts, the end of a run) are made above it, by code that knows processes by their roles. It does not

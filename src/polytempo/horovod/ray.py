@@ -2,7 +2,7 @@
 
     executor = RayExecutor(RayExecutor.create_settings(), num_workers=4, use_gpu=False)
     executor.start()
-    results = executor.run(train, args=(data,))          # what each rank returned, by rank
+    results = executor.run(train, args=(data,))          # the results by rank
     executor.shutdown()
 
 It needs the extra `ray`. Functions, arguments and results travel as Ray's own do.
@@ -48,7 +48,7 @@ class RankActor:
         os.environ.update(variables)
 
     def make(self, kind: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the object on which `execute` works."""
+        """Make the object for `execute`."""
         self._executable = kind(*args, **kwargs)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -27,7 +27,7 @@ class SlotPlace(NamedTuple):
     """The number among the hosts that have a rank."""
 
     def environment(self) -> dict[str, str]:
-        """The variables that Horovod's launcher sets for a rank, and the ones that `polytempo.init` reads."""
+        """The variables that Horovod's launcher sets for a rank, and the input of `polytempo.init`."""
         named = {
             "HOSTNAME": self.host,
             "RANK": str(self.rank),

@@ -18,7 +18,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """The way in which `horovodrun` starts ranks. ValueError for times that are not positive."""
+    """The launch of ranks by `horovodrun`. ValueError for times that are not positive."""
 
     start_timeout_s: float = 30.0
     """All hosts may take so long to be there."""

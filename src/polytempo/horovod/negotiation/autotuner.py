@@ -1,7 +1,7 @@
 """`Autotuner`: looks for the fusion threshold and the cycle time with the highest throughput. A machine without I/O.
 
 operations ─▶ window: until a name has come `steps_per_sample` times; bytes/µs ─▶ the median of 5 is one score
-scores ─▶ the first `warmup_samples` are forgotten; then what is next is measured, `max_samples` times; then the best
+scores ─▶ the first `warmup_samples` are forgotten; then the next point is measured, `max_samples` times; then the best
 
 The next point comes from Bayesian optimisation in a unit box, by a Gaussian process over earlier scores.
 

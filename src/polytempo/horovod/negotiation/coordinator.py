@@ -36,7 +36,7 @@ from polytempo.horovod.negotiation.message import (
 
 @dataclass
 class StallLimits:
-    """The seconds after which a partly submitted name causes a warning, and the end of the negotiation. 0: never."""
+    """The limits in seconds of a partly submitted name, until a warning and until the negotiation's end. 0: never."""
 
     warn_s: float = 60.0
     end_s: float = 300.0
@@ -61,8 +61,8 @@ class PartlySubmitted:
 
 
 def description(name: str, there: Sequence[int], missing: Sequence[int], seconds: float, elsewhere: str) -> str:
-    """The ranks that have submitted `name`, and the ones that have not. `elsewhere`: other process sets with the same
-    name waiting."""
+    """The ranks with and without `name` among their submissions. `elsewhere`: other process sets with the same name
+    waiting."""
     return (
         f"tensor {name!r} was submitted by ranks {list(there)} and not by ranks {list(missing)} for {seconds:.0f} s; "
         f"all ranks of a process set must submit the same names{elsewhere}"

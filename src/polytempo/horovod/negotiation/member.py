@@ -130,7 +130,7 @@ class NegotiationMember:
         return todo
 
     def finish(self, keys: Iterable[tuple[int, str]]) -> None:
-        """These have come to their end: the names can be submitted again."""
+        """Forget the ended operations: their names can be submitted again."""
         for key in keys:
             self.waiting.discard(key)
             self._submitted.pop(key, None)

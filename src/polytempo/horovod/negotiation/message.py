@@ -1,8 +1,8 @@
 """Messages between ranks and the coordinator of a negotiation, as plain data.
 
-rank ──Submission──▶ coordinator      what it asks for: bits of what is cached, whole requests of what is not
+rank ──Submission──▶ coordinator      its requests: bits for cached ones, whole messages for others
      ──Farewell────▶                  it shuts down
-     ◀─Verdicts────                   to all ranks the same, numbered from 1: what to perform, and in which order
+     ◀─Verdicts────                   to all ranks the same, numbered from 1: the operations and their order
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[int, str]:
-        """The key by which requests are matched."""
+        """The key that matches requests."""
         return self.process_set, self.name
 
 
@@ -75,7 +75,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Evict(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """These slots of the cache are free."""
+    """Slots of the cache that are free now."""
 
     slots: tuple[int, ...]
 
@@ -87,7 +87,7 @@ class Conclude(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Tune(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """From here on all ranks gather names for so long, and so many bytes become one."""
+    """New settings for all ranks: they gather names for so long, and so many bytes become one."""
 
     fusion_bytes: int
     cycle_s: float
@@ -109,7 +109,7 @@ class Submission(msgspec.Struct, frozen=True, array_like=True, tag=1):
     seen: int
     """The last number of `Verdicts` that the rank has seen."""
     bits: bytes = b""
-    """Slots of the cache whose requests the rank makes again, as a little-endian bit vector."""
+    """Slots of the cached requests that the rank makes again, as a little-endian bit vector."""
     requests: tuple[TensorRequest, ...] = ()
 
 

@@ -88,7 +88,7 @@ class SetTransport:
         return self._reductions[op]
 
     def adasum_(self, tensors: Sequence[Tensor]) -> None:
-        """Each of `tensors`, of one dtype, becomes the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""
+        """Replace each of `tensors`, of one dtype, by the adaptive sum of all ranks' tensors (`aggregation.adasum`)."""
         transform = adasum()
         bundle = Bundle({str(place): tensor for place, tensor in enumerate(tensors)})
         answer, _ = self.transformed(transform, bundle, transform.init(bundle))

@@ -155,7 +155,7 @@ class RankLink:
         self._ring.close()
 
     def _send_rest(self) -> None:
-        """The thread: send what is kept, as sockets take it."""
+        """The thread: send the remaining bytes when sockets take them."""
         while not self._closed:
             self._unsent.wait()
             self._unsent.clear()

@@ -13,7 +13,7 @@ from polytempo.horovod.runtime.groups import CodecExchange, SetTransport, divide
 from polytempo.horovod.runtime.operation import Operation, in_order
 
 _COPIED_BYTES = 512 << 10
-"""Tensors of fewer bytes are copied into one that travels for all of them."""
+"""Tensors of fewer bytes are copied into a common one."""
 Phase = Callable[[str], None]
 """Hears which part of an operation begins, by Horovod's names for them."""
 MakeTransport = Callable[[int, Sequence[int]], SetTransport]
@@ -38,7 +38,7 @@ class Performer:
             raise
 
     def perform(self, agreements: Sequence[Agreement], operations: Sequence[Operation | None]) -> None:
-        """All of them in one. An operation is None on a rank that has joined, and outside the process set."""
+        """Perform all of them as one. An operation is None on a rank that has joined, and outside the process set."""
         first = agreements[0].request
         transport = self._transports.get(first.process_set)
         if transport is None:
@@ -152,7 +152,7 @@ def zeros(request: TensorRequest, cuda: int = -1) -> list[Tensor]:
 
 
 def reduce_together_(transport: SetTransport, tensors: Sequence[Tensor], request: TensorRequest, phase: Phase) -> None:
-    """Each of `tensors`, of one dtype, becomes postscale · op over ranks of prescale · tensor.
+    """Replace each of `tensors`, of one dtype, by postscale · op over ranks of prescale · tensor.
 
     Large ones travel alone: copying them to others and back would cost more than an operation of their own.
     """

@@ -212,7 +212,7 @@ class Runtime:
                 self._turn(max(left_s, 0.0), flush=left_s <= 0)
 
     def _turn(self, timeout_s: float, *, flush: bool, spin: bool = False) -> None:
-        """Send requests, receive verdicts, also those that come in time, and perform the agreed operations."""
+        """Send requests, receive verdicts until the time is over, and perform the agreed operations."""
         if flush:
             self._flush()
         if not self._todo:

@@ -126,7 +126,7 @@ def _store(number: int) -> Store:
 
 
 def _own_address() -> str:
-    """The address of this rank for other hosts: the one from which it reaches the launcher's meeting point."""
+    """The address of this rank for other hosts: the source of its connection to the launcher's meeting point."""
     place = recognise(os.environ)
     address = place.master_address or os.environ.get("MASTER_ADDR")
     if not address:

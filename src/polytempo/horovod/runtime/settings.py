@@ -45,7 +45,7 @@ class HorovodSettings(NamedTuple):
 
     @property
     def stalls(self) -> StallLimits:
-        """The times after which a partly submitted name causes a warning, and the end."""
+        """The limits of a partly submitted name, until a warning and until the end."""
         return StallLimits(self.warn_s, self.end_s)
 
     @property

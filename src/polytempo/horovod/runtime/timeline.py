@@ -91,7 +91,7 @@ class TimelineFile:
             self._end_all(key, self._now())
 
     def begins(self, agreements: Sequence[Agreement]) -> None:
-        """These are performed now, as one."""
+        """Begin the events of operations that are performed as one."""
         with self._lock:
             now = self._now()
             self._performed = [agreed.request.key for agreed in agreements]
@@ -110,7 +110,7 @@ class TimelineFile:
                 self._begin(key, name, now)
 
     def ends(self, agreements: Sequence[Agreement]) -> None:
-        """They are done."""
+        """End the events of performed operations."""
         with self._lock:
             now = self._now()
             for request in (agreed.request for agreed in agreements):

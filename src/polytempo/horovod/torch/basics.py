@@ -191,9 +191,9 @@ def ccl_built() -> bool:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Rank 0 begins to write negotiations and operations to `file_path`, for chrome://tracing or Perfetto.
 
-    A timeline that is being written is ended. `mark_cycles`: also the instants at which rank 0 submits its gathered
-    names. The other ranks may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`,
-    OSError where the file cannot be made.
+    A timeline that is being written is ended. `mark_cycles`: also the instants of rank 0's submissions. The other ranks
+    may call it, too, and do nothing. Results stay the same. Errors: ValueError before `init`, OSError where the file
+    cannot be made.
     """
     PROCESS.opened().start_timeline(os.fspath(file_path), mark_cycles)
 

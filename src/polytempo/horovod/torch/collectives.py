@@ -195,7 +195,7 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin to concatenate all ranks' tensors along the first dimension, the only one that may differ."""
+    """Begin to concatenate all ranks' tensors along the first dimension. Other dimensions are equal."""
     return begin(PROCESS, "allgather", [tensor], name, process_set, only)
 
 

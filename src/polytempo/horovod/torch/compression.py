@@ -1,8 +1,8 @@
 """`Compression`: the form of tensors on their way. Write one of your own as a subclass of `Compressor`.
 
-casts    compress ─▶ sum of what travels ─▶ decompress        `none`, `fp16`, `bf16`, and your own
+casts    compress ─▶ sum of casts ─▶ decompress               `none`, `fp16`, `bf16`, and your own
 codecs   an exchange by `polytempo.compression`, as `pt.attach` makes it: wires that cannot be added are gathered, or
-         added stripe by stripe; what was not sent goes with the next gradient
+         added stripe by stripe; unsent parts go with the next gradient
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class CodecCompression:
 
 
 _LARGE = torch.empty(1024, 1024, device="meta")
-"""A tensor on which a law has to hold."""
+"""A large tensor for questions about a codec."""
 
 AnyCompression = type[Compressor] | CodecCompression
 """The types of `compression`."""

@@ -1,4 +1,4 @@
-"""The module in which scripts for Horovod look for some of its functions. No MPI takes part here."""
+"""Horovod's module of some functions, for scripts that import it. No MPI takes part here."""
 
 from __future__ import annotations
 

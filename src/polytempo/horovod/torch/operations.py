@@ -266,7 +266,7 @@ def grouped_reducescatter(
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """All ranks' tensors, concatenated along the first dimension, the only one that may differ."""
+    """All ranks' tensors, concatenated along the first dimension. Other dimensions are equal."""
     if _needs_gradient([tensor]):
         return grouped_allgather([tensor], name, process_set)[0]
     answer: Tensor = synchronize(allgather_async(tensor, name, process_set))

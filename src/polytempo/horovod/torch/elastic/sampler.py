@@ -1,6 +1,6 @@
 """`ElasticSampler`: this rank's samples of an epoch, also after changes of the group.
 
-    epoch      a permutation drawn from (seed, epoch), less what has been processed
+    epoch      a permutation drawn from (seed, epoch), less the processed samples
     rank r     every size-th of it, from the r-th on
     batch b    of all ranks together: the places from b · batch_size · size on, batch_size · size of them
 
@@ -26,7 +26,7 @@ class SamplerPosition(NamedTuple):
     before: frozenset[int]
     """Samples of earlier groups, and of `record_indices`."""
     order: Sequence[int]
-    """The order in which the others are dealt."""
+    """The assignment of the others."""
     num_processed: int
     """The number of processed ones among these, from the first."""
 
@@ -102,7 +102,7 @@ class ElasticSampler(Sampler[int]):
         self.deal_to(*((rank(), size()) if is_initialized() else (0, 1)))
 
     def deal_to(self, rank: int, size: int) -> None:
-        """Deal the remaining samples to a group of `size` ranks, in which this process has `rank`."""
+        """Deal the remaining samples to a group of `size` ranks, with this process as `rank`."""
         self.rank, self.num_replicas = rank, size
         self._before = frozenset(self.processed_indices)
         self._count, self._alone = 0, set()

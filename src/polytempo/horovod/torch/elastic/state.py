@@ -37,7 +37,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State(ABC):
-    """The values with which training goes on. A subclass says how it is saved, restored and given to all processes."""
+    """The values that training goes on from. A subclass says how it is saved, restored and given to all processes."""
 
     def __init__(self, bcast_object: Broadcast = broadcast_object, get_rank: Callable[[], int] = rank) -> None:
         self._broadcast, self._get_rank = bcast_object, get_rank
