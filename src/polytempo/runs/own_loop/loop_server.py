@@ -28,8 +28,7 @@ from polytempo.engines.local_engine import Local
 from polytempo.engines.processes import janitor
 from polytempo.engines.remote.messages import TravellingRun
 from polytempo.engines.remote.remote_engine import opened_remote
-from polytempo.engines.remote.starter import StartedAgent
-from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.mail.host_mail import HostMailboxes, KeeperMail
 from polytempo.runs.mail.mailbox_directory import MailboxDirectory, OpenMail
