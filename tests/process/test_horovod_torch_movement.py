@@ -137,7 +137,7 @@ def forms_that_are_refused(rank: int, size: int) -> None:
         refused(ValueError, "not registered", lambda call=call, given=given: call(*given, process_set=apart))
     refused(ValueError, "not registered", lambda: hvd.broadcast_async_(torch.ones(1), 0, process_set=apart))
     refused(hvd.HorovodInternalError, "root rank", lambda: hvd.synchronize(hvd.broadcast_async_(torch.ones(1), -1)))
-    refused(ValueError, "sum is 4", lambda: hvd.synchronize(hvd.alltoall_async(torch.ones(4), [9])))
+    refused(ValueError, "sum of 4", lambda: hvd.synchronize(hvd.alltoall_async(torch.ones(4), [9])))
     refused(ValueError, "not registered", lambda: hvd.SyncBatchNorm(3, process_set=apart).train()(torch.ones(2, 3)))
     refused(ValueError, "7 is not a valid", lambda: hvd.allreduce(torch.ones(1), op=7))
     refused(ValueError, "list of ranks", lambda: hvd.ProcessSet("01"))

@@ -37,7 +37,7 @@ def disagreements(rank: int, size: int) -> None:
         refused(hvd.HorovodInternalError, last, call)
         equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(size)))
     refused(hvd.HorovodInternalError, f"root rank {size}", lambda: hvd.broadcast(torch.ones(1), size))
-    error: tuple[type[Exception], str] = (ValueError, "sum is 4") if odd else (hvd.HorovodInternalError, "add up")
+    error: tuple[type[Exception], str] = (ValueError, "sum of 4") if odd else (hvd.HorovodInternalError, "add up")
     refused(*error, lambda: hvd.alltoall(torch.ones(4), [1] * (size - 1) + [7 * odd], "splits"))
     refused(hvd.HorovodInternalError, "without dimensions", lambda: hvd.allgather(torch.tensor(1.0)))
 
