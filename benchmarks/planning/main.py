@@ -25,7 +25,7 @@ import torch
 
 import polytempo as pt
 from polytempo.cluster import Cluster
-from polytempo.cluster.prices import JOB
+from polytempo.cluster.cluster_file import JOB
 from polytempo.core import PolytempoError
 from polytempo.planner.plan import RunPlan
 from polytempo.planner.search import plan_run

@@ -36,7 +36,8 @@ import torch
 
 import polytempo as pt
 from polytempo.cluster import Cluster, constant
-from polytempo.cluster.measured import read_cluster, to_toml
+from polytempo.cluster.cluster_file import read_cluster
+from polytempo.cluster.measured import to_toml
 from polytempo.core import Strategy
 from polytempo.jobs import find
 from polytempo.report.pages.validation import typical_step_s

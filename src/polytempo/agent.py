@@ -1,7 +1,7 @@
 """An agent of a run on several hosts: `python -m polytempo.agent [TICKET_FILE]`.
 
 Without a file, its ticket is in POLYTEMPO_TICKET, or else the first line of standard input. Engines start it (see
-`runs.process.agent`). Nothing here loads torch: that takes seconds, in which the process that has started it may end.
+`runs.process.agent`). Nothing here loads torch: it takes seconds, and the starting process may end meanwhile.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 standard input     lengths of four parts (8 bytes each), then: the order as JSON, and the three of `LoopFacts.blobs`;
                    later one line of JSON, {"end": why}, where the loop has ended before its time
 standard output    lines of JSON: {"ready": …}, then {"ended": …} or {"failed": why}
-standard error     rank 0's: what has become of processes
+standard error     rank 0's: events of processes
 
 Nothing but these values travels: it knows no function of the loop. It dies with rank 0.
 """
@@ -30,9 +30,9 @@ def main() -> int:
     """Serve until the loop ends; the exit code."""
     reserve_standard_files()
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print belongs to rank 0's log
+    os.dup2(2, 1)  # the output of libraries belongs to rank 0's log
     default_signals()
-    ignore_ending_signals()  # Ctrl-C is for rank 0, with which this process ends
+    ignore_ending_signals()  # Ctrl-C is for rank 0; this process ends with it
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
     with os.fdopen(answers, "wb") as stream:
 
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _read(stream: BinaryIO) -> tuple[Any, list[bytes]]:
-    """The order and what comes with it; None where the stream has ended before."""
+    """The order and its tensors; None if the stream has ended before."""
     head = stream.read(LENGTHS.size)
     if len(head) < LENGTHS.size:
         return None, []

@@ -37,11 +37,11 @@ from polytempo.spec.run_spec import RunSpec
 
 
 def main() -> int:
-    """Do what standard input says; the exit code."""
+    """Obey standard input; the exit code."""
     reserve_standard_files()
     order = json.loads(sys.stdin.buffer.read())
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever the job prints belongs into the log
+    os.dup2(2, 1)  # the job's output belongs into the log
     _settle(order)
     try:
         spec = RunSpec.from_json(order["spec"], jobs.find)

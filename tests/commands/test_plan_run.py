@@ -170,7 +170,7 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "workers x" in out.splitlines()[0]
     assert "The search was interrupted" in out.splitlines()[1]
     assert "On ethernet(" in out
-    assert err == "interrupted: this is what was found until then\n"
+    assert err == "interrupted: this is the plan so far\n"
 
 
 def test_ctrl_c_before_anything_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

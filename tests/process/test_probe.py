@@ -10,7 +10,8 @@ import pytest
 
 import polytempo as pt
 from polytempo.cluster import Cluster, JobPace, KernelSpeed, Link, Speeds
-from polytempo.cluster.measured import cluster_of, from_toml, to_toml
+from polytempo.cluster.cluster_file import from_toml
+from polytempo.cluster.measured import cluster_of, to_toml
 from polytempo.cluster.slow_spells import steps_of
 from polytempo.core import Strategy
 from polytempo.engines.engine import EngineSetup

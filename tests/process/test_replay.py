@@ -156,7 +156,7 @@ def test_the_command_stops_where_it_is_told_to_and_shows_who_pushed_what(recorde
     assert code == 0
     lines = output.splitlines()
     assert lines[-1].startswith("stopped at step 4; the same as recorded so far")
-    assert " ".join(lines[2].split()) == "entry worker step tickets basis version stale loss norm what became of it"
+    assert " ".join(lines[2].split()) == "entry worker step tickets basis version stale loss norm outcome"
     _, output = commanded(recorded, "--until", "version=5", "--inspect", "--json")
     told = json.loads(output)
     assert [push["version"] for push in told["pushes"]] == [0, 1, 2, 3, 4]

@@ -59,8 +59,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("top_k_sgd(0.01, route=reduce_scatter)", ["by reduce_scatter"]),
         ("one_bit_sgd", ["by reduce_scatter", "because codes cannot be added", "uncompressed, by a ring, 67.3 kB"]),
         ("bf16_sgd(route=reduce_scatter)", ["because the strategy asks for that route"]),
-        ("threshold_sgd", ["sends at most ", "is what codecs agree on: lengths of wires, or scales"]),
-        ("terngrad", ["is what codecs agree on"]),
+        ("threshold_sgd", ["sends at most ", "are agreements of codecs: lengths of wires, or scales"]),
+        ("terngrad", ["are agreements of codecs"]),
         ("hogwild", ["the parameters exist once on a host"]),
         (
             "downpour(shards=2, codec=top_k(0.1), pull_codec=bf16)",
@@ -125,7 +125,7 @@ def test_as_json_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> N
         (["top_k"], "top_k is a codec, not a strategy; write top_k_sgd, or local_sgd(codec=top_k)"),
         (["fp16()"], "fp16 is a codec, not a strategy; write local_sgd(codec=fp16)"),
         (["feedback(top_k)"], "feedback is a codec, not a strategy; write local_sgd(codec=feedback(top_k))"),
-        (["low_rank(2)"], "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"),
+        (["low_rank(2)"], "low_rank is the codec of power_sgd; write power_sgd(rank=2)"),
         ([""], "STRATEGY '': the value is empty"),
         (["topk_sgd"], "no strategy 'topk_sgd' (did you mean top_k_sgd?)"),
         (

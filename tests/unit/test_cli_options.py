@@ -90,7 +90,7 @@ def test_strategies_may_be_a_list(tmp_path: Path) -> None:
         ("a.toml", "workers = 0", "a.toml: workers = 0: must be a whole number >= 1"),
         ("a.toml", "workers = 'x'", "a.toml: workers = 'x': must be a whole number, got a text"),
         ("a.toml", "workers = true", "a.toml: workers = True: must be a whole number, got true or false"),
-        ("a.toml", "lr = inf", "a.toml: lr = inf: must be a number <= 1.79"),
+        ("a.toml", "lr = inf", "a.toml: lr = inf: must be a finite number"),
         ("a.toml", "lr = -1", "a.toml: lr = -1: must be a number > 0.0"),
         (
             "a.toml",

@@ -42,7 +42,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(tmp_path: Path, monkeypa
     ("words", "said"),
     [
         (["compare", "digits"], "submit takes a train command, got 'compare'"),
-        (["train", "digits", "--out", "run"], "--engine local: a job for Slurm says so"),
+        (["train", "digits", "--out", "run"], "--engine local: a job for Slurm needs that engine"),
         (["train", "digits", "--engine", "slurm:nodes=2"], "name the run's folder with --out"),
         (["train", "digits", "--workers", "0"], "--workers 0: must be"),
         (

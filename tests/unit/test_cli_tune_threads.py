@@ -42,6 +42,6 @@ def test_the_verdict_names_the_command_and_how_sure_it_is() -> None:
         "8.2 % more samples a second than the next",
     ]
     assert verdict("digits", result(0.98, inter_threads="no branches"))[1:] == [
-        "8.2 % more samples a second than the next; within what differs from round to round, so either may be the best",
+        "8.2 % more samples a second than the next; rounds differ by as much, so either may be the best",
         "not measured: --inter-threads above 1: no branches",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from inspect import signature
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_a_wrong_keyword_is_refused_with_those_that_there_are() -> None:
         ({"seed": "1"}, "seed='1': must be a whole number, got a text"),
         ({"resume": "yes"}, "resume='yes': must be true or false, got a text"),
         ({"timeout_s": None}, "timeout_s=None: must be a number"),
-        ({"timeout_s": math.inf}, "timeout_s=inf: must be a number <= "),
+        ({"timeout_s": math.inf}, "timeout_s=inf: must be a finite number"),
         ({"transport": "udp"}, "transport='udp': must be one of 'shared', 'tcp'"),
         ({"reshape": [2]}, r"reshape=\[2\]: must be a table, got a list"),
         ({"reshape": {0: 1}}, "must be a whole number >= 1 as a key"),
@@ -126,3 +126,28 @@ def test_what_a_run_raises_can_be_caught_by_name() -> None:
     assert all(getattr(pt, name) is not None for name in pt.__all__)
     assert "native" not in pt.__all__
     assert not {"slices", "permutation", "random_rows"} & set(pt.data.__all__)
+
+
+NARROWER = {
+    ("attach", "seed"): "int | None",  # None: random numbers are the program's own
+    ("attach", "on_drift"): "OnDrift",
+    ("pipeline", "on_drift"): "Literal['stop', 'ignore']",
+    ("launch", "timeout_s"): "float | None",  # None: no limit
+    ("elastic", "min_workers"): "int",
+    ("lbfgs", "data"): "Path | None",
+    ("schedule", "data"): "Sequence[object]",
+    ("plan_layers", "batch_size"): "int",
+}
+"""Keywords with an option's name and another type, with the reason where the name does not say it."""
+
+
+def test_an_option_has_one_type_in_all_functions() -> None:
+    types = {name: hint.__forward_arg__ for name, hint in OptionKeywords.__annotations__.items()}
+    others = {
+        (name, each.name): str(each.annotation)
+        for name in pt.__all__
+        if isfunction(function := getattr(pt, name))
+        for each in signature(function).parameters.values()
+        if each.name in types and each.annotation != types[each.name]
+    }
+    assert others == NARROWER

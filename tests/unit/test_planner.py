@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.cluster import Cluster, CollectiveLink, Link
-from polytempo.cluster.measured import read_cluster
-from polytempo.cluster.prices import read_measured, read_price, read_spread
+from polytempo.cluster.cluster_file import read_cluster, read_measured, read_price, read_spread
 from polytempo.planner.forecast import RunForecast, Uncertainty, forecast
 from polytempo.planner.front import PlanLimits, chance, front, ranked, reversal, runner_up
 from polytempo.planner.run_price import Pricer, RunPrice, faster_network
@@ -326,24 +325,24 @@ def test_price_and_spread_of_a_file(tmp_path: Path) -> None:
     path.write_text("", encoding="utf-8")
     assert (read_price(path), read_spread(path)) == (None, {})
     path.write_text("[price]\nhost_hour = 'much'\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"price.host_hour = 'much' must be a number above 0"):
+    with pytest.raises(ValueError, match=r"price.host_hour = 'much' must be a number"):
         read_price(path)
     path.write_text("[price]\nhost_hour = 0\n[spread]\nworkers = 'wide'\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"price.host_hour = 0 must be a number above 0"):
+    with pytest.raises(ValueError, match=r"price.host_hour = 0 must be a number"):
         read_price(path)
-    with pytest.raises(ValueError, match=r"cluster.toml: spread.workers = 'wide' must be a number from 0"):
+    with pytest.raises(ValueError, match=r"cluster.toml: spread = .*wide.* must be a number"):
         read_spread(path)
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    for text, said in (("a = ", "is no TOML"), ("a = " + 5000 * "[", "is nested too deeply")):
+    for text, said in (("a = ", "is not TOML"), ("a = " + 5000 * "[", "is nested too deeply")):
         path.write_text(text, encoding="utf-8")
         for read in (read_price, read_spread, read_measured, read_cluster):
             with pytest.raises(ValueError, match=rf"^{path} {said}"):
                 read(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=rf"^{path} is no text in UTF-8"):
+    with pytest.raises(ValueError, match=rf"^{path} is not text in UTF-8"):
         read_price(path)
 
 
@@ -354,7 +353,7 @@ def test_how_many_workers_measured(tmp_path: Path) -> None:
     path.write_text("", encoding="utf-8")
     assert read_measured(path) is None
     path.write_text("[[measured.hosts]]\nworkers = 'two'\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"each of \[\[measured.hosts\]\] needs workers, .* got \['two'\]"):
+    with pytest.raises(ValueError, match=r"measured.hosts\[0\].workers = 'two' must be a whole number"):
         read_measured(path)
 
 

@@ -37,7 +37,7 @@ def test_text_is_read_again(text: str) -> None:
         ("bf16(loss_scale=8)", "bf16 has the range of float32"),
         ("bf17", "did you mean bf16"),
         ("half", "write 'fp16'"),
-        ("float32", "what models have anyway"),
+        ("float32", "models compute in float32 anyway"),
         ("fp16(loss_scale=-1)", "a number above 0, or 'dynamic', got -1"),
         ("fp16(loss_scale=auto)", "a number above 0, or 'dynamic', got 'auto'"),
         ("fp16(scale=2)", "did you mean loss_scale"),

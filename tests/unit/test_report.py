@@ -177,7 +177,17 @@ def test_the_summary_as_a_reader_sees_it() -> None:
     assert " ".join(shown) == (
         "Highest test accuracy 98.10 % ring Highest throughput 200 samples/s ring Least sent per rank 1 kB housing"
     )
-    assert "two and 1 more" in tiles([record("one", accuracy=0.5), record("two"), record("three")])
+
+
+def test_strategies_that_are_level_are_counted_and_the_first_is_named() -> None:
+    early = record("three")._replace(metrics=[{"kind": "test", "step": 3, "accuracy": 0.98}])
+    runs = [record("one", accuracy=0.5), record("two"), early, record("four")]
+    said = re.search(r"97.50\u00a0%</strong><span[^>]*>(.*?)</span>", tiles(runs))
+    assert said is not None
+    assert [part in said[1] for part in ("3 strategies", "three", "3 steps", "two", "four")] == [True] * 3 + [False] * 2
+    said = re.search(r"samples/s</strong><span[^>]*>(.*?)</span>", tiles(runs))
+    assert said is not None
+    assert [part in said[1] for part in ("4 strategies", "one", "steps")] == [True, True, False]
 
 
 def test_what_the_runs_have_in_common() -> None:

@@ -96,10 +96,10 @@ def test_numbers_of_a_job_that_was_changed_travel() -> None:
 
 
 def test_a_strategy_that_its_name_does_not_make_cannot_travel() -> None:
-    with pytest.raises(ValueError, match=r"strategy mine is not one that its name makes.*give one of pt\.strategies"):
+    with pytest.raises(ValueError, match=r"strategy mine cannot be made by its name.*give one of pt\.strategies"):
         RunSpec.of(DIGITS, Strategy("mine"), 2, RunOptions()).to_json()
 
 
 def test_another_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="this is no polytempo-run-spec of version 1"):
+    with pytest.raises(ValueError, match="this is not a polytempo-run-spec of version 1"):
         RunSpec.from_json("{}", pt.jobs.find)

@@ -107,7 +107,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("{", "live.json is no status of a run"),
+        ("{", "live.json is not a status of a run"),
         ('{"version": 1}', "missing required field"),
         ("[1, 2]", "Expected `object`"),
         (msgspec.json.encode(msgspec.structs.replace(STATUS, version=9)).decode(), "of version 9"),

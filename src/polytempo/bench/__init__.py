@@ -1,1 +1,1 @@
-"""What this machine does: ours beside its peers and the limit, measured in turns in the same processes."""
+"""Measurements of this machine: Polytempo, its peers and the limit, in turns in the same processes."""

@@ -19,18 +19,18 @@ from polytempo.native.library import why_not
 
 RATIOS = ("gloo/ours", "mpi/ours", "ours/limit")
 _COPIES = 8
-"""Tensors of the largest size that a worker may hold at once: its own, in the arena, MPI's, and what peers buffer."""
+"""Tensors of the largest size in a worker's memory: its own, one in the arena, MPI's, and buffers of peers."""
 
 
 class Case(NamedTuple):
-    """What is measured in one row, or in two where tensors in the arena are a case of their own."""
+    """The subject of one row, or of two if tensors in the arena are a case of their own."""
 
     operation: str
     num_bytes: int
 
 
 class CollectivesPlan(NamedTuple):
-    """What is asked for. `turn_s`: how long a contender's turn lasts, at least three calls."""
+    """The plan of the benchmark. `turn_s`: how long a contender's turn lasts, at least three calls."""
 
     ranks: Sequence[int]
     sizes: Sequence[int]
@@ -44,7 +44,7 @@ def collectives(plan: CollectivesPlan) -> dict[str, Any]:
 
     A row: operation, tensors ("any", or "arena": in shared memory), ranks, bytes, a figure or null for each of ours,
     gloo, mpi and limit, and the ratios gloo / ours, mpi / ours and ours / limit, each with its quartiles over rounds.
-    Errors: ValueError for what cannot be measured, before anything is started.
+    Errors: ValueError for an impossible plan, before anything is started.
     """
     _check(plan)
     reasons = {"ours": why_not(), "mpi": mpi.missing(), "limit": limit.missing()}
@@ -155,7 +155,7 @@ def _in_us(figure: Measurement, mean: Measurement) -> dict[str, Any]:
 
 
 def _check(plan: CollectivesPlan) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse an impossible plan."""
     unknown = [name for name in plan.operations if name not in OPERATIONS]
     if unknown or not plan.operations:
         raise ValueError(

@@ -1,14 +1,14 @@
-"""`bench compression`: does it pay? Codecs are timed on this machine, and the network is reckoned.
+"""`bench compression`: does it pay? Codecs are timed on this machine, and the network is computed.
 
 A step of a codec costs its computing, c seconds, and b bytes one behind the other over a link of B bytes a second in r
 rounds of latency α; an uncompressed step b₀ bytes in r₀ rounds (the ring), and c₀ for packing and scaling:
 
     T(B) = c + r·α + b/B          T₀(B) = c₀ + r₀·α + b₀/B          T < T₀  ⟺  B < (b₀ - b) / (c + r·α - c₀ - r₀·α)
 
-c is measured: all that rank 0's side of the transform computes, encoding, decoding what arrives from the others, and
-what lies between. b and r are what the virtual world charges for the transform's own operations, so the prices are
-those of `collectives`, and the way is the one that `through` has chosen. Computing and sending do not overlap here.
-With a cluster whose kernels were measured c is what they take, and nothing is measured here.
+c is measured: all computing of rank 0's side of the transform, from encoding to decoding the messages of the others.
+b and r are the virtual world's charges for the transform's own operations, so the prices are the prices of
+`collectives`, and `through` has chosen the way. Computing and sending do not overlap here. With a cluster of measured
+kernels c is the time of these kernels, and nothing is measured here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from polytempo.worlds import VirtualWorld
 
 _MAX_WORKERS = 64
 _COPIES = 8
-"""Of the model, that a rank holds at most: gradients, residuals, sums, wires."""
+"""Copies of the model that a rank holds at most: gradients, residuals, sums, wires."""
 _BATCH = 32
 
 
 class Candidate(NamedTuple):
-    """What is measured: a transform of gradients, and the codec in it, if it is one."""
+    """A transform of gradients, and the codec in it, if it is one."""
 
     name: str
     transform: Transform
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
 
 class CompressionPlan(NamedTuple):
-    """What is asked for. `sizes`: a perceptron's layers. `link`: of each worker's host. `steps` are measured."""
+    """The plan of the benchmark. `sizes`: a perceptron's layers. `link`: of each host. `steps` are measured."""
 
     sizes: Sequence[int]
     link: Link
@@ -58,7 +58,7 @@ class CompressionPlan(NamedTuple):
     candidates: Sequence[Candidate]
     steps: int
     cluster: Cluster | None = None
-    """Whose kernels are to be taken; None: this machine is measured."""
+    """The cluster with the kernels; None: this machine is measured."""
 
 
 class Costs(NamedTuple):
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
     serial_bytes: float
     rounds: float
     sent_bytes: float
-    """By rank 0, to all ranks: what a trace counts."""
+    """Bytes from rank 0 to all ranks, as a trace counts them."""
     way: str
 
     def communication_s(self, link: Link) -> float:
@@ -84,8 +84,8 @@ def compression(plan: CompressionPlan) -> dict[str, Any]:
     """Measure; the result as `written` lays it out.
 
     A row: codec, way, sent_bytes and ratio (uncompressed / sent), encode_s and decode_s (of all tensors that are
-    encoded; None where it is no codec), computing_s, serial_bytes, rounds, communication_s, step_s, uncompressed_s,
-    and wins_below_bytes_per_s (None: at no speed; "any": at all). Errors: ValueError for what cannot be measured.
+    encoded; None without a codec), computing_s, serial_bytes, rounds, communication_s, step_s, uncompressed_s, and
+    wins_below_bytes_per_s (None: at no speed; "any": at all). Errors: ValueError for an impossible plan.
     """
     check(plan)
     threads = torch.get_num_threads()
@@ -110,7 +110,7 @@ def compression(plan: CompressionPlan) -> dict[str, Any]:
 
 
 def check(plan: CompressionPlan) -> None:
-    """Refuse what cannot be measured."""
+    """Refuse an impossible plan."""
     if len(plan.sizes) < 2 or min(plan.sizes) < 1:
         raise ValueError("--model: at least two layers of at least one unit, such as 784-2048-10")
     if not 2 <= plan.workers <= _MAX_WORKERS:
@@ -126,7 +126,7 @@ def check(plan: CompressionPlan) -> None:
     if there is not None and needed > there:
         raise ValueError(
             f"all {plan.workers} workers are played by this process, and their {parameters:,} parameters need about "
-            f"{needed / 2**30:.1f} GiB, of which {there / 2**30:.1f} are free; ask for fewer workers or a smaller model"
+            f"{needed / 2**30:.1f} GiB; {there / 2**30:.1f} GiB are free: ask for fewer workers or a smaller model"
         )
 
 
@@ -161,7 +161,7 @@ class _Watch:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.uses: list[KernelUse] = []
-        """What it has computed."""
+        """Computations so far."""
         self._since: float | None = None
 
     def start(self) -> None:
@@ -204,10 +204,10 @@ def _timed(watch: _Watch, work: Callable[[], T]) -> T:
 def costs(
     transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int, cluster: Cluster | None = None
 ) -> Costs:
-    """What a step of `transform` costs a rank: the median of so many steps' computing, after one that warms up.
+    """Costs of a step of `transform` for a rank: the median of so many steps' computing, after a step to warm up.
 
-    Bytes are those of the last step: until then a codec may adapt to the gradients. With `cluster` its kernels say how
-    long the last step computes.
+    Bytes are of the last step: until then a codec may adapt to the gradients. With `cluster` its kernels say how long
+    the last step computes.
     """
     taken, world = _played(transform, gradients, 1 + steps, Link(0.0, 1.0))
     (first,), _ = _played(transform, gradients, 1, Link(1.0, inf))
@@ -229,7 +229,7 @@ class _Step(NamedTuple):
 
 
 def _packed(gradients: dict[str, Tensor]) -> Uses:
-    """What is done before a transform: to pack and to scale."""
+    """Work before a transform: to pack and to scale."""
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gradients.values())
     return (KernelUse("scale", len(gradients), num_bytes),)
 
@@ -237,7 +237,7 @@ def _packed(gradients: dict[str, Tensor]) -> Uses:
 def _played(
     transform: Transform, gradients: Sequence[dict[str, Tensor]], steps: int, link: Link
 ) -> tuple[list[_Step], VirtualWorld]:
-    """Rank 0's steps, and the world in which they were taken."""
+    """Rank 0's steps, and their world."""
     world = VirtualWorld(Cluster(network=link), len(gradients))
     taken: list[_Step] = []
 

@@ -21,7 +21,7 @@ MAX_RANKS = 64
 _SPINS = 5000
 _TIMEOUT_S = 60.0
 _APART_BYTES = 68 << 10
-"""Arenas lie in the address space at distances of whole GiB. Some processors look into their first cache by a hash that
+"""Arenas begin at distances of whole GiB. Some processors look into their first cache by a hash that
 such addresses share, and are ten times as slow then, so each rank's data begin somewhat later than those before."""
 
 
@@ -92,7 +92,7 @@ class Limit:
 
 
 def missing() -> str | None:
-    """Why there is no limit here; None if there is one."""
+    """The reason for a missing limit; None if there is one."""
     library = load()
     if library is None:
         return why_not()

@@ -1,4 +1,4 @@
-"""On which machine a figure was measured, and how a benchmark's result is written down."""
+"""The machine of a figure, and the written form of a benchmark's result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on. Sizes in bytes."""
+    """Facts that figures depend on. Sizes in bytes."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": cores(),

@@ -1,8 +1,8 @@
-"""`bench memory`: what all workers together need, at the peak, to train one model with Adam.
+"""`bench memory`: the peak memory of all workers together while they train one model with Adam.
 
 A page that several processes share counts as a part for each (proportional set size), so the sum over the workers is
-what the machine has to have. A thread in each worker looks every few milliseconds, since a peak may be short; sums are
-formed over what all workers had last seen, so they are of one moment to within a look.
+the memory that the machine needs. A thread in each worker looks every few milliseconds, since a peak may be short; sums
+are of the workers' last looks, so they are of one moment to within a look.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _COPIES = 6
 """Parameters, gradients, buckets, Adam's two, and a batch of temporaries."""
 
 Look = tuple[float, int]
-"""When, by the clock that all processes share, and how many bytes."""
+"""Time, by the clock that all processes share, and bytes."""
 
 
 class MemoryPlan(NamedTuple):
-    """What is asked for."""
+    """The plan of the benchmark."""
 
     workers: int
     parameters: int
@@ -76,7 +76,7 @@ def made(parameters: int) -> nn.Module:
 
 
 def together(by_rank: Sequence[Sequence[Look]]) -> int:
-    """The largest sum over the workers of what each had last seen, at any moment when all had looked."""
+    """The largest sum of the workers' last looks, at any moment after all had looked."""
     looks = sorted((when, rank, num_bytes) for rank, seen in enumerate(by_rank) for when, num_bytes in seen)
     last: dict[int, int] = {}
     peak = 0

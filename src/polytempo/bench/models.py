@@ -2,10 +2,10 @@
 
 mlp          784-2048-2048-10: 5.8 million parameters and little arithmetic, so the exchange dominates
 cnn          two convolutions, 0.2 million parameters: arithmetic dominates
-embedding    a million rows of 16, of which a batch touches a few hundred: sparse gradients
+embedding    a million rows of 16; a batch touches a few hundred: sparse gradients
 transformer  four layers of width 256: 3.2 million parameters, and arithmetic to match
 
-All are trained by plain SGD, with a learning rate at which the loss falls and nothing overflows.
+All are trained by plain SGD. At its learning rate the loss falls and nothing overflows.
 """
 
 from __future__ import annotations

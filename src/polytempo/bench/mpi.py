@@ -32,7 +32,7 @@ class Peers:
         self._process, self._listeners, self._log = process, listeners, log
 
     def check(self) -> None:
-        """Raise RuntimeError, quoting what it said, if mpirun has ended by itself."""
+        """Raise RuntimeError with mpirun's words if it has ended early."""
         if self._process.poll() not in (None, 0):
             last = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-10:]
             raise RuntimeError(
@@ -61,7 +61,7 @@ class Partner:
         self._connection.close()
 
     def run(self, operation: str, num_bytes: int) -> Callable[[int], list[float]]:
-        """The operation as a contender's `run`; all workers ask at once."""
+        """The operation as a contender's `run`; all workers ask at the same time."""
 
         def ask(calls: int) -> list[float]:
             print(json.dumps({"operation": operation, "num_bytes": num_bytes, "calls": calls}), file=self._stream)
@@ -75,7 +75,7 @@ class Partner:
 
 
 def missing() -> str | None:
-    """Why MPI is not measured here, and the remedy; None if it can be."""
+    """The reason that MPI is not measured here, and the remedy; None if it can be."""
     if find_spec("mpi4py") is None:
         return "no mpi4py in this Python; `pip install mpi4py` brings it"
     mpirun = shutil.which("mpirun")
@@ -84,13 +84,13 @@ def missing() -> str | None:
     said = subprocess.run(  # noqa: S603  # found on the user's own PATH
         [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
-    return None if "Open MPI" in said.stdout else f"{mpirun} is not Open MPI's, whose options are needed"
+    return None if "Open MPI" in said.stdout else f"{mpirun} is not Open MPI's, and lacks the options that are needed"
 
 
 @contextmanager
 def peers(size: int) -> Iterator[Peers]:
     """`size` MPI ranks, asleep, for as long as the context lasts."""
-    with tempfile.TemporaryDirectory(prefix="polytempo-") as folder:  # a short path: sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="polytempo-") as folder:  # a short path, as sockets need
         home = Path(folder)
         listeners = [_listener(home / str(rank)) for rank in range(size)]
         log = home / "log"

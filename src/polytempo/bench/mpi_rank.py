@@ -1,6 +1,6 @@
 """One rank of the MPI peer, started by mpirun: `python -m polytempo.bench.mpi_rank FOLDER`.
 
-It connects to its partner, the worker of the same rank, through the socket FOLDER/RANK, and does what each line asks:
+It connects to its partner, the worker of the same rank, through the socket FOLDER/RANK, and obeys each line:
 `{"operation": "all_reduce", "num_bytes": 4096, "calls": 100}` → seconds of each call. While others have their turn it
 sleeps in the socket. It ends when the partner does. numpy only: torch would take seconds to load in every rank.
 """
@@ -47,7 +47,7 @@ def _seconds(call: Callable[[], Any], calls: int, steps: int) -> list[float]:
 
 
 def _checked(mpi: Any, world: Any, operation: str, num_bytes: int) -> Callable[[], Any]:
-    """The operation as one call, after it was seen to answer right (`operations.Prepared` says what right is)."""
+    """The operation as one call, after a check of its answer (see `operations.Prepared`)."""
     rank, size = world.Get_rank(), world.Get_size()
     count = num_bytes // 4 // size * size
     whole, other = numpy.empty(count, numpy.float32), numpy.empty(count, numpy.float32)

@@ -1,6 +1,6 @@
 """The operations that are measured, by torch.distributed: each is prepared once, checked once, and called often.
 
-`num_bytes` is the size of the larger tensor: what is gathered, what is scattered; rounded down to equal f32 pieces.
+`num_bytes` is the size of the larger tensor, such as the result of a gather; rounded down to equal f32 pieces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 
 
 def elements(num_bytes: int, size: int) -> int:
-    """How many f32 elements `num_bytes` have, rounded down to equal pieces for `size` ranks."""
+    """Number of f32 elements in `num_bytes`, rounded down to equal pieces for `size` ranks."""
     return num_bytes // 4 // size * size
 
 

@@ -53,7 +53,7 @@ class BenchRank:
 
 
 def crewed(work: Callable[[BenchRank], Result], workers: int, tick: Callable[[], object] | None = None) -> list[Any]:
-    """What `work(crew)` returns on each of `workers` processes of one thread. Progress goes to standard error."""
+    """Results of `work(crew)` on each of `workers` processes of one thread. Progress goes to standard error."""
     descriptor = os.dup(2)  # a worker's own standard error is its log
 
     def serve(rank_info: RankInfo) -> Result:

@@ -23,7 +23,7 @@ NAMES = {
     "mpi": "Open MPI",
     "limit": "limit",
 }
-"""What is measured, as tables and pictures call it."""
+"""Names of the contenders in tables and pictures."""
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -49,12 +49,12 @@ class GridSetting(NamedTuple):
 
     @property
     def arguments(self) -> str:
-        """As `polytempo train` takes it."""
+        """The options of `polytempo train`."""
         return f"--workers {self.workers} --threads {self.threads} --inter-threads {self.inter_threads}"
 
 
 class GridPlan(NamedTuple):
-    """What is asked for. `turn_s`: how long a setting's turn lasts, at least three steps."""
+    """The plan of the benchmark. `turn_s`: how long a setting's turn lasts, at least three steps."""
 
     job: Job
     data: Path | None
@@ -79,12 +79,12 @@ class GridPlan(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What a job's model has to run at the same time."""
+    """Parts of a job's model that can run at the same time."""
 
     width: int
     """Threads that its branches can use; 1 where it has none."""
     reason: str
-    """Why it has none; "" where it has some."""
+    """The reason that it has none; "" if it has some."""
 
 
 def thread_grid(plan: GridPlan, say: Callable[[str], None]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _width(parts: BranchedModel | None) -> int:
 def _measure(
     plan: GridPlan, settings: Sequence[GridSetting], rates: dict[GridSetting, list[float]], say: Callable[[str], None]
 ) -> None:
-    """Append to each setting's rates those of so many rounds."""
+    """Append the rates of so many rounds to each setting's."""
     assert LOADED, "optimizers load it when they are made"
     workers = sorted({each.workers for each in settings})
     for number in range(plan.rounds):

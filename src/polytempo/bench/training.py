@@ -1,6 +1,6 @@
 """`bench training`: samples per second of one model, trained by one process and by several, in turns.
 
-one_thread      one process with one thread: what all others are compared with
+one_thread      one process with one thread: the base of all comparisons
 threads         one process with as many threads as there are workers, and as many times the batch
 apart           as many processes as there are workers, that have nothing to do with each other: the limit
 ddp_gloo        DistributedDataParallel over gloo          ddp_polytempo   the same over our backend
@@ -30,13 +30,13 @@ from polytempo.training.hooks.attach import attach_replica
 
 OURS = ("ddp_polytempo", "shared_memory", "hogwild")
 BASES = ("one_thread", "ddp_gloo", "apart")
-"""What the others are compared with."""
+"""Bases of comparisons."""
 _NUM_BATCHES = 8
 _MAX_WORKERS = 64
 
 
 class TrainingPlan(NamedTuple):
-    """What is asked for. `turn_s`: how long a contender's turn lasts, at least three steps."""
+    """The plan of the benchmark. `turn_s`: how long a contender's turn lasts, at least three steps."""
 
     models: Sequence[str]
     workers: int
@@ -49,7 +49,7 @@ def training(plan: TrainingPlan) -> dict[str, Any]:
 
     A row: model, configuration, samples_per_s (median over rounds, quartiles, each round), and the ratios
     to one_thread, to ddp_gloo and to apart, above 1 where it is faster, each with its quartiles over rounds.
-    Errors: ValueError for what cannot be measured, before anything is started.
+    Errors: ValueError for an impossible plan, before anything is started.
     """
     unknown = [name for name in plan.models if name not in MODELS]
     if unknown or not plan.models:
@@ -64,7 +64,7 @@ def training(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _rows(plan: TrainingPlan, model: str) -> list[dict[str, Any]]:
-    """One model's rows, by a crew of its own: what it used is given back before the next."""
+    """One model's rows, by a crew of its own: its memory is given back before the next."""
     workload = MODELS[model]
 
     def work(crew: BenchRank) -> dict[str, list[list[float]]]:

@@ -1,9 +1,9 @@
-"""Fair turns: contenders run one after another, many times, so that a machine whose speed drifts treats them alike.
+"""Fair turns: contenders run one after another, many times, so that a drifting machine treats them alike.
 
 round 1:  ours  gloo  limit      round 2:  gloo  limit  ours      round 3:  limit  ours  gloo      …
 
 A turn is a number of calls, chosen so that it lasts about `turn_s`. A contender's figure is the median over rounds of
-what the slowest rank needed. Two contenders are compared round by round, since what disturbs a round disturbs both: the
+the slowest rank's time. Two contenders are compared round by round, since a disturbance of a round disturbs both: the
 median of the rounds' ratios, and their quartiles.
 """
 
@@ -18,7 +18,7 @@ MAX_CALLS = 20_000
 _FIRST_CALLS = 3
 
 Statistic = Literal["median", "mean"]
-"""Of the calls of a turn. The mean is the whole turn's time: what is put off to a later call counts; so does noise."""
+"""Statistic of a turn's calls. The mean is the whole turn's time: work of a later call counts; so does noise."""
 
 
 class Contender(NamedTuple):
@@ -29,10 +29,10 @@ class Contender(NamedTuple):
 
 
 class TurnBarrier(Protocol):
-    """How ranks keep in step between turns."""
+    """A barrier that keeps ranks in step between turns."""
 
     def barrier(self) -> None:
-        """Wait until all are here, asleep: who waits must not take the time of who is measured."""
+        """Wait until all are here, asleep: a waiting rank must not take the time of a measured rank."""
 
     def agree(self, number: int) -> int:
         """Rank 0's number."""
@@ -48,7 +48,7 @@ class Measurement(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How two contenders compare: the median of the ratios of single rounds, and the quartiles."""
+    """Comparison of two contenders: the median of the ratios of single rounds, and the quartiles."""
 
     median: float
     low: float
@@ -57,7 +57,7 @@ class Ratio(NamedTuple):
 
 def timed(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> Callable[[int], list[float]]:
     """A contender's `run` from one call. With `time.process_time` it is the time of this process on its cores, its
-    threads included: not what it waits, and little of what others compute beside it."""
+    threads included, without its waits, and with little of other programs' computing."""
 
     def run(calls: int) -> list[float]:
         seconds = []
@@ -87,7 +87,7 @@ def turns(
 
 
 def _calls(contender: Contender, meeting: TurnBarrier, turn_s: float, min_calls: int) -> int:
-    """How many calls fill a turn. The calls that find it out also warm up caches and buffers."""
+    """Number of calls that fill a turn. The calls that find it out also warm up caches and buffers."""
     meeting.barrier()
     first_s = statistics.median(contender.run(_FIRST_CALLS))
     calls = meeting.agree(_fitting(first_s, turn_s / 10, min_calls))
@@ -101,7 +101,7 @@ def _fitting(call_s: float, turn_s: float, min_calls: int) -> int:
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[Sequence[float]]]], statistic: Statistic) -> dict[str, Measurement]:
-    """Seconds a call of each contender, from what `turns` returned on every rank: the slowest rank's time counts."""
+    """Seconds a call of each contender, from the results of `turns` on every rank: the slowest rank's time counts."""
     column = ("median", "mean").index(statistic)
     found = {}
     for name in by_rank[0]:

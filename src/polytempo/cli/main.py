@@ -44,7 +44,7 @@ STORY = {
 
 
 class Story(TyperGroup):
-    """A group whose commands are under the headings of `STORY`."""
+    """A group with its commands under the headings of `STORY`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """A section for each heading, with a line for each command."""
@@ -119,7 +119,7 @@ def submit(
     ] = None,
     grace_s: Annotated[
         int | None,
-        typer.Option(metavar="S", help="Seconds before the time is over in which the run saves. Default: 60."),
+        typer.Option(metavar="S", help="Seconds for the run to save before its time is over. Default: 60."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and submit nothing.")] = False,
 ) -> None:
@@ -210,9 +210,9 @@ def calibrate(asked: CalibrateOptions) -> None:
 @app.command()
 @takes(ProfileOptions)
 def profile(asked: ProfileOptions) -> None:
-    """Say what a step of JOB costs, operator by operator.
+    """Show the costs of a step of JOB, operator by operator.
 
-    Times are measured on this machine, on one thread; with --cluster they stand beside those of its kernels.
+    Times are measured on this machine, on one thread; with --cluster predictions by its kernels stand beside them.
     """
     from polytempo.cli.predict.profile import profile as command  # imports torch, which takes seconds
 
@@ -257,10 +257,10 @@ def strategies(asked: StrategiesOptions) -> None:
 @app.command()
 @takes(ExplainOptions)
 def explain(asked: ExplainOptions) -> None:
-    """Say what each step of STRATEGY sends, and over which route.
+    """Show the bytes that each step of STRATEGY sends, and their route.
 
-    Bytes are those of the busiest worker, for the model of a job or for a perceptron of a given size. With --cluster
-    also how long a step takes there.
+    Bytes are of the busiest worker, for the model of a job or for a perceptron of a given size. With --cluster also the
+    time of a step there.
     """
     from polytempo.cli.look.explain import explain as command  # imports torch, which takes seconds
 
@@ -272,7 +272,7 @@ def explain(asked: ExplainOptions) -> None:
 def cut(asked: CutOptions) -> None:
     """Cut the model of JOB into stages.
 
-    Prints what each stage computes, keeps and sends. Times are measured on this machine, on one thread, with a batch
+    Prints each stage's computing, memory and messages. Times are measured on this machine, on one thread, with a batch
     of the job's data.
     """
     from polytempo.cli.predict.cut import cut as command  # imports torch, which takes seconds

@@ -1,4 +1,4 @@
-"""What a virtual world is made of: hosts, links, speeds, stragglers, failures."""
+"""Parts of a virtual world: hosts, links, speeds, stragglers, failures."""
 
 from polytempo.cluster.cluster import Cluster, CollectiveLink, Crash, Fault, Link, Pause
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host

@@ -41,32 +41,32 @@ class Cluster:
 
     Messages between hosts share their hosts' `network` link (one queue out, one queue in); messages
     within a host use the `memory` link of the two ranks. A computation of `f` flops takes
-    `f / flops_per_s` seconds times the stragglers' factor; on a cluster with `speeds` what its kernels take.
+    `f / flops_per_s` seconds times the stragglers' factor; on a cluster with `speeds` the time of its kernels.
     """
 
     network: Link
     memory: Link = Link(latency_s=1e-6, bytes_per_s=10e9)
     workers_per_host: int = 1
     servers: int = 0
-    """How many of the last ranks are no workers: each has a host of its own, after the workers' hosts; where `cores`
+    """Number of the last ranks that are servers: each has a host of its own, after the workers' hosts; where `cores`
     are counted they are on the workers' hosts, one after the other."""
     cores: int | None = None
-    """Of a machine, for all of its ranks together; None: each rank has a processor of its own."""
+    """Cores of a machine, for all of its ranks together; None: each rank has a processor of its own."""
     hosts_per_machine: int = 1
-    """How many hosts, one after the other, share the cores of one machine: containers, or network namespaces."""
+    """Number of hosts, one after the other, that share the cores of one machine: containers, or network namespaces."""
     flops_per_s: float = 10e9
     server_flops_per_s: float | None = None
-    """That of servers; None: `flops_per_s`."""
+    """Operations a second of servers; None: `flops_per_s`."""
     speeds: Speeds | None = None
-    """Of kernels that were measured; None: `flops_per_s` is for everything."""
+    """Speeds of measured kernels; None: `flops_per_s` is for everything."""
     server_speeds: Speeds | None = None
-    """That of servers; None: `speeds`."""
+    """Speeds of servers; None: `speeds`."""
     collectives: tuple[tuple[str, CollectiveLink], ...] = ()
-    """What the world's own collectives reach, by place and kind (`memory all_reduce`, `network all_gather`, …), where
-    that is not what messages reach. Kinds that are not named go by `network` and `memory`."""
+    """Rates of the world's own collectives, by place and kind (`memory all_reduce`, `network all_gather`, …), if they
+    differ from the rates of messages. Kinds that are not named go by `network` and `memory`."""
     stragglers: Stragglers = field(default_factory=constant)
     busy_stragglers: Stragglers | None = None
-    """What stragglers are while as many other programs compute on each host as workers do; None: not measured."""
+    """Stragglers while as many other programs compute on each host as workers do; None: not measured."""
     faults: tuple[Fault, ...] = ()
     detection_s: float = 1e-3
     """Seconds from a rank's death until its peers' operations fail."""
@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def handles_messages(self) -> bool:
-        """Whether it was measured what a processor does for a message that its rank receives."""
+        """True if a processor's work for a received message was measured."""
         return self.speeds is not None and self.speeds.measured(MESSAGE)
 
     def hosts(self, num_ranks: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Cluster:
         return workers + tuple(range(first, first + self.servers))
 
     def shares_cores(self, workers: int) -> bool:
-        """Whether a machine has more of so many workers than cores."""
+        """True if a machine has more of so many workers than cores."""
         return self.cores is not None and min(workers, self.hosts_per_machine * self.workers_per_host) > self.cores
 
     def slowest_link(self, hosts: tuple[int, ...], kind: str = "", num_bytes: float = 0.0) -> Link:
@@ -163,14 +163,14 @@ class CollectiveLink:
     """Latencies of each round, by the bytes of a rank's message, and the bytes a second of large ones.
 
     Libraries cut messages of some sizes into segments, each with a latency of its own: gloo's sum of 4 KiB may take
-    five times as long as that of 8 bytes, and no longer than that of 256 KiB.
+    five times as long as its sum of 8 bytes, and no longer than its sum of 256 KiB.
     """
 
     bytes_per_s: float
     sizes: tuple[float, ...]
     """Ascending, in bytes."""
     latencies_s: tuple[float, ...]
-    """At those sizes; in between on a straight line, beyond them that of the nearest."""
+    """Latencies at those sizes; in between on a straight line, beyond them the latency of the nearest."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that do not ascend, another number of latencies, or no rate."""
@@ -181,7 +181,7 @@ class CollectiveLink:
             raise ValueError(f"a collective's link needs latencies_s >= 0 and bytes_per_s > 0, got {self}")
 
     def latency_s(self, num_bytes: float) -> float:
-        """Of a round in which each rank's message has so many bytes."""
+        """Latency of a round with so many bytes in each rank's message."""
         place = bisect_left(self.sizes, num_bytes)
         if place == 0 or place == len(self.sizes):
             return self.latencies_s[max(0, place - 1)]

@@ -1,4 +1,4 @@
-"""Speeds of kernels from what computations took: least squares without negative speeds.
+"""Speeds of kernels from the times of computations: least squares without negative speeds.
 
     seconds of a sample  ≈  Σ over its kernels  calls · call_s + num_bytes · byte_s + flops · flop_s
 
@@ -22,7 +22,7 @@ _LEAST_S = 1e-9
 
 
 class Sample(NamedTuple):
-    """What one computation asked for, and how long it took."""
+    """Kernels of one computation, and its time."""
 
     uses: Uses
     seconds: float

@@ -14,7 +14,7 @@ def _positive(**given: float) -> None:
 
 
 def _payload(bytes_per_s: float, header_share: float) -> float:
-    """What is left of a link's rate. Raises ValueError for a share outside [0, 1)."""
+    """A link's rate without headers. Raises ValueError for a share outside [0, 1)."""
     if not 0 <= header_share < 1:
         raise ValueError(f"header_share must be in [0, 1), got {header_share:g}")
     return bytes_per_s * (1 - header_share)

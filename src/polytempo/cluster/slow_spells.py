@@ -15,10 +15,10 @@ _NORMAL = NormalDist()
 
 @runtime_checkable
 class CorrelatedStragglers(Protocol):
-    """A distribution whose draws depend on those before, or on the time."""
+    """A distribution with draws that depend on earlier draws, or on the time."""
 
     def begun(self, random: Random, host: int) -> Callable[[float], float]:
-        """For one worker: a function of the virtual seconds since the beginning, asked once for each of its steps."""
+        """A worker's function of the virtual seconds since the beginning, asked once for each of its steps."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Correlated:
 
 
 def slow_spells(every_s: float = 30.0, duration_s: float = 2.0, factor: float = 3.0) -> CorrelatedStragglers:
-    """Now and then a worker takes `factor` times as long, for a while: what another program on its host does.
+    """Now and then a worker takes `factor` times as long, for a while, as beside another program on its host.
 
     Spells begin `every_s` after the one before has ended, and last `duration_s`: means of exponential distributions.
     Raises ValueError unless all are above 0.
@@ -86,7 +86,7 @@ def measured_steps(quantiles: tuple[float, ...], correlation: float = 0.0) -> Co
     """Factors with these quantiles, at equal distances from the least to the most, and that correlation over steps.
 
     It is a Gaussian copula: Zₖ as for `correlated`, and the factor at the quantile Φ(Zₖ), linear between two of them.
-    Raises ValueError for fewer than two quantiles, for ones that are not above 0, infinite or do not ascend, and as
+    Raises ValueError for fewer than two quantiles, for quantiles that are 0 or less, infinite or do not ascend, and as
     `correlated`.
     """
     ascending = all(a <= b for a, b in pairwise(quantiles))

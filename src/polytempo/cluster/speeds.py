@@ -12,15 +12,15 @@ if TYPE_CHECKING:  # this is read before torch is loaded
     from polytempo.core.arithmetic.kernel_use import KernelUse
 
 GENERAL = "elementwise"
-"""The kernel that stands for those that were not measured: it reads and writes memory, element by element."""
+"""The kernel that stands for kernels without a measurement: it reads and writes memory, element by element."""
 EXCHANGE = "exchange"
-"""The kernel of what an exchange of gradients or parameters costs beside its parts."""
+"""The kernel of an exchange's cost beside its parts: gradients or parameters."""
 SERVER_STEP, SERVER_EXCHANGE = "server step", "server exchange"
-"""The kernels of what a parameter server costs a worker in each step, and in each push and pull, beside their parts."""
+"""The kernels of a parameter server's cost for a worker in each step, and in each push and pull, beside their parts."""
 MESSAGE = "message"
-"""The kernel of what a rank's processor does for a message that it receives, beside the link."""
+"""The kernel of a rank's processor's work for a message that it receives, beside the link."""
 COLLECTIVE = "collective {kind}"
-"""The kernel of what a collective's own threads take of a rank's processor: for each round, and each byte sent."""
+"""The kernel of a collective's own threads on a rank's processor: for each round, and each byte sent."""
 _ARGUMENTS = re.compile(r"\([^()]*\)")
 
 
@@ -31,7 +31,7 @@ class KernelSpeed(NamedTuple):
     byte_s: float = 0.0
     flop_s: float = 0.0
     error: float = 0.0
-    """The median distance of what was measured from this, as a part of what was measured."""
+    """The median distance of the measurements from this speed, relative to the measurements."""
 
     def seconds(self, use: KernelUse) -> float:
         """calls · call_s + num_bytes · byte_s + flops · flop_s."""
@@ -39,15 +39,15 @@ class KernelSpeed(NamedTuple):
 
 
 class JobPace(NamedTuple):
-    """What a job's steps compute takes so many times what its kernels say, exchanges left out."""
+    """Measured time of a job's steps, exchanges left out, in multiples of its kernels' time."""
 
     job: str
-    """Its name."""
+    """The job's name."""
     parameters: int
     """Numbers in its model: another model under the same name has none."""
     pace: float
     workers: int = 0
-    """By so many it was measured, who may have shared cores."""
+    """Number of workers in the measurement; they may have shared cores."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Speeds:
     def __post_init__(self) -> None:
         """Raise ValueError without the kernel that stands for all others."""
         if GENERAL not in self._by_name:
-            raise ValueError(f"the speeds of kernels must name {GENERAL!r}, which stands for those that are missing")
+            raise ValueError(f"the speeds of kernels must name {GENERAL!r}, which stands for missing ones")
 
     def of(self, kernel: str) -> KernelSpeed:
-        """That of `kernel`; where it was not measured, that of one with other arguments; else of `elementwise`.
+        """The speed of `kernel`; else of the same kernel with other arguments, if measured; else of `elementwise`.
 
         `encode top_k(ratio=0.1)` takes the speed of `encode top_k(ratio=0.01)` where only that was measured.
         """
@@ -73,16 +73,16 @@ class Speeds:
         return found
 
     def with_kernel(self, kernel: str, speed: KernelSpeed) -> Speeds:
-        """These, but `kernel` at that speed."""
+        """Replace the speed of `kernel`."""
         return replace(self, kernels=tuple(sorted((dict(self.kernels) | {kernel: speed}).items())))
 
     def measured(self, kernel: str) -> bool:
-        """Whether it, or one with other arguments, was measured."""
+        """True if it, or the same kernel with other arguments, was measured."""
         return _family(kernel) in self._families
 
     def pace(self, job: str, parameters: int, workers: int = 0) -> float:
-        """That of a job whose model has so many parameters, by as many workers, or by the next larger number that was
-        measured, or the largest; 1 where none was."""
+        """The pace of a job with a model of so many parameters, by as many workers, or the next larger measured number,
+        or the largest; 1 without a measurement."""
         found = {each.workers: each.pace for each in self.jobs if each[:2] == (job, parameters)}
         if not found:
             return 1.0

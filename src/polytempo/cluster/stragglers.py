@@ -11,7 +11,7 @@ Draw = Callable[[Random, int], float]
 """`(random, host) -> factor`: how many times longer than at full speed a worker computes, in one of its steps."""
 
 Stragglers = Draw | CorrelatedStragglers
-"""Draws that depend on nothing before, or ones that do (`slow_spells`, `correlated`)."""
+"""Draws that depend on nothing before, or on earlier draws (`slow_spells`, `correlated`)."""
 
 
 def constant() -> Draw:

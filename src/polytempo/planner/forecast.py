@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from polytempo.cluster import Cluster
-from polytempo.cluster.prices import JOB, KERNELS_AGAIN, MESSAGES_AGAIN
+from polytempo.cluster.cluster_file import JOB, KERNELS_AGAIN, MESSAGES_AGAIN
 from polytempo.planner.run_price import RunPrice
 from polytempo.planner.samples_law import SamplesLaw
 from polytempo.planner.search_space import PlannedRun

@@ -71,7 +71,7 @@ def plan_run(
 
     A pure function of its arguments: the same seed gives the same plan, but for `took_s`. KeyboardInterrupt ends the
     search, and the plan has the findings so far; without any it is raised again. `spread`: the spread of the cluster's
-    measurements (`cluster.prices.read_spread`).
+    measurements (`cluster.cluster_file.read_spread`).
 
     Errors: ValueError for a target without a score of the job, an unknown strategy, and if no run is left.
     """

@@ -28,7 +28,7 @@ _TYPES: dict[str, Any] = get_type_hints(Result) | {
     "samples_per_s": Annotated[float, msgspec.Meta(ge=0, le=1e300)],
     "bytes_sent_per_rank": Annotated[float, msgspec.Meta(ge=0, le=1e300)],
 }
-"""What a result's entries must be. A result of an earlier version may lack some."""
+"""Types of a result's entries. A result of an earlier version may lack some."""
 
 
 class RunRecord(NamedTuple):
@@ -42,7 +42,7 @@ class RunRecord(NamedTuple):
 
     @property
     def simulated(self) -> bool:
-        """Whether its seconds are those of a virtual clock."""
+        """True if its seconds are of a virtual clock."""
         return bool(self.result.get("world") == "virtual")
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def load_result(folder: Place) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no result.json; name the folder of a run that has finished")
     result = files.parsed(path)
     if not isinstance(result, dict) or not {"world", "strategy"} <= set(result):
-        raise ValueError(f"{path} is no run's result; it cannot be mended, so begin the run again")
+        raise ValueError(f"{path} is not a run's result; it cannot be mended, so begin the run again")
     for name in result.keys() & _TYPES.keys():
         with as_written(path, name):
             msgspec.convert(result[name], _TYPES[name])
@@ -75,7 +75,7 @@ def load_result(folder: Place) -> dict[str, Any]:
 
 @contextmanager
 def as_written(path: Place, where: str) -> Iterator[None]:
-    """ValueError that names the file, and `where` in it, for what comes of reading what no run has written."""
+    """ValueError that names the file, and `where` in it, for errors of reading a file that no run has written."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError, ValueError) as error:
@@ -126,7 +126,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def short_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """As `labels`, but of the arguments only those that tell strategies of one name apart.
+    """Labels with only the arguments that tell strategies of one name apart.
 
     `local_sgd(period=8, route=native)` alone is `local_sgd`; beside `local_sgd(period=16, route=native)` it is
     `local_sgd(period=8)`.
@@ -153,7 +153,7 @@ def arguments(call: str) -> tuple[str, list[str]]:
 
 
 def short_call(call: str, calls: Sequence[str]) -> str:
-    """The name of a call, with those of its arguments that tell it from the other `calls` of that name."""
+    """The name of a call, with the arguments that tell it from the other `calls` of that name."""
     name, own = arguments(call)
     others = [given for other, given in map(arguments, calls) if other == name]
     telling = [argument for argument in own if not all(argument in given for given in others)]

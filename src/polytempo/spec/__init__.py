@@ -1,1 +1,1 @@
-"""What is to be run, as text and as values: calls such as `local_sgd(period=8)`, and the tables of their names."""
+"""Runs as text and as values: calls such as `local_sgd(period=8)`, and the tables of their names."""

@@ -1,4 +1,4 @@
-"""Advice where an error is for want of memory, and this process's address space is limited."""
+"""Advice for an error from a lack of memory in a process with a limited address space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run's batches grow: after epochs that are given, or where a test of the gradients' noise says so."""
+"""Growth of a run's batches: after given epochs, or by a test of the gradients' noise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def norm_test(theta: float = 0.5, every: int = 8) -> NormTest:
 
 
 def parse_growth(text: str) -> BatchGrowth:
-    """What `text` says of a batch: `"5:4,10:2"`, or `"norm_test(theta=0.5)"`. `ValueError` where it is neither."""
+    """Read `"5:4,10:2"` or `"norm_test(theta=0.5)"`. `ValueError` for other texts."""
     if "(" in text or text.strip().isidentifier():
         found = resolve(parse_call(text), {"norm_test": norm_test}, {}, what="rule by which batches grow")
         assert isinstance(found, NormTest)

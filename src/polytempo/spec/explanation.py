@@ -1,4 +1,4 @@
-"""`explain`: what a strategy sends, computes and remembers, as numbers; nothing is trained and nothing is sent."""
+"""`explain`: bytes, operations and memory of a strategy, as numbers; nothing is trained and nothing is sent."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from polytempo.spec.text.catalogue import strategy_from
 
 
 class Traffic(NamedTuple):
-    """What all workers together send in a step, and what the busiest of them does."""
+    """Traffic of a step: of all workers together, and of the busiest worker."""
 
     messages: float = 0
     """Sends; a worker's part in a collective that the world performs counts as one."""
     gradient_bytes: float = 0
     """Bytes of gradients, encoded where there is a codec."""
     parameter_bytes: float = 0
-    """Bytes of parameters, and of what workers moved them by."""
+    """Bytes of parameters, and of the differences that move them."""
     metadata_bytes: float = 0
-    """Bytes of what codecs agree on before."""
+    """Bytes that codecs agree on before."""
     busiest_bytes: float = 0
     """Bytes that the busiest worker sends, all together."""
     rounds: float = 0
@@ -41,7 +41,7 @@ class Traffic(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Of all classes."""
+        """Bytes of all classes."""
         return self.gradient_bytes + self.parameter_bytes + self.metadata_bytes
 
 
@@ -52,12 +52,12 @@ class Planned(NamedTuple):
     """An exchange of a strategy, with the numbers of its sums in `exchange.sent`."""
 
     of: Of
-    """Before the optimizer's step, or after it."""
+    """Position: before the optimizer's step, or after it."""
     exchange: Exchange
 
     @property
     def traffic(self) -> Traffic:
-        """Of a step with this exchange."""
+        """Traffic of a step with this exchange."""
         sent = self.exchange.sent
         gradients = self.of == "gradients" if not self.exchange.server else self.exchange.server == "push"
         return Traffic(
@@ -72,7 +72,7 @@ class Planned(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `explain` answers: plain numbers."""
+    """The answer of `explain`: plain numbers."""
 
     strategy: str
     workers: int
@@ -80,16 +80,16 @@ class Explanation(NamedTuple):
     numel: int
     """Parameters."""
     parameter_bytes: int
-    """Of one copy of the parameters."""
+    """Bytes of one copy of the parameters."""
     exchanges: tuple[Planned, ...]
     memory_bytes: int
-    """What a worker remembers from step to step: residuals, anchors, what is late."""
+    """Bytes that a worker keeps from step to step: residuals, anchors, late tensors."""
     stages: tuple[StageFacts, ...] = ()
-    """Where the model is cut: what each stage holds, and how late its updates are."""
+    """Stages of a model that is cut: their layers, and the delay of their updates."""
 
     @property
     def mean(self) -> Traffic:
-        """Of a step in a long run: an exchange every H steps counts 1/H, one that ends counts nothing."""
+        """Mean of a step in a long run: an exchange every H steps counts 1/H, and a passing one nothing."""
         return _added(
             Traffic(*(value / planned.exchange.steps.period for value in planned.traffic))
             for planned in self.exchanges
@@ -97,7 +97,7 @@ class Explanation(NamedTuple):
         )
 
     def at(self, step: int) -> Traffic:
-        """Of that step, counted from 1."""
+        """Traffic of step `step`, counted from 1."""
         return _added(planned.traffic for planned in self.exchanges if planned.exchange.steps.has(step))
 
 
@@ -157,10 +157,10 @@ def explain(
 
 
 def _exchanges(strategy: Strategy, parameters: Bundle, hosts: Sequence[int]) -> tuple[tuple[Planned, ...], int]:
-    """What is sent in all stages, or parts, and groups together, and the bytes that a worker remembers."""
+    """Exchanges of all stages, or parts, and groups together, and the bytes that a worker keeps."""
     stages, groups, service = strategy.holders, strategy.groups, strategy.server
     slots: tuple[tuple[Of, Transform], ...] = (("gradients", strategy.gradients), ("parameters", strategy.parameters))
-    if service is not None:  # that of one stage, as all exchanges are at first
+    if service is not None:  # the exchange of one stage: at first all are the same
         service = replace(service, shards=service.shards // stages)
     group = hosts[:: stages * groups]
     found: list[Planned] = []
@@ -188,7 +188,7 @@ def _added(traffics: Iterable[Traffic]) -> Traffic:
 
 
 def _summed(exchange: Exchange, hosts: Sequence[int]) -> Exchange:
-    """With what its sums send."""
+    """The exchange with the traffic of its sums."""
     costs = [sum_cost(each.route, hosts, each.numel, each.itemsize) for each in exchange.sums]
     return exchange._replace(sent=reduce(Sent.plus, costs, exchange.sent))
 

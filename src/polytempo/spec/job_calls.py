@@ -1,10 +1,10 @@
-"""A job's functions, called and checked: a mistake in one of them is a message that names it, and what is expected.
+"""Calls of a job's functions. An error names the function, its mistake, and the expected value.
 
-what the function returned is wrong    ValueError    job own: loss(output, target) returned a tensor of shape (32,); …
+a wrong value is returned              ValueError    job own: loss(output, target) returned a tensor of shape (32,); …
 it takes other arguments               ValueError    job own: optimizer is called as optimizer(parameters, lr); …
 it raised                              JobFailed     job own: loss(output, target) raised KeyError: 'x', and its lines
 
-`ValueError`s of this library's readers of data, and what its hooks raise within a model, pass as they are.
+`ValueError`s of this library's readers of data, and errors that its hooks raise within a model, pass unchanged.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def next_batch(job: Job, batches: Iterator[Any]) -> Any:
 
 
 def called(job: Job, form: str, function: Callable[..., Any], *given: Any, facts: Callable[[], str] = str) -> Any:
-    """`function(*given)`. `form` is how a job's author writes the call; `facts()` what may explain a failure."""
+    """`function(*given)`. `form` is the call as a job's author writes it; `facts()` may explain a failure."""
     try:
         return function(*given)
     except Exception as error:
@@ -145,7 +145,7 @@ def called(job: Job, form: str, function: Callable[..., Any], *given: Any, facts
 
 
 def failed(job: Job, form: str, error: Exception, facts: str = "") -> Exception:
-    """What to raise for `error`, which came out of the job's `form`: itself, where this library raised it."""
+    """The exception for `error` in the job's `form`: itself, if this library raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, JobFailed) or _raised_by_us(frames[-1].filename, error):
         return error
@@ -153,7 +153,7 @@ def failed(job: Job, form: str, error: Exception, facts: str = "") -> Exception:
 
 
 def not_read(text: str, error: Exception) -> Exception:
-    """What to raise for `error`, which came out of looking for the job `text`: itself, where this library raised it."""
+    """The exception for `error` while the job `text` was read: itself, if this library raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if _raised_by_us(frames[-1].filename, error, jobs=True):
         return error
@@ -175,14 +175,14 @@ def _lines(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def wrong(job: Job, form: str, returned: object, expected: str, function: object = None) -> ValueError:
-    """The error for what the job's `form` returned. `returned` is the value, or words for it."""
+    """The error for a wrong value from the job's `form`. `returned` is the value, or words for it."""
     said = returned if isinstance(returned, str) else described(returned)
     where = "" if function is None else _where(function)
     return ValueError(f"{who(job)}: {form} returned {said}{where}; expected {expected}")
 
 
 def described(value: Any) -> str:
-    """A value in a few words: what it is made of, with shapes and dtypes.
+    """A value in a few words: its parts, with shapes and dtypes.
 
     >>> described({"input_ids": torch.zeros(4, 7, dtype=torch.int64), "labels": [1, 2]})
     "a dict with 'input_ids': int64 (4, 7), 'labels': a list of 2"
@@ -211,27 +211,25 @@ def _a(value: object) -> str:
 
 
 def who(job: Job) -> str:
-    """How messages call the job: by its name, or by where it was found."""
+    """The job's name in messages: its own, or its place."""
     return f"job {job.name if job.name != 'job' else job.origin or 'job'}"
 
 
 def _where(function: object) -> str:
-    """Where the job's author finds the function."""
+    """The place of the function, for the job's author."""
     code = getattr(function, "__code__", None)
     return "" if code is None else f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
 def _raised_by_us(file: str, error: Exception, *, jobs: bool = False) -> bool:
-    """Whether this library raised it, or its own code failed, rather than the job's call. `jobs`: who looked for one,
-    too.
-    """
+    """True if this library raised it, or its own code failed, rather than the job's call. `jobs`: in searches."""
     if not file.startswith(_OURS) or file in _CALLERS:
         return False
     return isinstance(error, ValueError | PolytempoError) or jobs or not file.startswith(_JOBS)
 
 
 def _other_arguments(function: Callable[..., Any], given: Sequence[Any]) -> str:
-    """The function's own signature, where it does not take what is given; else nothing."""
+    """The function's own signature if it does not take the given arguments; else nothing."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a function in C

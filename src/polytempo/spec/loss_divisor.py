@@ -1,6 +1,6 @@
-"""What a loss divides by: how much the parts of a batch count, whose losses are joined.
+"""Divisors of losses: the weight of each part of a batch when the losses of its parts are joined.
 
-mean over samples         Σ nₚ/n · lossₚ          n samples, nₚ of them in part p; what a loss is taken for
+mean over samples         Σ nₚ/n · lossₚ          n samples, nₚ of them in part p; the default for a loss
 divided by another d      Σ dₚ/Σd · lossₚ         as d = the classes' weights, or the targets that are not ignored
 a sum                     Σ lossₚ
 """
@@ -20,30 +20,30 @@ from torch.nn.modules.loss import _Loss
 from polytempo.spec.job import OfBatch
 
 DivisorOf = Callable[[Any], Any]
-"""From the target of some samples to a number."""
+"""A number for the target of some samples."""
 _IGNORED = -100
 """Targets that torch's cross-entropy leaves out by default."""
 
 
 class Divisor(NamedTuple):
-    """What a loss divides by."""
+    """The number that a loss divides by."""
 
     function: DivisorOf | None
     """None: the loss is a sum."""
     usual: bool = False
-    """Whether it is the number of samples, or a multiple of it, but for targets that torch ignores by default."""
+    """True if it is the number of samples, or a multiple of it, but for targets that torch ignores by default."""
 
 
 @dataclass(frozen=True)
 class DividedLoss:
-    """A loss with what it divides by; see `divided_by`."""
+    """A loss with its divisor; see `divided_by`."""
 
     function: Callable[[Any, Any], Tensor]
     divisor: Divisor | None
     """None: it is not known."""
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """What the function answers."""
+        """The function's answer."""
         return self.function(output, target)
 
 
@@ -63,7 +63,7 @@ def divided_by(loss: Callable[..., Tensor], divisor: DivisorOf | None) -> Callab
 
 
 def divisor_of(loss: Any) -> Divisor | None:
-    """What is known of it: None for functions of the user's, and for means over samples."""
+    """The known divisor: None for functions of the user's, and for means over samples."""
     if isinstance(loss, DividedLoss | OfBatch):
         return loss.divisor
     options: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def divisor_of(loss: Any) -> Divisor | None:
 
 
 def weights(divisor: Divisor, targets: Sequence[Any]) -> list[float]:
-    """How much each part's loss counts in the loss of all. Errors: ValueError for a divisor below 0."""
+    """Weight of each part's loss in the loss of all. Errors: ValueError for a divisor below 0."""
     if divisor.function is None:
         return [1.0] * len(targets)
     each = torch.stack([torch.as_tensor(divisor.function(target)).double().reshape(()) for target in targets]).tolist()
@@ -94,7 +94,7 @@ def weights(divisor: Divisor, targets: Sequence[Any]) -> list[float]:
 
 
 def check_by_samples(loss: object, who: str) -> None:
-    """Raise ValueError for a loss of which it is known that parts do not count by their samples, as `who` has it."""
+    """Raise ValueError if it is known that parts of a loss do not count by their samples, as `who` assumes."""
     found = divisor_of(loss)
     if found is not None and not found.usual:
         what = "is a sum" if found.function is None else "divides by something else"
@@ -105,7 +105,7 @@ def check_by_samples(loss: object, who: str) -> None:
 
 
 def _of_classes(weight: Tensor | None, ignored: int, target: Tensor) -> Tensor | int:
-    """What torch's cross-entropy divides by: the weights of the classes of targets that are not ignored."""
+    """Divisor of torch's cross-entropy: the weights of the classes of targets that are not ignored."""
     if target.is_floating_point():  # probabilities of classes
         return len(target)
     counts = target != ignored

@@ -1,7 +1,7 @@
-"""What a job asks of its model on one batch: the loss to descend, and which predictions are right.
+"""A job's objective on one batch: the loss to descend, and the right predictions.
 
 loss(output, target)          a batch is a pair (input, target), and output = model(input)
-of_batch(loss)(model, batch)  a batch is whatever the loss understands
+of_batch(loss)(model, batch)  a batch is any value that the loss understands
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CORRECT, _CORRECT_OF_BATCH = "correct(output, target)", "correct(model, batch)"
 
 
 class Judged(NamedTuple):
-    """What a job says of a model's answers to one batch."""
+    """A job's judgement of a model's answers to one batch."""
 
     loss: Tensor
     """The mean over the batch."""
     right: Tensor | None
-    """What the job's `correct` answers; None where it has none."""
+    """The answer of the job's `correct`; None if it has none."""
 
 
 def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
@@ -45,7 +45,7 @@ def loss_of(job: Job, model: nn.Module, batch: Any) -> Tensor:
 def judged(job: Job, model: nn.Module, batch: Any, samples: int) -> Judged:
     """Loss and right predictions of `model` on `batch`: one forward pass for both where the batch is a pair.
 
-    `samples`: how many the batch has. Errors: those of `loss_of`, and ValueError for a `correct` that answers a sum, a
+    `samples`: of the batch. Errors: the errors of `loss_of`, and ValueError for a `correct` that answers a sum, a
     mean, or each prediction beside each target.
     """
     loss, correct = job.loss, job.correct
@@ -71,21 +71,21 @@ def judged(job: Job, model: nn.Module, batch: Any, samples: int) -> Judged:
 
 
 def _no_predictions(right: Any, target: Any, samples: int) -> str:
-    """What `right` is, in words, where it does not say of each prediction how right it is; else nothing."""
+    """A description of `right` if it does not say of each prediction how right it is; else nothing."""
     if not isinstance(right, Tensor) or right.is_complex():
         return described(right)
     said = f"{described(right)} for {samples} samples"
     if samples > 1 and right.dim() == 0:
         return f"{said}, a sum or a mean"
     if samples > 1 and isinstance(target, Tensor) and target.dim() == 1 and right.shape == (samples, samples):
-        return f"{said}, each output beside each target: a dim of 1 in the output, or one that the target lacks"
+        return f"{said}, each output beside each target: a dim of 1 in the output that the target lacks, or the reverse"
     if right.dtype == torch.bool or bool(((right >= 0) & (right <= 1)).all()):
         return ""
     return f"{said}, with numbers from {float(right.min()):g} to {float(right.max()):g}"
 
 
 def output_of(job: Job, model: nn.Module, inputs: Any) -> Any:
-    """What the model answers. Errors: JobFailed where it raises."""
+    """The model's answer. Errors: JobFailed if it raises."""
     return called(job, "model(input)", model, inputs, facts=lambda: _facts(input=inputs))
 
 
@@ -101,12 +101,12 @@ def loss_of_pair(job: Job, output: Any, target: Any) -> Tensor:
 
 
 def pair_loss(job: Job) -> DividedLoss:
-    """`loss_of_pair` of that job, with what its loss divides by."""
+    """`loss_of_pair` of that job, with its divisor."""
     return DividedLoss(partial(loss_of_pair, job), divisor_of(job.loss))
 
 
 def part_weights(job: Job, batches: Sequence[Any]) -> list[float] | None:
-    """How much the losses of parts of a batch count in its loss; None: as much as they have samples."""
+    """Weights of the losses of a batch's parts in its loss; None: their numbers of samples."""
     if (divisor := divisor_of(job.loss)) is None:
         return None
     whole = isinstance(job.loss, OfBatch)
@@ -114,7 +114,7 @@ def part_weights(job: Job, batches: Sequence[Any]) -> list[float] | None:
 
 
 def part_weight(job: Job, batch: Any, samples: int) -> float:
-    """What the loss of a batch divides by: by how much it counts in the mean over several; a sum's by its samples."""
+    """Divisor of a batch's loss: its weight in the mean over several batches; for a sum, the number of samples."""
     divisor = divisor_of(job.loss)
     if divisor is None or divisor.function is None:
         return samples
@@ -138,8 +138,8 @@ def pair_of(job: Job, batch: Any) -> Sequence[Any]:
 
 def _checked(job: Job, loss: Any, form: str, function: object) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        if torch.is_grad_enabled() and not loss.requires_grad and not is_batchedtensor(loss):  # whose inside has it
-            expected = "one that depends on the model's parameters: leave out .item(), .detach() and torch.no_grad()"
+        if torch.is_grad_enabled() and not loss.requires_grad and not is_batchedtensor(loss):  # vmap hides it
+            expected = "a loss that depends on the model's parameters: leave out .item(), .detach() and torch.no_grad()"
             raise wrong(job, form, "a tensor without a gradient", expected, function)
         return loss
     remedy = "take its mean" if isinstance(loss, Tensor) else "if it has the loss, return that: model(**batch).loss"

@@ -1,4 +1,4 @@
-"""Which node of a run is on which host, where there are several. Arithmetic on numbers, nothing else."""
+"""Hosts of a run's nodes. Arithmetic on numbers, nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def placed(topology: Topology, num_hosts: int) -> tuple[int, ...]:
 
     Workers stand in blocks of W / H, so that neighbours in rank order share a host where that is possible. The copies
     of one shard are on different hosts, as far as there are so many, and primaries are spread; the coordinator is the
-    launcher's, which is no host of these, and the evaluator has the last host.
+    launcher's, which is on none of these hosts, and the evaluator has the last host.
 
         8 workers, 2 shards of 2 copies, 4 hosts:    0 0 1 1 2 2 3 3 │ 0 1 │ 1 2 │ -1 │ 3
     """

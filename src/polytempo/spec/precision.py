@@ -41,7 +41,7 @@ class Precision:
     loss_scale: float | Literal["dynamic"] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could not train."""
+        """Refuse a precision that could not train."""
         if self.dtype not in _TORCH:
             raise ValueError(_no_dtype(self.dtype))
         if self.dtype == "bf16" and self.loss_scale is not None:
@@ -59,16 +59,16 @@ class Precision:
 
     @property
     def torch_name(self) -> str:
-        """What torch calls the dtype: "bfloat16" or "float16"."""
+        """Torch's name of the dtype: "bfloat16" or "float16"."""
         return _TORCH[self.dtype]
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the scale of losses follows what overflows."""
+        """True if the scale of losses follows overflows."""
         return self.loss_scale == DYNAMIC
 
     def __str__(self) -> str:
-        """As `--precision` takes it: "bf16", "fp16(loss_scale=dynamic)"."""
+        """The text that `--precision` takes: "bf16", "fp16(loss_scale=dynamic)"."""
         if self.loss_scale is None:
             return self.dtype
         scale = self.loss_scale
@@ -111,12 +111,12 @@ def parse_precision(text: str) -> Precision:
 
 
 def bf16(loss_scale: float | str | None = None) -> Precision:
-    """What `--precision bf16` calls; a precision checks its scale itself."""
+    """The call in `--precision bf16`; a precision checks its scale itself."""
     return Precision("bf16", loss_scale)  # type: ignore[arg-type]
 
 
 def fp16(loss_scale: float | str | None = None) -> Precision:
-    """What `--precision 'fp16(…)'` calls."""
+    """The call in `--precision 'fp16(…)'`."""
     return Precision("fp16", loss_scale)  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ _MAKE = {"bf16": bf16, "fp16": fp16}
 
 
 def precision_of(given: Precision | str | None) -> Precision | None:
-    """What an option `precision` means, which may be text. TypeError for what is neither."""
+    """The value of an option `precision`, which may be text. TypeError for other types."""
     if isinstance(given, str):
         return parse_precision(given)
     if given is not None and not isinstance(given, Precision):
@@ -141,7 +141,7 @@ def _check_factor(factor: object) -> None:
 def _no_dtype(given: object) -> str:
     name = str(given)
     if name in _WHOLE:
-        return f"{name} is what models have anyway; leave precision out, or give bf16 or fp16"
+        return f"models compute in {name} anyway; leave precision out, or give bf16 or fp16"
     if name in _MEANT:
         return f"precision is bf16 or fp16, got {name!r} (write {_MEANT[name]!r})"
     return unknown("precision", name, _TORCH)

@@ -1,4 +1,4 @@
-"""`Result`: what a run says of itself at its end."""
+"""`Result`: a run's account of its end."""
 
 from __future__ import annotations
 
@@ -36,45 +36,45 @@ class Result:
     accuracy: float | None
     train_loss: float | None
     bytes_sent_per_rank: float
-    """For training; what scores and checkpoints send is not counted."""
+    """Bytes of training; scores and checkpoints are not counted."""
     communication_share: float
     """Part of the time that ranks spent waiting for each other, 0 to 1."""
     batch_size: int
     seed: int
     threads: int
     parameters_sha256: str | None
-    """Of the final parameters (the ranks' mean where they differ) as float32, in order."""
+    """Hash of the final parameters (the ranks' mean where they differ) as float32, in order."""
     trace_hash: str
     reached: bool | None = None
-    """Whether a score has reached `until`, perhaps a little before the end; None where nothing was asked for."""
+    """True if a score has reached `until`, perhaps a little before the end; None without `until`."""
     resumed_at: int | None = None
-    """The step from which the last part of a resumed run went on: bytes and communication are those of that part, and
-    steps, samples, seconds and samples/s those of the whole run."""
+    """The first step of the last part of a resumed run: bytes and communication are of that part, and steps, samples,
+    seconds and samples/s of the whole run."""
     diverged: str | None = None
-    """What was NaN or infinite, where that ended this run of a comparison."""
+    """The NaN or infinite value that ended this run of a comparison."""
     left: str | None = None
-    """Of a run that was asked to leave, by SIGTERM or Ctrl-C: after which step. `resume` goes on from there."""
+    """The last step of a run that left after SIGTERM or Ctrl-C. `resume` goes on from there."""
     report: str | None = None
     checkpoint: str | None = None
     ledger: list[dict[str, Any]] | None = None
-    """How many samples of which epochs were used once, twice and never (see `data.usage`); None with `meta`."""
+    """Numbers of samples that an epoch used once, twice and never (see `data.usage`); None with `meta`."""
     server: dict[str, Any] | None = None
-    """What a parameter server adds (see `training.server_facts`): staleness, and how each worker fared."""
+    """Facts of a parameter server (see `training.server_facts`): staleness, and each worker's fate."""
     stages: list[dict[str, Any]] | None = None
-    """Of a pipeline, each stage: its layers and parameters, its updates, how many updates a gradient came after the
+    """Each stage of a pipeline: its layers and parameters, its updates, how many updates a gradient came after the
     parameters that it was computed with (`delay`, the mean, and `most_delay`), how many micro-batches it held at a
     time, and versions of its parameters. Else None."""
     layers: list[dict[str, Any]] | None = None
-    """Where layers lie in parts, each layer: how many of its outputs, or other indices, each worker of a model holds
+    """Each layer that is divided: how many of its outputs, or other indices, each worker of a model holds
     (`sizes`, along the weight's dimension `dim`; none: each has the whole), its parameters, and the bytes that all
     workers of a model send for it in a step, forward and backward. Else None."""
     precision: dict[str, Any] | None = None
-    """Where models compute in 16 bits: the `dtype`, the bytes of a worker's parameters (`parameter_bytes`, as many are
+    """Training in 16 bits: the `dtype`, the bytes of a worker's parameters (`parameter_bytes`, as many are
     their gradients') and of their float32 masters (`master_bytes`), the last loss scale (1: none), and how many steps
     all workers left out (`skipped_steps`). Else None."""
     membership: list[dict[str, Any]] | None = None
-    """Of an elastic run, each group of workers: its generation, the step at which it began, the lives of its members,
-    how many had joined, which processes were lost before, and the seconds until the first step in it. Else None."""
+    """Each group of workers of an elastic run: its generation, its first step, the lives of its members, the number of
+    newcomers, the processes that were lost before, and the seconds until the first step in it. Else None."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; values that are not finite (a run that diverged) are null."""

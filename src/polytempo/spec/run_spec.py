@@ -1,4 +1,4 @@
-"""`RunSpec`: a run as a value. What was left to the job is worked out here, once, and nowhere else.
+"""`RunSpec`: a run as a value. Defaults that come from the job are worked out here, once, and nowhere else.
 
 pt.run(job, strategy, workers, …) ──▶ RunSpec ──▶ the programs of its processes, in either world
                                         │ ▲
@@ -28,7 +28,7 @@ VERSION: Literal[1] = 1
 _UNTIL_EPOCHS = 10
 """A run that ends when a measure is reached gives up after so many times the job's epochs."""
 _NUMBERS = ("name", "lr", "batch_size", "epochs")
-"""What a program may change of a job that it has found by name: it travels with the run."""
+"""Values of a job that a program may change after it has found the job by name: they travel with the run."""
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
 
 
@@ -36,7 +36,7 @@ _FUNCTIONS = ("model", "data", "loss", "optimizer", "correct", "schedule")
 class RunSpec:
     """A job, a strategy, how many workers, and the options. Make it by `RunSpec.of`.
 
-    `options` are as they were given: what is None there was left to the job, and stands here.
+    `options` are as they were given: a None there was left to the job, and its value stands here.
     """
 
     job: Job
@@ -71,17 +71,17 @@ class RunSpec:
 
     @property
     def seed(self) -> int:
-        """What all randomness of the run is drawn from."""
+        """The seed of all random numbers of the run."""
         return self.options.seed
 
     @property
     def replicas(self) -> int:
-        """How many models there are, each of one worker or of several that hold it together."""
+        """Number of models, each of one worker or of several that hold it together."""
         return self.workers // self.strategy.holders
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step of all workers together, at the number of workers with which the run begins."""
+        """Samples of a step of all workers together, at the run's first number of workers."""
         return self.options.global_batch_size or self.workers * self.batch_size
 
     def topology(self, hosts: Sequence[int] = ()) -> Topology:
@@ -95,11 +95,11 @@ class RunSpec:
         )
 
     def __str__(self) -> str:
-        """As progress shows it: "digits, local_sgd(period=8), 4 workers"."""
+        """The text in progress: "digits, local_sgd(period=8), 4 workers"."""
         return f"{self.job.name}, {self.strategy}, {self.workers} workers"
 
     def to_json(self) -> str:
-        """The run as text, from which `from_json` makes it in another process.
+        """The run as text; `from_json` makes it in another process.
 
         Errors: ValueError for a job, or a strategy, that was made in a program, so that no other process can find it.
         """
@@ -109,7 +109,7 @@ class RunSpec:
             named = False
         if not named:
             raise ValueError(
-                f"strategy {self.strategy} is not one that its name makes, and the run's processes are to make it by "
+                f"strategy {self.strategy} cannot be made by its name, and the run's processes are to make it by "
                 "its name; give one of pt.strategies, or run it with engine=pt.engines.local()"
             )
         if self.job.origin is None:
@@ -133,7 +133,7 @@ class RunSpec:
         try:
             told = msgspec.json.decode(text, type=_SpecText)
         except msgspec.DecodeError as error:
-            raise ValueError(f"this is no {FORMAT} of version {VERSION} ({error}): {text[:80]!r}") from None
+            raise ValueError(f"this is not a {FORMAT} of version {VERSION} ({error}): {text[:80]!r}") from None
         return cls(
             job=_found(told.job, find_job),
             strategy=parse_strategy(told.strategy),
@@ -176,7 +176,7 @@ def check_precision(precision: Precision, strategy: Strategy) -> None:
 
 
 def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOptions) -> None:
-    """`Incompatible` where two of what the strategy is and what the options ask for exclude each other."""
+    """`Incompatible` if features of the strategy and of the options exclude each other."""
     growth, measured = options.batch_growth, options.looks_every is not None
     asked = {
         "elastic": options.elastic,
@@ -221,7 +221,7 @@ def _found(told: _JobText, find_job: Callable[[str], Job]) -> Job:
 
 
 def functions_of(job: Job) -> dict[str, str]:
-    """Where each function of a job is written: {"model": "polytempo.jobs.digits.model, line 18", …}."""
+    """The place of each function of a job: {"model": "polytempo.jobs.digits.model, line 18", …}."""
     return {name: _written(getattr(job, name)) for name in _FUNCTIONS}
 
 

@@ -1,4 +1,4 @@
-"""Targets of a run: measures on the test set at which it ends, as a text or by name. Torch is not loaded."""
+"""Targets of a run: measures on the test set that end it, as a text or by name. Torch is not loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MEASURES = ("accuracy", "loss")
 
 
 def parse_until(text: str) -> dict[str, float]:
-    """When to end: `"accuracy=0.97"`, `"loss=0.1"`, or both with a comma between. `ValueError` where it is neither."""
+    """The targets: `"accuracy=0.97"`, `"loss=0.1"`, or both with a comma between. `ValueError` for other texts."""
     found: dict[str, float] = {}
     for part in text.split(","):
         measure, equals, written = (piece.strip() for piece in part.partition("="))

@@ -1,7 +1,7 @@
-"""`Topology`: which nodes a run has, what each of them is, and on which host. Arithmetic on numbers, nothing else.
+"""`Topology`: the nodes of a run, their roles and their hosts. Arithmetic on numbers, nothing else.
 
 node   0 … W-1  workers │ W …  copies of shard 0, copies of shard 1, … │ the coordinator │ the evaluator, if processes
-       └── all of a collective run └── what a parameter server has beside them
+    └── all of a collective run └── further nodes with a parameter server
 
 With K stages and a parameter server node k·D + d is stage k of replica d, of D = W / K replicas.
 """
@@ -34,7 +34,7 @@ class Topology:
     hosts: tuple[int, ...] = ()
     """Each node's host by number; nodes beyond are on host 0."""
     mesh: Mesh | None = None
-    """Where the workers are on named axes; None: all on one."""
+    """The workers' places on named axes; None: all on one."""
     stages: int = 1
     """Workers that hold one model together, where there is a parameter server."""
 
@@ -43,7 +43,7 @@ class Topology:
         if self.mesh is not None and self.mesh.size != len(self.workers):
             raise ValueError(
                 f"{self.mesh} has {self.mesh.size} places, and there are {len(self.workers)} workers; give lengths "
-                "whose product is the number of workers"
+                "with that product"
             )
 
     @classmethod
@@ -74,7 +74,7 @@ class Topology:
 
     @property
     def is_served(self) -> bool:
-        """Whether there is a parameter server."""
+        """True if there is a parameter server."""
         return self.coordinator >= 0
 
     @property
@@ -89,16 +89,16 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Without an evaluator, and without nodes that take another one's place."""
+        """Number of nodes, without an evaluator and replacements."""
         return self.coordinator + 1 if self.is_served else len(self.workers)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The workers that ask for work: those of the first stage, each for its replica."""
+        """The workers that ask for work: the workers of the first stage, each for its replica."""
         return self.workers[: len(self.workers) // self.stages]
 
     def stage_of(self, worker: int) -> int:
-        """Which stage of the model a worker has."""
+        """The stage of the model that a worker has."""
         return worker // len(self.firsts)
 
     def replica_of(self, worker: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Topology:
         return self.workers[first : first + len(self.firsts)]
 
     def role_of(self, node: int) -> RoleName:
-        """What a node is; one beyond the evaluator is a copy that takes a lost one's place."""
+        """A node's role; a node beyond the evaluator is a copy that takes a lost one's place."""
         if node in self.workers:
             return "worker"
         if not self.is_served:
@@ -121,7 +121,7 @@ class Topology:
         return "evaluator" if node == self.evaluator else "copy"
 
     def shard_of(self, node: int) -> int | None:
-        """The shard of which a node is a copy from the beginning; None for others."""
+        """The shard that a node copies from the beginning; None for others."""
         return next((shard for shard, chain in enumerate((*self.chains, *self.spares)) if node in chain), None)
 
     def host_of(self, node: int) -> int:
@@ -129,12 +129,12 @@ class Topology:
         return self.hosts[node] if 0 <= node < len(self.hosts) else 0
 
     def to_json(self) -> str:
-        """As text."""
+        """The topology as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """What `to_json` wrote."""
+        """The topology that `to_json` wrote."""
         plain: dict[str, Any] = json.loads(text)
         chains = {name: tuple(tuple(chain) for chain in plain[name]) for name in ("chains", "spares")}
         flat = {name: tuple(plain[name]) for name in ("workers", "hosts")}
@@ -144,6 +144,6 @@ class Topology:
 
 
 def num_added(shards: int, wanted: Mapping[int, int]) -> int:
-    """How many shards come in the context of a run that begins with `shards`."""
+    """Number of shards that join during a run that begins with `shards`."""
     counts = [shards, *(number for _, number in sorted(wanted.items()))]
     return sum(max(0, after - before) for before, after in pairwise(counts))

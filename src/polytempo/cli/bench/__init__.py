@@ -1,1 +1,1 @@
-"""Commands that measure this machine, and choose by what they measured."""
+"""Commands that measure this machine, and choose by their measurements."""

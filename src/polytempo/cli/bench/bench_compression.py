@@ -9,7 +9,7 @@ from polytempo.bench.compression import compression as measure_compression
 from polytempo.cli.bench.bench import perform
 from polytempo.cli.bench.bench_options import MEASURED, CompressionOptions
 from polytempo.cli.options.network_options import network_of
-from polytempo.cluster.measured import read_cluster
+from polytempo.cluster.cluster_file import read_cluster
 from polytempo.compression import through
 from polytempo.core import Transform
 from polytempo.spec.text.call import split_calls

@@ -1,4 +1,4 @@
-"""`polytempo tune batch`: which batch, how many workers, which learning rate; why; and what that leaves open."""
+"""`polytempo tune batch`: a batch, a number of workers and a learning rate, with the reasons and open questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.training.tuning.batch_advice import BatchAdvice, advise_batch
 
 
 def tune_batch(asked: TuneBatchOptions) -> None:
-    """Try the job, and show what is recommended, the evidence, and what is not known."""
+    """Try the job, and show the recommendation, the evidence, and the open questions."""
     job = found_job(asked.job)
     with notes_on_stderr():
         held = data_of(job, asked.data)

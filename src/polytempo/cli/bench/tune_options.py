@@ -18,9 +18,9 @@ class TuneBatchOptions:
     workers: Annotated[Count | None, Option(OPTIONS, "N")] = None
     """Number of workers. Default: it is recommended, too."""
     extra: Annotated[Positive, Option(OPTIONS, "X")] = 0.1
-    """Samples that the batch may cost beyond what small ones take. Default: 0.1, 10 %."""
+    """Samples that the batch may cost beyond the cost of small ones. Default: 0.1, 10 %."""
     budget: Annotated[Positive, Option(OPTIONS, "R")] = 0.75
-    """What the advice may cost, in runs of the job's epochs. Default: 0.75."""
+    """The most that the advice may cost, in runs of the job's epochs. Default: 0.75."""
     seed: Seed = 0
     data: Data = None
     json: Json = False
@@ -36,7 +36,7 @@ class TuneThreadsOptions:
     batch_size: BatchSize = None
     global_batch_size: GlobalBatchSize = None
     rounds: Annotated[Count, Option(OPTIONS, "R")] = 5
-    """Rounds, in each of which every division runs. Default: 5."""
+    """Number of rounds; every division runs in each. Default: 5."""
     turn_s: Annotated[Positive, Option(OPTIONS, "S")] = 0.5
     """Seconds that a division runs in a round. Default: 0.5."""
     data: Data = None

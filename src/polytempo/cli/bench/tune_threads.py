@@ -1,4 +1,4 @@
-"""`polytempo tune threads`: the division of the cores with which a job trains the most samples a second."""
+"""`polytempo tune threads`: the division of the cores for the most samples a second of a job."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def tune_threads(asked: TuneThreadsOptions) -> None:
 
 
 def verdict(job: str, result: Mapping[str, Any]) -> list[str]:
-    """What a person reads below the table: the best division, by how much, and what was left out."""
+    """Lines below the table: the best division, its margin, and the divisions that were left out."""
     best = GridSetting(*(result["best"][name] for name in GridSetting._fields))
     said = [f"best: polytempo train {job} {best.arguments}"]
     if (margin := result["margin"]) is not None:
-        sure = "" if margin["low"] > 1 else "; within what differs from round to round, so either may be the best"
+        sure = "" if margin["low"] > 1 else "; rounds differ by as much, so either may be the best"
         percent = 100 * (margin["median"] - 1)
         said.append(f"{percent:.1f} % more samples a second than the next{sure}")
     said += [f"not measured: --inter-threads above 1: {reason}" for reason in result["missing"].values()]

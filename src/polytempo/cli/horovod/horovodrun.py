@@ -44,7 +44,7 @@ def horovodrun(given: argparse.Namespace) -> None:
         print(polytempo.__version__ if given.version else _build())
         return
     exported = variables(given)
-    HorovodSettings.from_environment(exported)  # refuses here what every rank would refuse
+    HorovodSettings.from_environment(exported)  # refuses wrong values here, before every rank does
     settings = LaunchSettings(
         start_timeout_s=given.start_timeout,
         network_interface=given.network_interfaces,

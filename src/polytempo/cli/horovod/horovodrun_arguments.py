@@ -1,4 +1,4 @@
-"""The options of `polytempo horovodrun`: those of Horovod 0.28's `horovodrun`, by its names, and their variables."""
+"""The options of Horovod 0.28's `horovodrun`, by its names, and their variables."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _VALUES = (
         "--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", int, _MIB, "The most MiB of all-reduces that become one."
     ),
     _Tuned("--cycle-time-ms", "HOROVOD_CYCLE_TIME", float, 1, "For how long names wait for others."),
-    _Tuned("--cache-capacity", "HOROVOD_CACHE_CAPACITY", int, 1, "How many names ranks remember."),
-    _Tuned("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str, 1, "Where the autotuner writes what it tries."),
+    _Tuned("--cache-capacity", "HOROVOD_CACHE_CAPACITY", int, 1, "Number of names that ranks remember."),
+    _Tuned("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str, 1, "File for the autotuner's trials."),
     _Tuned("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int),
     _Tuned("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int),
     _Tuned("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int),
@@ -58,7 +58,7 @@ _SWITCHES = (
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The options; `command` is what ranks run. Errors as argparse says them, and ValueError for what is refused."""
+    """The options; `command` is the program of the ranks. Errors in argparse's words, and ValueError for refusals."""
     given = _parser().parse_args(list(words))
     for name, reason in _REFUSED.items():
         if getattr(given, name):
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="Print the version and exit.")
-    add("-cb", "--check-build", action="store_true", help="Print what this installation has, and exit.")
+    add("-cb", "--check-build", action="store_true", help="Print the parts of this installation, and exit.")
     add("-np", "--num-proc", type=int, help="How many processes run.")
     add(
         "--start-timeout",
@@ -118,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="How long hosts may take to be there. Default: 30.",
     )
-    add("--network-interfaces", "--network-interface", help="The interface over which ranks meet.")
+    add("--network-interfaces", "--network-interface", help="The interface for the ranks' exchanges.")
     add("--output-filename", type=Path, help="A folder for each rank's output: rank.0/stdout, rank.0/stderr.")
     add("--prefix-output-with-timestamp", "-prefix-timestamp", action="store_true")
-    add("--verbose", action="store_true", help="Say what is started where.")
+    add("--verbose", action="store_true", help="Show each start and its host.")
     add("--disable-cache", action="store_true", help="Ranks remember no names.")
     add("--config-file", help=argparse.SUPPRESS)
     _add_hosts(parser.add_argument_group("hosts"))
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         add(option, action="store_true", help=argparse.SUPPRESS)
     for option in ("--mpi-args", "--binding-args"):
         add(option, help=argparse.SUPPRESS)
-    add("command", nargs=argparse.REMAINDER, help="What each rank runs.")
+    add("command", nargs=argparse.REMAINDER, help="The program of each rank.")
     return parser
 
 

@@ -51,7 +51,7 @@ def chaos(asked: ChaosOptions) -> None:
 
 
 def _show(outcome: ChaosOutcome, bug: str | None) -> None:
-    """What broke, the faults, the last that happened, and how to see it again."""
+    """The broken promise, the faults, the last events, and the command that repeats them."""
     again = f"polytempo chaos --seeds 1 --first {outcome.seed}" + (f" --bug {bug}" if bug else "")
     print(f"seed {outcome.seed} failed: {outcome.violation}\n  {outcome.scenario}")
     print("  faults:", *outcome.plan, sep="\n    ")

@@ -33,7 +33,7 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Health:
-    """What this machine offers. Sizes in bytes; None where the machine does not say."""
+    """Facts of this machine. Sizes in bytes; None if the machine does not tell."""
 
     polytempo: str
     python: str
@@ -55,14 +55,14 @@ class Health:
     start_ms: float | None
     """Until two workers had started and found each other."""
     all_reduce_ms: float | None
-    """For two workers to add 1 MB, the best of five."""
+    """Time for two workers to add 1 MB, the best of five."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What works here but is not tested by us."""
+    """Versions that work here but are not tested by us."""
 
     @property
     def healthy(self) -> bool:
-        """Whether everything that a run needs works."""
+        """True if everything that a run needs works."""
         return not self.problems
 
 
@@ -152,12 +152,12 @@ def _talk(rank_info: RankInfo) -> list[float]:
 
 
 def _transport() -> str:
-    """What workers of one host talk through."""
+    """The transport between workers of one host."""
     return "polytempo" if available() else "gloo"
 
 
 def _search_path() -> str:
-    """Where programs are looked for: beside this Python first, for a virtual environment need not be active."""
+    """The search path of programs: beside this Python first, for a virtual environment need not be active."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 

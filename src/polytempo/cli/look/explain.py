@@ -38,7 +38,7 @@ _BECAUSE: dict[Reason, str] = {
     "asked": "the strategy asks for that route",
     "sum": "the wires are numbers, and their sum decodes to the sum of the tensors",
     "stripes": "codes cannot be added, but the owner of a stripe can decode, add and encode again",
-    "merge": "the merge compares what all ranks have",
+    "merge": "the merge compares the tensors of all ranks",
     "sparse": "wires of different ranks hold different entries, so a sum would be denser than each",
     "memory": "the codec remembers more than a residual, which cannot be cut into stripes",
     "wires": "every rank decodes every other's wire, once, and nothing is encoded twice",
@@ -53,7 +53,7 @@ class Section(NamedTuple):
 
 
 def explain(asked: ExplainOptions) -> None:
-    """Print what each step of the strategy sends, for a job's model or a perceptron of so many parameters."""
+    """Print the traffic of each step of the strategy, for a job's model or a perceptron of so many parameters."""
     name = asked.job or "digits"
     made = parse_strategy(asked.strategy)
     with torch.device("meta"):
@@ -74,11 +74,11 @@ def explain(asked: ExplainOptions) -> None:
         print(*(f"  {line}" for line in section.lines), sep="\n")
     if times is not None:
         took, share = 1e3 * times["step_s"], times["communication_share"]
-        print(f"\na step on {times['cluster']}\n  {took:.3g} ms, of which {share:.0%} in communication")
+        print(f"\na step on {times['cluster']}\n  {took:.3g} ms, {share:.0%} of them in communication")
 
 
 def _step_times(strategy: Strategy, workers: int, job: str, cluster: str) -> dict[str, Any]:
-    """Of a simulation of some steps that computes nothing; where it has to compute, of one that does."""
+    """Times of a simulation of some steps without computing; with computing if the strategy needs it."""
     described, made = parse_cluster(cluster), found_job(job)
     say_beyond_measured(cluster, workers)
     with notes_on_stderr():
@@ -154,15 +154,15 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
 
 
 def _parts(strategy: Strategy) -> Iterator[str]:
-    """Who holds them, by which codecs they are exchanged, and which command says what they send."""
+    """Holders of the parts, the codecs between them, and the command that shows their bytes."""
     if (wires := _between_layers(strategy)) != AS_THEY_ARE:
         yield f"layers exchange {wires}"
     if strategy.holders > 1:
         yield f"each model's layers are on {strategy.holders} workers, which get the same samples"
-        yield "what they send for layers depends on the batch; `polytempo plan split JOB` says how many bytes"
+        yield "the bytes that they send for layers depend on the batch: see `polytempo plan split JOB`"
     else:
         yield "some layers are divided over all workers, and the gradients of their weights are sent nowhere"
-        yield "what workers send for them depends on the batch; `polytempo plan layers JOB` says how many bytes"
+        yield "the bytes that workers send for them depend on the batch: see `polytempo plan layers JOB`"
 
 
 def _between_layers(strategy: Strategy) -> Wires:
@@ -171,7 +171,7 @@ def _between_layers(strategy: Strategy) -> Wires:
 
 
 def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:
-    """How late each is, what it holds, and how tensors pass from one to the next."""
+    """Delay and contents of each stage, and codecs between them."""
     for number, facts in enumerate(found.stages):
         late = "is not late" if not facts.delay else f"updates {facts.delay} update{'s' * (facts.delay > 1)} late"
         versions = f"{facts.versions} version{'s' * (facts.versions > 1)} of its parameters"
@@ -182,7 +182,7 @@ def _stages(strategy: Strategy, found: Explanation) -> Iterator[str]:
 
 
 def _exchange(planned: Planned, found: Explanation) -> Iterator[str]:
-    """What one exchange sends, over which route, and why."""
+    """Bytes of one exchange, its route, and the reason for the route."""
     exchange, traffic = planned.exchange, planned.traffic
     sent = exchange.sent
     most = "" if exchange.exact else "at most "
@@ -199,7 +199,7 @@ def _exchange(planned: Planned, found: Explanation) -> Iterator[str]:
         f"{sent.messages:,} messages, {sent.rounds:,} after one another"
     )
     if sent.metadata_bytes:
-        yield f"  {size(sent.metadata_bytes)} of that is what codecs agree on: lengths of wires, or scales"
+        yield f"  {size(sent.metadata_bytes)} of these are agreements of codecs: lengths of wires, or scales"
     if exchange.reason:
         yield f"  because {_BECAUSE[exchange.reason]}"
     if exchange.codec:

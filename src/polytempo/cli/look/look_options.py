@@ -44,7 +44,7 @@ def _count(text: str) -> str:
 
 
 def stop_of(text: str) -> tuple[str, int]:
-    """Where a replay stops: `step=K`, `ticket=T` or `version=V`."""
+    """The end of a replay: `step=K`, `ticket=T` or `version=V`."""
     kind, equals, number = (part.strip() for part in text.partition("="))
     if kind not in _STOPS or not equals or not number.isdecimal() or int(number) < (kind != "ticket"):
         raise ValueError("must be written step=K or version=K with K >= 1, or ticket=T with T >= 0, as in step=100")
@@ -63,7 +63,7 @@ class ReplayOptions:
     inspect: Annotated[bool, Option(OPTIONS)] = False
     """Show every push: worker, step, staleness, verdict."""
     shard: Annotated[int, Option(OPTIONS, "N")] = 0
-    """The shard whose pushes to show. Default: 0."""
+    """Show the pushes of this shard. Default: 0."""
     job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job)] = None
     """The run's job, if the record does not name it."""
     data: Data = None
@@ -88,17 +88,17 @@ class DoctorOptions:
     """Options of `polytempo doctor`."""
 
     engine: Annotated[str | None, Option(OPTIONS, "E", complete=engine_names)] = None
-    """Whose hosts to measure, such as ssh:n1,n2."""
+    """Measure the hosts of this engine, such as ssh:n1,n2."""
     workers: Annotated[Count | None, Option(OPTIONS, "N")] = None
     """Processes that measure. Default: one a host, or 2."""
     out: Annotated[Path | None, Option(OPTIONS, "FILE")] = None
-    """Where the cluster is written. Default: measured.toml."""
+    """File for the cluster. Default: measured.toml."""
     json: Json = False
 
     def __post_init__(self) -> None:
         """Refuse options of an engine where there is none."""
         if self.engine is None and (self.workers is not None or self.out is not None):
-            raise ValueError("--workers and --out go with --engine, which says whose hosts to measure")
+            raise ValueError("--workers and --out go with --engine, which names the hosts to measure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class ExplainOptions:
         if self.job is not None and self.parameters is not None:
             raise ValueError(f"--job {self.job} has parameters of its own; leave out --parameters {self.parameters}")
         if self.cluster is not None and self.parameters is not None:
-            raise ValueError("--cluster needs a job, whose steps it simulates; give --job instead of --parameters")
+            raise ValueError("--cluster simulates the steps of a job; give --job instead of --parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class SharpnessOptions:
     points: Annotated[Annotated[int, Meta(ge=3, le=501)] | None, Option(OPTIONS, "N")] = None
     """Points along each axis of a picture. Default: 25."""
     width: Annotated[Positive | None, Option(OPTIONS, "W")] = None
-    """How far a surface goes in each direction. Default: 1 (a filter)."""
+    """Extent of a surface in each direction. Default: 1 (a filter)."""
     seed: Annotated[int, Meta(ge=0, le=2**62 - 1), Option(OPTIONS, "S")] = 0
     """Seed of samples, directions and starts. Default: 0."""
     job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job)] = None
@@ -161,7 +161,7 @@ class SharpnessOptions:
     data: Data = None
     threads: Threads = None
     out: Annotated[str | None, Option(OPTIONS, "DIR", read=_picture_folder)] = None
-    """Where pictures go. Default: RUN."""
+    """Folder for pictures. Default: RUN."""
     json: Json = False
 
     def __post_init__(self) -> None:

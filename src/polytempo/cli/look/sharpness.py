@@ -22,7 +22,7 @@ from polytempo.training.observe.saved_model import checkpoint_in, load_saved, ru
 
 
 class _Subject(NamedTuple):
-    """What is measured."""
+    """The subject of the measurements."""
 
     folder: Place
     job: Job
@@ -37,7 +37,7 @@ class _Subject(NamedTuple):
 
 
 def sharpness(asked: SharpnessOptions) -> None:
-    """Measure, draw what is asked for, and show all of it."""
+    """Measure, draw the requested pictures, and show the results."""
     with notes_on_stderr(), _threads(asked.threads):
         subject = _subject(asked)
         found = _measured(subject, asked) | _drawn(subject, asked)
@@ -58,7 +58,7 @@ def _subject(asked: SharpnessOptions) -> _Subject:
 
 
 def _job(named: str | None, folder: Place) -> Job:
-    """The job that saved `folder`: by its name, where it ships; else the one that --job names."""
+    """The job that saved `folder`: by its name, if it ships; else the job of --job."""
     saved = str(saved_about(folder).get("job"))
     if named is None and saved not in jobs.names():
         raise ValueError(
@@ -96,7 +96,7 @@ def _measured(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
 
 
 def _drawn(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
-    """The pictures that are asked for, and where they lie."""
+    """The requested pictures, and their places."""
     folder = place(asked.out) if asked.out is not None else run_of(place(asked.run))
     points = asked.points or 25
     found: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def _drawn(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
 
 
 def _along(subject: _Subject, other: Place, at: Sequence[float]) -> list[float]:
-    """The loss along the line, on which running statistics go, too: so each end is as it was saved."""
+    """The loss along the line, with running statistics on it, too: so each end is as it was saved."""
     end = model_of(subject.job)
     load_saved(end, other)
     pairs = [(one, two) for one, two in zip(_numbers(subject.model), _numbers(end), strict=True) if _finite(one, two)]

@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 def strategies(asked: StrategiesOptions) -> None:
-    """Print every strategy, then every codec that `codec=` takes: how it is written, what it does, and its paper."""
+    """Print every strategy, then every codec that `codec=` takes: its call, its effect, and its paper."""
     found = [
         *_entries("strategy", STRATEGIES, signature_of),
         *_entries("codec", CODECS, signature_of),
@@ -49,8 +49,8 @@ def strategies(asked: StrategiesOptions) -> None:
 
 
 def _show_paragraphs(kind: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    """Where there is no terminal: columns would be 400 characters wide. The signature stands alone, for grep."""
-    print(f"{kind}: how it is written, what it does, source")
+    """Print paragraphs for a file or pipe: columns would be too wide. The signature stands alone, for grep."""
+    print(f"{kind}: call, effect, source")
     indent = "    "
     for signature, *about in rows:
         print(f"\n{fill(signature, WIDTH, subsequent_indent=2 * indent)}")
@@ -65,7 +65,7 @@ def _entries(kind: str, table: Mapping[str, Function], written: Callable[[Functi
 
 
 def described(name: str, function: Function) -> Entry:
-    """The docstring's first line, and its paragraph that begins with `Source:` (or that of its module)."""
+    """The docstring's first line, and the paragraph that begins with `Source:`, else its module's."""
     own = inspect.getdoc(function) or ""
     module = inspect.getmodule(function)
     return Entry(
@@ -77,6 +77,6 @@ def described(name: str, function: Function) -> Entry:
 
 
 def source_in(docstring: str) -> str:
-    """What follows `Source:` up to the end of its paragraph, on one line; empty where there is none."""
+    """The rest of the paragraph that begins with `Source:`, on one line; empty without one."""
     _, found, after = f"\n{docstring}".partition("\nSource:")
     return " ".join(after.partition("\n\n")[0].split()) if found else ""

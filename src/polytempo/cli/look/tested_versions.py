@@ -7,7 +7,7 @@ PYTHON = ("3.11", "3.12", "3.13")
 
 
 def untested(torch: str, python: str) -> list[str]:
-    """What of these two versions (as "2.13.0+cpu", "3.11.7") has not been tested, in words."""
+    """Sentences about untested ones of these two versions (such as "2.13.0+cpu", "3.11.7")."""
     found = (("torch", torch, TORCH), ("Python", python, PYTHON))
     return [
         f"{name} {version} is not tested with Polytempo; tested are {', '.join(tested)}"

@@ -1,1 +1,1 @@
-"""What can be typed, and how it is read."""
+"""Options of the command line, their readers, and the output of commands."""

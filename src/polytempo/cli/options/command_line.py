@@ -52,7 +52,7 @@ def _command(
     call: Callable[[dict[str, Any]], None],
     *more: Parameter,
 ) -> Callable[..., None]:
-    """A function with these parameters, as typer reads them; what goes wrong in it becomes an exit code."""
+    """A function with these parameters, as typer reads them; errors in it become exit codes."""
 
     @wraps(function)
     def command(**given: object) -> None:
@@ -80,7 +80,7 @@ def _parameter(row: OptionRow) -> Parameter:
 
 
 class SectionedCommand(TyperCommand):
-    """A command whose options are under headings."""
+    """A command with its options under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Arguments, and a section for each heading."""

@@ -1,4 +1,4 @@
-"""`CommandOptions`: what `train`, `compare` and `simulate` have besides `RunOptions`; and files of both. No torch yet.
+"""`CommandOptions`: options of `train`, `compare` and `simulate` beside `RunOptions`; and files of both. No torch yet.
 
 options.toml        workers = 4                        names with - or _; `--config options.toml`
                     strategy = "local_sgd(period=8)"
@@ -28,7 +28,7 @@ RUN, OUTPUT = "Run", "Output"
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Options of a command that runs a job, besides those of the run."""
+    """Options of a command that runs a job, other than the run's."""
 
     job: Annotated[str | None, Option("", "JOB", read=values.job, complete=job_names)] = None
     """A job that ships (digits, mnist, …), or your own: my_module:job, path/to/file.py:job."""
@@ -49,8 +49,8 @@ class CommandOptions:
     stragglers: Annotated[
         str | None, Option(RUN, "D", SIMULATE, read=values.distribution, complete=distribution_names)
     ] = None
-    """The distribution of computing times, such as 'lognormal(sigma=0.3)'; 'busy': what calibrate measured while other
-    programs computed. Default: that of the cluster's file, or all equal."""
+    """The distribution of computing times, such as 'lognormal(sigma=0.3)'; 'busy': the times that calibrate measured
+    beside other programs. Default: the distribution in the cluster's file, or all equal."""
     meta: Annotated[bool, Option(RUN, programs=SIMULATE)] = False
     """Simulate times and bytes only; compute no gradients. Needs --steps."""
     batched: Annotated[bool, Option(RUN, programs=SIMULATE)] = False
@@ -64,7 +64,7 @@ class CommandOptions:
 
 
 class GivenOptions(NamedTuple):
-    """What a command was given, by the command line and a file together."""
+    """Options of a command, from the command line and a file together."""
 
     command: CommandOptions
     run: dict[str, Any]
@@ -77,9 +77,9 @@ def table() -> dict[str, OptionRow]:
 
 
 def given_options(command_line: Mapping[str, object], config: Path | None = None) -> GivenOptions:
-    """Options of the command line that are not None, and behind them those of the file `config`.
+    """Options of the command line that are not None, and behind them the options in the file `config`.
 
-    ValueError names the option, where it was written, its value, and what it must be.
+    ValueError names the option, its place, its value, and the requirement.
     """
     in_file, typed = load_file(config) if config else {}, checked_values(table(), command_line)
     if "data" not in typed:
@@ -90,7 +90,7 @@ def given_options(command_line: Mapping[str, object], config: Path | None = None
 
 
 def read_options(kind: type[T], command_line: Mapping[str, object]) -> T:
-    """A value of `kind`, a table of options, of those that are not None. ValueError as in `given_options`."""
+    """A value of `kind`, a table of options, from all options that are not None. ValueError as in `given_options`."""
     return kind(**checked_values(entries(kind), command_line))
 
 
@@ -135,7 +135,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _as_toml(path: Path) -> str:
-    """How another file becomes one."""
+    """The way from another file to a TOML file."""
     if path.suffix not in (".yaml", ".yml"):
         return "rename it to end in .toml, or write one"
     return (

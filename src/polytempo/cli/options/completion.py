@@ -1,4 +1,4 @@
-"""What a shell completes where a name stands on the command line: jobs, strategies, clusters, … Torch is not loaded."""
+"""Completion of names in a shell: jobs, strategies, clusters, … Torch is not loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def job_names(incomplete: str) -> list[str]:
 
 
 def strategy_names(incomplete: str) -> list[str]:
-    """The strategies; in a list with commas, those for its last place."""
+    """The strategies; in a list with commas, completions of its last place."""
     before, comma, last = incomplete.rpartition(",")
     return [before + comma + name for name in _beginning(last, declared().strategies)]
 
@@ -36,7 +36,7 @@ def program_names(incomplete: str) -> list[str]:
 
 
 def engine_names(incomplete: str) -> list[str]:
-    """Who can start workers."""
+    """Engines, which start workers."""
     return _beginning(incomplete, engines.__all__)
 
 
@@ -46,7 +46,7 @@ def distribution_names(incomplete: str) -> list[str]:
 
 
 def cut_goals(incomplete: str) -> list[str]:
-    """What a cut can make the least."""
+    """Goals of a cut."""
     return _beginning(incomplete, CUT_GOALS)
 
 
@@ -56,7 +56,7 @@ def reduction_names(incomplete: str) -> list[str]:
 
 
 def plan_goals(incomplete: str) -> list[str]:
-    """What a plan of layers compares."""
+    """Goals of a plan of layers."""
     return _beginning(incomplete, PLAN_GOALS)
 
 

@@ -1,4 +1,4 @@
-"""How a command ends: one message on standard error, and the exit code that goes with it."""
+"""The end of a command: one message on standard error, and its exit code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _VALUE_ERROR = "ValueError: "
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does: what it has started and written ends with it."""
+    """SIGTERM ends a command as Ctrl-C does: its processes and files end with it."""
 
 
 @contextmanager
 def exit_code() -> Generator[None]:
-    """Turn what goes wrong inside into a message and an exit code.
+    """Turn an error inside into a message and an exit code.
 
     `ValueError`, a wrong value, is 2, in a worker too; Ctrl-C is 130, SIGTERM 143; everything else, a run that failed,
     is 1. A run that has saved and left after SIGTERM ends with 75, after Ctrl-C with 130 (see `core.notice`).
@@ -50,8 +50,8 @@ def exit_code() -> Generator[None]:
 
 @contextmanager
 def _sigterm_raises() -> Generator[None]:
-    """Let SIGTERM raise, so that what is open closes. A launcher's worker may wait in native code, where nothing is
-    raised: there it ends the process, as always.
+    """Let SIGTERM raise, so that open files close. A launcher's worker may wait in native code, which cannot raise:
+    there it ends the process, as always.
     """
     handled = (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -67,10 +67,10 @@ def _sigterm_raises() -> Generator[None]:
 
 
 def _is_one_of_several() -> bool:
-    """Whether torchrun, Slurm or MPI has started this process with others, and ends them. A batch script is alone."""
+    """True if torchrun, Slurm or MPI has started this process with others, and ends them. A batch script is alone."""
     try:
         return recognise(os.environ).size > 1
-    except ValueError:  # a command that wants to know says what is wrong
+    except ValueError:  # a command that needs the world will raise it
         return True
 
 
@@ -85,7 +85,7 @@ class _Terminate:
 
 
 def wrong_value(error: Exception) -> str | None:
-    """What a worker said of a wrong value, such as data that is not there, if that is why the run ended.
+    """A worker's words about a wrong value, such as missing data, if that ended the run.
 
     Its `ValueError` reaches the launcher as the last lines of the worker's log.
     """
@@ -100,7 +100,7 @@ def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
     if os.environ.get("POLYTEMPO_DEBUG") == "1":
         traceback.print_exception(error)
     if isinstance(error, SystemExit):
-        return typer.Exit(code)  # the run has said what it saved
+        return typer.Exit(code)  # the run has named its checkpoint
     if isinstance(error, KeyboardInterrupt):
         print("terminated" if isinstance(error, Terminated) else "interrupted", file=sys.stderr)
     else:

@@ -1,22 +1,22 @@
-"""Where a run's files go: never over another run's."""
+"""Folders of runs: a run never writes over another one's files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 TRACES_OF_A_RUN = ("result.json", "compare.json", "metrics.jsonl", "checkpoint")
-"""What a run leaves that another one would overwrite."""
+"""Files of a run that another run would overwrite."""
 _MOST_NAMED = 3
 MAX_RUNS = 10_000
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run, or the first of a comparison, has left something in `folder` that another would overwrite."""
+    """True if a run, or the first of a comparison, has left something in `folder` that another would overwrite."""
     return any((each / name).exists() for each in (folder, *folder.glob("01-*")) for name in TRACES_OF_A_RUN)
 
 
 def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:
-    """`folder`, unless it holds a run that is not resumed, or files that are no run's and `force` does not allow."""
+    """`folder`, unless it holds a run that is not resumed, or files of other kinds that `force` does not allow."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder}: this is a file; name a folder")
     if holds_run(folder):
@@ -34,12 +34,12 @@ def checked_folder(folder: Path, *, resume: bool, force: bool = False) -> Path:
 
 
 def _others(folder: Path) -> list[str]:
-    """All names but that of a lock, which a run that was killed at its start may have left (see `core.folder_lock`)."""
+    """All names but a lock's: a run that was killed at its start may have left one (see `core.folder_lock`)."""
     return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".lock-"))
 
 
 def _is_taken(folder: Path) -> bool:
-    """Whether a new run would meet anything in it."""
+    """True if a new run would meet anything in it."""
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 

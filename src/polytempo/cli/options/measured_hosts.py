@@ -1,15 +1,15 @@
-"""What is said where a simulation has more hosts than its cluster's file was measured on."""
+"""A note for a simulation with more hosts than its cluster's file was measured on."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from polytempo.cluster.prices import read_measured
+from polytempo.cluster.cluster_file import read_measured
 
 
 def measured_workers(cluster: str | None) -> int | None:
-    """How many workers the file of a cluster was measured with; None for what is no such file."""
+    """The number of workers in the measurement of a cluster's file; None for other clusters."""
     found = _measured(cluster)
     return None if found is None else found[1]
 
@@ -35,5 +35,5 @@ def say_beyond_measured(cluster: str | None, workers: int) -> None:
 
 
 def _measured(cluster: str | None) -> tuple[int, int] | None:
-    """Hosts and workers that a file of a cluster was measured with; None for what is no such file."""
+    """Hosts and workers in the measurement of a cluster's file; None for other clusters."""
     return read_measured(Path(cluster)) if cluster is not None and cluster.endswith(".toml") else None

@@ -1,4 +1,4 @@
-"""From options to what is run: the parts that `train`, `compare` and `simulate` have in common."""
+"""Parts that `train`, `compare` and `simulate` have in common, from options to runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polytempo.spec.run_spec import RunSpec
 
 
 def found_job(text: str) -> Job:
-    """`jobs.find`; what a file raises when it is read, with its own lines."""
+    """`jobs.find`; an error in the job's file comes with its own lines."""
     try:
         return jobs.find(text)
     except Exception as error:

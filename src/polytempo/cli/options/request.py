@@ -17,7 +17,7 @@ from polytempo.spec.options import RunOptions
 
 
 class RunRequest(NamedTuple):
-    """What a command that runs a job is asked to do, with a folder that is free for it."""
+    """A request to run a job, with a folder that is free for it."""
 
     command: CommandOptions
     options: RunOptions
@@ -33,7 +33,7 @@ class RunRequest(NamedTuple):
 
 
 def train_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
-    """What `polytempo train` is asked to do. `ValueError` for what it cannot."""
+    """The request of `polytempo train`. `ValueError` for an impossible one."""
     asked = _asked(given, config)
     world = recognise(os.environ)
     name = _run_name(asked, asked.command.strategy)
@@ -51,14 +51,14 @@ def submit_request(given: Mapping[str, object], config: Path | None) -> RunReque
 
 
 def compare_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
-    """What `polytempo compare` is asked to do."""
+    """The request of `polytempo compare`."""
     asked = _asked(given, config)
     world = recognise(os.environ)
     return _request(asked, _run_name(asked, "compare"), world)
 
 
 def simulate_request(given: Mapping[str, object], config: Path | None) -> RunRequest:
-    """What `polytempo simulate` is asked to do."""
+    """The request of `polytempo simulate`."""
     asked = _asked(given, config)
     if asked.run.get("resume"):
         raise ValueError("--resume: a simulation cannot be resumed; run it again, the same seed gives the same result")
@@ -85,12 +85,12 @@ def _engine_in(world: RankPlace, text: str) -> EngineName:
 
 
 def _run_name(asked: GivenOptions, *further: str) -> str:
-    """The name of a run's folder: the job's, then what tells it from the job's other runs."""
+    """The name of a run's folder: the job's, then the run's own words."""
     return "-".join([slug(Path(asked.command.job or "job").name), *map(slug, further)])
 
 
 def _request(asked: GivenOptions, name: str, world: RankPlace) -> RunRequest:
-    """The request, with the folder that is named, or a new one under `runs/`; with `--resume` that of the last run.
+    """The request, with the named folder, or a new one under `runs/`; with `--resume` the folder of the last run.
 
     A URL has not been looked at: that takes torch.
     """

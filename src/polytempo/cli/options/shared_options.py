@@ -1,4 +1,4 @@
-"""Options of several commands: a row of the table of runs, where it has one, or one that is declared here."""
+"""Options of several commands, mostly rows of the table of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command prints: tables for people, JSON for programs. Only results go to standard output."""
+"""Output of commands: tables for people, JSON for programs. Only results go to standard output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARES = ("accuracy", "communication_share")
 
 @contextmanager
 def notes_on_stderr() -> Generator[None]:
-    """Whatever is printed meanwhile, by jobs too, goes to standard error."""
+    """Send all output meanwhile, of jobs too, to standard error."""
     with redirect_stdout(sys.stderr):
         yield
 
@@ -46,7 +46,7 @@ def show_json(value: object) -> None:
 
 
 def say_unreached(results: Sequence[Mapping[str, object]]) -> bool:
-    """Say on standard error which runs ended without reaching what `--until` asked for; whether there is one."""
+    """Name on standard error the runs that ended without reaching `--until`; True if there is one."""
     unreached = [result["strategy"] for result in results if result.get("reached") is False]
     for strategy in unreached:
         said = plain_text(f"{strategy}: ended before --until was reached; allow more --epochs or --steps")

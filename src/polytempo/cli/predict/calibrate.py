@@ -1,4 +1,4 @@
-"""`polytempo calibrate`: what training does on an engine's hosts, as a file that `simulate --cluster` takes."""
+"""`polytempo calibrate`: costs of training on an engine's hosts, as a file that `simulate --cluster` takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.predict.measure import check_cluster_file, link_text, price_in, speed_text
 from polytempo.cli.predict.prediction_options import CalibrateOptions
 from polytempo.cluster import CollectiveLink, JobPace, KernelSpeed
+from polytempo.cluster.cluster_file import JOB
 from polytempo.cluster.measured import to_toml
-from polytempo.cluster.prices import JOB
 from polytempo.core.system import files
 from polytempo.engines.engine import parse_engine
 from polytempo.report.pages.summary import human_seconds

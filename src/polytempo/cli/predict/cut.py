@@ -1,4 +1,4 @@
-"""`polytempo cut`: a job's model in stages, and what each of them computes, keeps and sends."""
+"""`polytempo cut`: a job's model in stages, with their computing, memory and messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from polytempo.spec.text.catalogue import NAMES
 from polytempo.training.parts.staged_training import sample_of
 
 MICRO_BATCHES = 8
-"""In how many a batch is taken to be cut, for the table of schedules."""
+"""Number of micro-batches in a batch, for the table of schedules."""
 _COLUMNS = ("stage", "layers", "parameters", "time", "share", "memory", "in", "out", "back")
 
 
@@ -67,14 +67,14 @@ def cut(asked: CutOptions) -> None:
             print(f"{wires}: stages send {size(sum(sent.values()))} a batch, {size(plain_bytes)} without codecs")
         if foreseen:
             speed = "take no time here" if asked.gbit_per_s is None else f"pass at {asked.gbit_per_s:g} Gbit/s"
-            print(f"\nin {MICRO_BATCHES} micro-batches, or at once where gradients are late; messages {speed}:")
+            print(f"\nin {MICRO_BATCHES} micro-batches, or whole where gradients are late; messages {speed}:")
             show_table(COLUMNS, [each.row for each in foreseen])
     if warning := unbalanced(found.costs, [_seconds(cost) for cost in found.costs]):
         print(f"warning: {warning}; take fewer stages, another --by, or divide that layer", file=sys.stderr)
 
 
 def state_per_parameter(job: Job) -> float:
-    """How many numbers the job's optimizer keeps for each that it trains, tried with a small matrix."""
+    """Numbers that the job's optimizer keeps for each parameter, tried with a small matrix."""
     probe = nn.Linear(16, 16, bias=False)
     optimizer = optimizer_of(job, probe)
     probe.weight.grad = torch.ones_like(probe.weight)
@@ -84,10 +84,8 @@ def state_per_parameter(job: Job) -> float:
 
 
 def notes(found: Cut) -> list[str]:
-    """What a person reads below the table."""
-    said = [
-        "time and memory are those of a batch, forward and backward, on one thread; back: gradients of what came in"
-    ]
+    """Lines below the table."""
+    said = ["time and memory are of a batch, forward and backward, on one thread; back: gradients of the inputs"]
     if found.begins:
         said.append(f"the same by hand: --by {','.join(found.begins)}")
     said += [
@@ -98,14 +96,14 @@ def notes(found: Cut) -> list[str]:
 
 
 class Crossing(NamedTuple):
-    """What a stage is sent and sends for a batch, in bytes."""
+    """Messages of a stage for a batch, in bytes."""
 
     bytes_in: int
     """Activations that it receives."""
     bytes_out: int
     """Activations that it sends."""
     bytes_back: int
-    """Gradients that it sends back for what it has received."""
+    """Gradients of its inputs, which it sends back."""
 
     @classmethod
     def of(cls, sent: Mapping[tuple[int, int], int], stage: int) -> Crossing:
@@ -118,13 +116,13 @@ class Crossing(NamedTuple):
 
 
 def wires_of(asked: CutOptions) -> Wires:
-    """The codecs that were asked for. ValueError for one that cannot serve between stages."""
+    """The codecs of the options. ValueError for a codec that cannot serve between stages."""
     activations, gradients = (None if t is None else NAMES.codec(t) for t in (asked.activations, asked.gradients))
     return Wires(cast("Codec | None", activations), cast("Codec | None", gradients))
 
 
 def _link_s(sent: Mapping[tuple[int, int], int], gbit_per_s: float | None) -> LinkSeconds:
-    """How long a batch's messages occupy the link from one stage to another."""
+    """Seconds that a batch's messages occupy the link from one stage to another."""
     if gbit_per_s is None:
         return 0.0
     return lambda source, target: 8e-9 * sent.get((source, target), 0) / gbit_per_s

@@ -1,4 +1,4 @@
-"""What each schedule would make of a model that is cut: the second table of `polytempo cut`."""
+"""Predictions of each schedule for a model that is cut: the second table of `polytempo cut`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Prediction(NamedTuple):
     schedule: str
     step_s: float
     speed_up: float
-    """Over one worker that takes all stages' times."""
+    """Ratio to one worker that takes all stages' times."""
     bubble: float
     held: int
     """Micro-batches that the first stage holds."""
     delay: int
-    """Updates by which the first stage's gradients are late."""
+    """Delay of the first stage's gradients, in updates."""
 
     @property
     def row(self) -> tuple[str, ...]:
-        """As the table shows it."""
+        """The row of the table."""
         late = f"{self.delay} updates" if self.delay > 1 else "1 update" if self.delay else "-"
         return (
             *(self.schedule, human_seconds(self.step_s), f"{self.speed_up:.2f} x"),
@@ -49,10 +49,10 @@ class Prediction(NamedTuple):
 
 
 def predictions(seconds: Sequence[float], micro_batches: int, link_s: LinkSeconds = 0.0) -> list[Prediction]:
-    """Of every schedule, where a batch takes stage k `seconds[k]`, forward and backward, and messages `link_s`.
+    """Predictions of every schedule, if a batch takes stage k `seconds[k]`, both passes, and messages `link_s`.
 
-    A third of it is taken for the forward pass. Schedules without a flush take a batch at once, the others in so many
-    micro-batches, whose messages take as much less. What estimators of gradients compute is not counted.
+    A third of it is taken for the forward pass. Schedules without a flush take a batch whole, the others in so many
+    micro-batches, and their messages take as much less. Computations of estimators of gradients are not counted.
     """
     stages, total_s = len(seconds), sum(seconds)
     found = []
@@ -67,7 +67,7 @@ def predictions(seconds: Sequence[float], micro_batches: int, link_s: LinkSecond
 
 
 def _of_part(link_s: LinkSeconds, count: int) -> LinkSeconds:
-    """Seconds of one of `count` micro-batches' messages, where those of the whole batch take `link_s`."""
+    """Seconds of one of `count` micro-batches' messages, if the whole batch's take `link_s`."""
     if callable(link_s):
         return lambda source, target: link_s(source, target) / count
     return link_s / count

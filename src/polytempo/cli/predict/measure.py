@@ -1,4 +1,4 @@
-"""`polytempo doctor --engine`: what an engine's hosts can do, as a file that `simulate --cluster` takes."""
+"""`polytempo doctor --engine`: links and speed of an engine's hosts, as a file that `simulate --cluster` takes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from polytempo.cli.look.look_options import DoctorOptions
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cluster import Cluster, Link
-from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, read_cluster, to_toml
-from polytempo.cluster.prices import read_price, read_spread
+from polytempo.cluster.cluster_file import read_cluster, read_price, read_spread
+from polytempo.cluster.measured import Measured, MeasuredLink, cluster_of, to_toml
 from polytempo.core.system import files
 from polytempo.engines.engine import parse_engine
 from polytempo.jobs import find
@@ -25,7 +25,7 @@ _SPREAD = 1.5
 
 
 def measure(engine: str, asked: DoctorOptions) -> None:
-    """Measure the engine's hosts, write the file, and show what was found."""
+    """Measure the engine's hosts, write the file, and show the measurements."""
     setup, path, workers = parse_engine(engine), asked.out or _FILE, asked.workers
     check_cluster_file(path)
     if workers is None:
@@ -48,9 +48,9 @@ def measure(engine: str, asked: DoctorOptions) -> None:
 
 
 def check_cluster_file(path: Path) -> None:
-    """Refuse to write over what is no description of a cluster, or one of which something cannot be read."""
+    """Refuse to write over another kind of file, or over a description of a cluster that cannot be read."""
     if path.suffix != ".toml":
-        raise ValueError(f"--out {path}: the name must end in .toml, by which simulate --cluster knows it")
+        raise ValueError(f"--out {path}: the name must end in .toml, so that simulate --cluster knows it")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--out {path}: there is no folder {path.parent}; make it, or name another file")
     if path.exists():

@@ -15,10 +15,10 @@ from polytempo.cli.predict.plan_options import LayersOptions, PlanOptions, Split
 
 
 class JobOrCommand(TyperGroup):
-    """Takes a word that is no command for a job, which `run` plans."""
+    """Takes a word that is not a command for a job, which `run` plans."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """With `run` before a job, or before its options."""
+        """Insert `run` before a job, or before its options."""
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -40,10 +40,10 @@ def options() -> None:
 @plan.command()
 @takes(PlanOptions)
 def run(asked: PlanOptions) -> None:
-    """Choose the strategy, the workers and the batch by which JOB reaches a target first, or for the least money.
+    """Choose the strategy, the workers and the batch of JOB for the least time or money until a target.
 
     Step times are simulated on the cluster without values; samples come from short simulated runs that train. Ctrl-C
-    ends the search, and shows what was found.
+    ends the search, and shows the plan so far.
     """
     from polytempo.cli.predict.plan_run import plan_run as command  # imports torch, which takes seconds
 
@@ -55,7 +55,7 @@ def run(asked: PlanOptions) -> None:
 def layers(asked: LayersOptions) -> None:
     """Say for each layer of JOB's model whether data or model parallelism sends less.
 
-    |W| are a layer's weights, |D| what it is given for the samples of a step. Nothing is computed or sent.
+    |W| are a layer's weights, |D| its inputs for the samples of a step. Nothing is computed or sent.
     """
     from polytempo.cli.predict.plan_layers import plan_layers as command  # imports torch, which takes seconds
 

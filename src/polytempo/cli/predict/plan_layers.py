@@ -1,4 +1,4 @@
-"""`polytempo plan layers`: each layer of a job's model by data or by model parallelism, and what a step sends."""
+"""`polytempo plan layers`: data or model parallelism for each layer of a job's model, and the bytes of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = {"tree": "tree", "server": "server", "ring": "ring", "halving_doubling"
 
 
 def plan_layers(asked: LayersOptions) -> None:
-    """Plan the job's model, and show the table of its layers and that of schemes."""
+    """Plan the job's model, and show the tables of its layers and of schemes."""
     job, codecs = found_job(asked.job), {"activations": asked.activations, "gradients": asked.gradients}
     with notes_on_stderr():
         model = model_of(job)
@@ -45,7 +45,7 @@ def plan_layers(asked: LayersOptions) -> None:
     show_table(_COLUMNS, [*(_row(found, each) for each in found.layers), _total(found)])
     print(
         f"\n{found.workers} workers, {batch_size:,} samples a step, {found.bytes_per_s * 8e-9:g} Gbit/s, "
-        f"{1e6 * found.latency_s:g} us; what a step sends, and its time by how gradients are summed:"
+        f"{1e6 * found.latency_s:g} us; bytes of a step, and its time by the way that gradients are summed:"
     )
     if found.wires != AS_THEY_ARE:
         print(f"model: {found.wires}")

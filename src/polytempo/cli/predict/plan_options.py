@@ -26,7 +26,7 @@ from polytempo.cli.options.shared_options import (
     Until,
 )
 from polytempo.cluster import Link
-from polytempo.cluster.prices import read_price, read_spread
+from polytempo.cluster.cluster_file import read_price, read_spread
 from polytempo.spec.table.option import Count, Option, Positive
 
 _WORKERS = (1, 2, 4, 8, 16)
@@ -69,11 +69,11 @@ class LayersOptions:
     shards: Annotated[Count, Option(OPTIONS, "S")] = 1
     """Shards of the parameter server. Default: 1."""
     by: Annotated[Literal["bytes", "seconds"], Option(OPTIONS, "GOAL", complete=plan_goals)] = "bytes"
-    """What is compared: bytes (|D| with |W|), or seconds of the cost model. Default: bytes."""
+    """Compare bytes (|D| with |W|), or seconds of the cost model. Default: bytes."""
     activations: LayerCodec = None
-    """Codec by which layers exchange activations, such as int8."""
+    """Codec of activations between layers, such as int8."""
     gradients: LayerCodec = None
-    """Codec by which their gradients come back, such as bf16."""
+    """Codec of their gradients, such as bf16."""
     data: Data = None
     json: Json = False
 
@@ -103,9 +103,9 @@ class SplitOptions:
     """Gflop/s of a worker, to compare with. Default: 10, as simulated."""
     batch_size: BatchSize = None
     activations: LayerCodec = None
-    """Codec by which layers exchange activations, such as int8."""
+    """Codec of activations between layers, such as int8."""
     gradients: LayerCodec = None
-    """Codec by which their gradients come back, such as bf16."""
+    """Codec of their gradients, such as bf16."""
     data: Data = None
     json: Json = False
 
@@ -140,7 +140,7 @@ class PlanOptions:
     batch_sizes: Numbers = None
     """Samples of a worker. Default: the job's, a quarter, a half and twice it."""
     strategies: Annotated[str | None, Option(OPTIONS, "A,B", read=values.strategies, complete=strategy_names)] = None
-    """Strategies, separated by commas, in place of those that the next five options make."""
+    """Strategies, separated by commas, in place of the strategies of the next five options."""
     codecs: Annotated[tuple[str, ...] | None, Option(OPTIONS, "C,C", read=values.names)] = None
     """Codecs of gradients. Default: bf16,one_bit,low_rank."""
     periods: Numbers = None
@@ -168,7 +168,7 @@ class PlanOptions:
     json: Json = False
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude or need each other, and fill in what the cluster's file says."""
+        """Refuse options that exclude or need each other, and fill in values of the cluster's file."""
         if not self.until:
             raise ValueError("a plan needs a target: give --until, such as --until accuracy=0.97 or --until loss=0.1")
         if self.page is not None and (self.page.is_dir() or not self.page.parent.is_dir()):

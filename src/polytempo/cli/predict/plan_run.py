@@ -1,4 +1,4 @@
-"""`polytempo plan JOB`: which strategy, how many workers, which batch; the front, and what would change the choice."""
+"""`polytempo plan JOB`: a strategy, workers and a batch; the front, and changes that would turn the choice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan_run(asked: PlanOptions) -> None:
         if page is not None:
             print(f"\nwritten to {page}")
     if found.interrupted:
-        print("interrupted: this is what was found until then", file=sys.stderr)
+        print("interrupted: this is the plan so far", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
     if found.winner is None:
         raise typer.Exit(1)
@@ -83,7 +83,7 @@ def _space(asked: PlanOptions, job: Job, workers: tuple[int, ...]) -> SearchSpac
 
 
 def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
-    """A line on a terminal that tells what is done, and what takes it away."""
+    """A line on a terminal that shows progress, and a function that removes it."""
     if not sys.stderr.isatty():
         return (lambda text: None), (lambda: None)
 
@@ -94,7 +94,7 @@ def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
 
 
 def _commands(asked: PlanOptions, found: RunPlan) -> list[str]:
-    """That train the winner, the runner-up and the rest of the front, each once; none without a winner."""
+    """Commands that train the winner, the runner-up and the rest of the front, each once; none without a winner."""
     if found.winner is None:
         return []
     best = [found.winner] if found.runner_up is None else [found.winner, found.runner_up]
@@ -113,10 +113,10 @@ def _commands(asked: PlanOptions, found: RunPlan) -> list[str]:
 
 
 def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
-    """The choice, the runner-up, and what would change the choice."""
+    """The choice, the runner-up, and changes that would turn the choice."""
     winner, second, turned = found.winner, found.runner_up, found.reversal
     names, unit = short_names(plain), money_unit(plain)
-    until_then = ["The search was interrupted: this is what was found until then."] if found.interrupted else []
+    until_then = ["The search was interrupted: this is the plan so far."] if found.interrupted else []
     if winner is None:
         return [_none(found, unit), *until_then]
 
@@ -139,9 +139,9 @@ def _sentences(found: RunPlan, plain: dict[str, Any]) -> list[str]:
 
 
 def _none(found: RunPlan, unit: str) -> str:
-    """Why there is no winner, and what the limits would have to be for one."""
+    """The reason for a missing winner, and the limits for one."""
     if not found.forecasts:
-        return "No trial reached the target; take one that is nearer, or give the job more epochs."
+        return "No trial reached the target; take a nearer one, or give the job more epochs."
     fastest = min(each.seconds for each in found.forecasts)
     cheapest = min(each.money(found.limits.price_per_host_hour) for each in found.forecasts)
     smallest = min(each.memory_bytes for each in found.forecasts)
@@ -152,7 +152,7 @@ def _none(found: RunPlan, unit: str) -> str:
 
 
 def _turns(turned: Reversal, limits: PlanLimits, other: str) -> list[str]:
-    """What would make `other` the winner."""
+    """Changes that would make `other` the winner."""
     equal = "as cheap" if limits.by_price else "as fast"
     rates = [
         f"{8e-9 * rate:.3g} Gbit/s {which}"
@@ -195,7 +195,7 @@ def _size(workers: int, batch_size: int) -> str:
 
 
 def _too_large(found: RunPlan) -> list[str]:
-    """How many runs the limit of memory leaves out."""
+    """Number of runs beyond the limit of memory."""
     most = found.limits.memory_bytes
     count = 0 if most is None else sum(each.memory_bytes > most for each in found.forecasts)
     if most is None or not count:

@@ -1,4 +1,4 @@
-"""`polytempo plan split`: how each layer of a job's model would be split over ranks, and what its exchanges cost."""
+"""`polytempo plan split`: the split of each layer of a job's model over ranks, and the cost of its exchanges."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plan_split(asked: SplitOptions) -> None:
 
 
 class _Cost:
-    """Of one layer in a step."""
+    """Costs of one layer in a step."""
 
     def __init__(self, plan: SplitPlan, layer: SplitLayerPlan, batch_size: int, asked: SplitOptions) -> None:
         self.forward, self.backward = (plan.passing_bytes(layer, way, batch_size) for way in WAYS)

@@ -34,16 +34,16 @@ class CutOptions:
 
     job: Job
     stages: Annotated[Count | None, Option(OPTIONS, "K")] = None
-    """Number of stages. Default: 2, or what --by names."""
+    """Number of stages. Default: 2, or by the names in --by."""
     by: Annotated[str | tuple[str, ...], Option(OPTIONS, "GOAL", read=_cut_by, complete=cut_goals)] = CUT_GOALS[0]
-    """What is the least: operations or memory of the largest stage, its measured time, or traffic; or the names of the
-    layers that begin stages, with commas. Default: operations."""
+    """Make this the least: operations or memory of the largest stage, its measured time, or traffic; or names of layers
+    that begin stages, with commas. Default: operations."""
     batch_size: Annotated[Count | None, Option(OPTIONS, "B")] = None
     """Samples of a micro-batch. Default: the job's batch."""
     activations: Annotated[str | None, Option(OPTIONS, "CODEC", read=values.codec)] = None
-    """Codec by which tensors pass between stages, such as int8."""
+    """Codec of tensors between stages, such as int8."""
     gradients: Annotated[str | None, Option(OPTIONS, "CODEC", read=values.codec)] = None
-    """Codec by which their gradients come back, such as bf16."""
+    """Codec of their gradients, such as bf16."""
     gbit_per_s: Annotated[Positive | None, Option(OPTIONS, "G")] = None
     """Rate of the links between stages. Default: messages take no time."""
     data: Data = None
@@ -55,13 +55,13 @@ class CalibrateOptions:
     """Options of `polytempo calibrate`."""
 
     engine: Annotated[str, Option(OPTIONS, "E", complete=engine_names)] = "local"
-    """Whose hosts to measure. Default: local, this one."""
+    """Measure the hosts of this engine. Default: local, this one."""
     workers: Annotated[Annotated[int, Meta(ge=1, le=64)] | None, Option(OPTIONS, "N")] = None
     """Processes that measure together, as many a host as it will have workers. Default: one a host, or 2."""
     out: Annotated[Path, Option(OPTIONS, "FILE")] = Path("cluster.toml")
-    """Where the cluster is written. Default: cluster.toml."""
+    """File for the cluster. Default: cluster.toml."""
     job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job, complete=job_names)] = None
-    """Measure this job's own steps, too: one that ships, my_module:job or path/to/file.py:job."""
+    """Measure this job's own steps, too: digits, …, my_module:job or path/to/file.py:job."""
     batch_size: BatchSize = None
     data: Data = None
     json: Json = False
@@ -93,8 +93,8 @@ class ValidateOptions:
     run: Annotated[Path, Option(ARGUMENT, "RUN")]
     """The folder of a run, such as runs/digits-async_sgd."""
     cluster: Annotated[str, Option(OPTIONS, "C", read=values.cluster, complete=cluster_names)] = "cluster.toml"
-    """What to simulate the run on: a file of `polytempo calibrate`. Default: cluster.toml."""
+    """Simulate the run on this: a file of `polytempo calibrate`. Default: cluster.toml."""
     job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job, complete=job_names)] = None
-    """The run's job, where it is not one that ships."""
+    """The run's job, if it does not ship."""
     data: Data = None
     json: Json = False

@@ -1,4 +1,4 @@
-"""`polytempo profile`: what a step of a job asks of a processor, operator by operator, and of memory."""
+"""`polytempo profile`: costs of a job's step for the processor, operator by operator, and for memory."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def validate(asked: ValidateOptions) -> None:
         raise ValueError(f"{run} is a simulation; name the folder of a run on real processes")
     if not measured.events:
         raise ValueError(f"{run} has no trace.json; name the folder of a run that has finished")
-    with as_written(run / "result.json", "what the run was"):
+    with as_written(run / "result.json", "facts of the run"):
         precision = None if result.get("precision") is None else parse_precision(str(result["precision"]["dtype"]))
         result = {name: result[name] for name in _NEEDED} | result
     described, strategy = parse_cluster(cluster), parse_strategy(result["strategy"])
@@ -74,7 +74,7 @@ def _job_of(run: Path, name: str, given: str | None) -> Job:
 
 
 def _check_even(run: Path, result: dict[str, Any], strategy: Strategy) -> None:
-    """ValueError for a run whose workers or batches changed: its result does not say when."""
+    """ValueError for a run with changing workers or batches: its result does not say when."""
     if len(result.get("membership") or ()) > 1:
         raise ValueError(f"{run}: its workers came and went, and a simulation has all of them; name another run")
     most = result["steps"] * result["workers"] // strategy.holders * result["batch_size"]
@@ -97,7 +97,7 @@ def _verdict(found: Validation) -> str:
 
 
 def _some(steps: list[PredictedTime]) -> list[PredictedTime]:
-    """At most so many, at equal distances."""
+    """A limited number of steps, at equal distances."""
     if len(steps) <= _SHOWN:
         return steps
     return [steps[round(i * (len(steps) - 1) / (_SHOWN - 1))] for i in range(_SHOWN)]

@@ -19,7 +19,7 @@ from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.text.plain_text import plain_text
 
 _SHOWN = 20
-_COLUMNS = ("entry", "worker", "step", "tickets", "basis", "version", "stale", "loss", "norm", "what became of it")
+_COLUMNS = ("entry", "worker", "step", "tickets", "basis", "version", "stale", "loss", "norm", "outcome")
 _MOST_TICKETS = 4
 
 
@@ -67,7 +67,7 @@ def _show(done: Replayed, stop: Stop | None, pushes: Sequence[PushSeen], shards:
 
 
 def counted(shown: int, pushes: int) -> str:
-    """What stands above the table of pushes.
+    """The line above the table of pushes.
 
     >>> counted(1, 1), counted(7, 7), counted(20, 36)
     ('the only push', 'all 7 pushes', 'the last 20 of 36 pushes')
@@ -88,7 +88,7 @@ def _row(push: PushSeen, workers: int) -> tuple[str, ...]:
 
 
 def _verdict(done: Replayed, stop: Stop | None) -> list[str]:
-    """What a person wants to know, the main thing last."""
+    """The result for a person, the main thing last."""
     taken = ", ".join(f"{name} {passed} of {all_}" for name, (passed, all_) in done.entries.items())
     lines = [f"entries taken in: {taken}"]
     if done.difference is not None:

@@ -26,7 +26,7 @@ class ScheduleOptions:
     program: Annotated[str, Option(ARGUMENT, "PROGRAM", read=_program, complete=program_names)]
     """lasso, logistic, factorization or lda, with arguments if wanted: 'lasso(l1=0.02, cut=columns)'."""
     data: Annotated[str | None, Option(OPTIONS, "CALL")] = None
-    """What it learns from: synthetic data such as 'correlated(rows=500)', or a file, such as
+    """Data to learn from: synthetic such as 'correlated(rows=500)', or a file, such as
     'table("housing.csv", target=price)'. Default: small synthetic data."""
     workers: Workers = 2
     sweeps: Annotated[Count, Option(OPTIONS, "K")] = 100
@@ -42,7 +42,7 @@ class ScheduleOptions:
     json: Json = False
 
     def __post_init__(self) -> None:
-        """Refuse data that the program does not take, and what only simulated workers have."""
+        """Refuse data that the program does not take, and options of simulated workers for real ones."""
         declared().data_of_program(self.program, self.data)
         if self.stragglers is not None and self.cluster is None:
             raise ValueError(f"--stragglers {self.stragglers}: only simulated workers straggle; add --cluster ethernet")

@@ -1,4 +1,4 @@
-"""`polytempo submit`: hand a `train` command to Slurm, as a job that goes on by itself where its time was over."""
+"""`polytempo submit`: hand a `train` command to Slurm, as a job that continues in a new job when its time is over."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _GRACE_S = 60
 def submit(
     command: Sequence[str], request: RunRequest, *, sbatch: str | None, grace_s: int | None, dry_run: bool
 ) -> None:
-    """Submit `command`, which means `request`, or only print its script. ValueError for what cannot be a job."""
+    """Submit `command` (request: `request`), or only print its script. ValueError for impossible jobs."""
     name, address = request.engine
     if name != "slurm":
         raise ValueError(
-            f"--engine {request.engine}: a job for Slurm says so, and what it needs: "
+            f"--engine {request.engine}: a job for Slurm needs that engine, and its resources: "
             "polytempo submit train JOB --engine slurm:nodes=2,time=30 --out FOLDER"
         )
     setup, out = replace(Slurm.from_address(address or ""), options=shlex.split(sbatch or "")), str(request.options.out)

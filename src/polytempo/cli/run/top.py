@@ -44,7 +44,7 @@ def top(asked: TopOptions) -> None:
 
 
 def status_in(run: Place) -> LiveStatus:
-    """How the run in a folder stands. ValueError where there is none."""
+    """The status of the run in a folder. ValueError without one."""
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run, such as runs/digits-sync_sgd")
     status = read_status(run)
@@ -52,17 +52,17 @@ def status_in(run: Place) -> LiveStatus:
         return status
     if not (run / "result.json").is_file():
         raise ValueError(
-            f"{run}: this folder holds neither a live.json nor a result.json, so it is no run's, or of a run that "
+            f"{run}: this folder holds neither a live.json nor a result.json, so it is not a run's, or of a run that "
             "has not begun; name the folder that the run was given as --out"
         )
     metrics = run / "metrics.jsonl"
     result, rows = load_result(run), read_metrics(metrics) if metrics.is_file() else []
-    with as_written(run / "result.json", "what a run says of itself"):
+    with as_written(run / "result.json", "a run's own facts"):
         return status_of_result(result, rows)
 
 
 def launcher_lives(status: LiveStatus) -> bool | None:
-    """Whether the launcher's process is there; None where it is on another host, or the run is over."""
+    """True if the launcher's process is there; None if it is on another host, or the run is over."""
     if status.state != "running" or status.launcher_host != socket.gethostname():
         return None
     try:

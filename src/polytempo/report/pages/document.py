@@ -53,7 +53,7 @@ def document(title: str, facts: str, body: str, figures: Mapping[str, Figure]) -
 
 
 def place_of(key: str, figure: Figure, more_class: str = "", attribute: str = "") -> str:
-    """Where the figure of that key is drawn."""
+    """The place of a figure, by its key."""
     height = figure.layout["height"]
     return f'<div class="plot {more_class}" id="{key}" style="height:{height}px" {attribute}></div>'
 

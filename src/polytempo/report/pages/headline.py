@@ -1,4 +1,4 @@
-"""The page's first sentences: what a comparison found, as far as its runs bear it out, and what went wrong in it."""
+"""The page's first sentences: the finding of a comparison, as far as its runs bear it out, and its failures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from polytempo.report.pages.summary import EQUAL, EQUALLY, TIMES, baseline_of, f
 from polytempo.report.runs import RunRecord, short_labels
 
 FAR_BELOW = 0.02
-"""Who ends so far below the best is named."""
+"""A run that ends so far below the best is named."""
 FALLEN, RISING = 0.05, 0.01
-"""By how much a run has fallen from its best test, or risen in its last fifth, where that is said."""
+"""A fall from the best test, or a rise in the last fifth, that is worth a sentence."""
 
 
 class Finish(NamedTuple):
-    """What the headline needs to know of a run that ended well."""
+    """Facts of a run that ended well, for the headline."""
 
     name: str
     samples_per_s: float
@@ -36,7 +36,7 @@ class Reached(NamedTuple):
 def headline(runs: Sequence[RunRecord]) -> str:
     """The finding of a comparison in one sentence, or "" where the runs do not bear one out; of a single run its end.
 
-    The baseline is that of the speed-ups. The level is the highest whole percentage that it and another run reach.
+    The baseline is the one of the speed-ups. The level is the highest whole percentage that it and another run reach.
     Who reaches it sooner is said only where the times between the tests do not overlap; otherwise rates are compared.
     Virtual seconds are never compared with real ones, and one job never with another.
     """
@@ -60,7 +60,7 @@ def headline(runs: Sequence[RunRecord]) -> str:
 
 
 def _alone(run: RunRecord) -> str:
-    """How accurate a run ends, and when it had almost got there; its loss where it measures no accuracy."""
+    """A run's final accuracy, and the time when it had almost got there; its loss if it measures no accuracy."""
     seconds, loss, [name] = finite(run.result.get("seconds")), finite(run.result.get("loss")), short_labels([run])
     if _diverged(run) or seconds is None:
         return ""
@@ -77,7 +77,7 @@ def _alone(run: RunRecord) -> str:
 
 
 def remarks(runs: Sequence[RunRecord]) -> list[str]:
-    """A sentence for every run that diverged, and one for those that end far below the most accurate."""
+    """A sentence for every run that diverged, and for every run that ends far below the most accurate."""
     names = short_labels(runs)
     pairs = list(zip(runs, names, strict=True))
     sentences = [f"{name} diverged: {_because(run)}" for run, name in pairs if _diverged(run)]
@@ -105,7 +105,7 @@ def finish_of(run: RunRecord, name: str) -> Finish:
 
 
 def reached(finish: Finish, level: float) -> Reached | None:
-    """When the run reached `level` of accuracy. None where it never did."""
+    """The time of the first test with `level` of accuracy. None without one."""
     before_s = 0.0
     for seconds, accuracy in finish.tests:
         if accuracy >= level:
@@ -115,7 +115,7 @@ def reached(finish: Finish, level: float) -> Reached | None:
 
 
 def level_of(baseline: Finish, others: Sequence[Finish]) -> float | None:
-    """The highest whole percentage that the baseline and another reach; what is missed by chance is no reason.
+    """The highest whole percentage that the baseline and another reach; a difference by chance does not count.
 
     Where no other reaches it, it is half a point below the baseline's best, in whole percent.
     """
@@ -137,7 +137,7 @@ def _sooner(finishes: Sequence[Finish]) -> str:
     if not there:
         nearest = max(others, key=_best)
         return f"Only {baseline.name} reaches {goal}; {nearest.name} comes nearest, with {percent(_best(nearest), 1)}."
-    # Who ends as accurate as the baseline is named before who is sooner and ends worse.
+    # A run that ends as accurate as the baseline is named before a sooner run that ends worse.
     as_good = [each for each in there if _as_good(each.finish, baseline)]
     soonest = min(as_good or there, key=lambda each: each.by_s)
     if _before(soonest, first):
@@ -174,7 +174,7 @@ def _faster(finishes: Sequence[Finish]) -> str:
 
 
 def _ending(winners: Sequence[Reached], baseline: Finish) -> str:
-    """How the accuracies at the end compare; a faster way to a worse end is no finding without it."""
+    """Comparison of the accuracies at the end; a faster way to a worse end must name both."""
     ends = [each.finish.accuracy for each in winners]
     if baseline.accuracy is None or None in ends:
         return ""
@@ -198,12 +198,12 @@ def _level_with(each: Reached, soonest: Reached) -> bool:
 
 
 def _before(one: Reached, other: Reached) -> bool:
-    """Whether it is certain that `one` came first: its test had passed before the other's last that had not."""
+    """True if `one` certainly came first: its test had passed before the other's last failed test."""
     return one.by_s <= other.after_s and other.by_s > EQUALLY * one.by_s
 
 
 def _course(run: RunRecord) -> str:
-    """What the tests say about why a run ends low: it has fallen, or it was still rising."""
+    """The reason of a low end, by the tests: the run has fallen, or it was still rising."""
     accuracies = [accuracy for _, accuracy in finish_of(run, "").tests]
     if len(accuracies) < 5:
         return ""

@@ -1,4 +1,4 @@
-"""The page's section about layers in parts: who holds which part of which layer, and what is sent for it."""
+"""The page's section about divided layers: the parts of each worker, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WHOLE = AXIS
 
 
 def has_parts(run: RunRecord) -> bool:
-    """Whether layers of the run's model lay in parts on several workers."""
+    """True if layers of the run's model were divided among several workers."""
     return bool(run.result.get("layers"))
 
 
 def colors(run: RunRecord) -> dict[str, str]:
-    """What each color of the picture stands for."""
+    """Meanings of the picture's colors."""
     workers = max((len(each["sizes"]) for each in run.result["layers"]), default=0)
     named = {f"part {number}": COLORS[number % _MOST_NAMED] for number in range(min(workers, _MOST_NAMED))}
     return {**named, "whole on each": _WHOLE, **{f"sent {way}": color for way, color in _WAYS.items()}}

@@ -15,7 +15,7 @@ from polytempo.report.runs import RunRecord, short_labels
 def noise_of(rows: Iterable[Mapping[str, Any]]) -> float | None:
     """tr Σ / |G|² in samples, from the last row of each worker that has measured; None where noise hides |G|².
 
-    The two are added up each by itself: a mean of quotients would be biased.
+    The two are added up separately: a mean of quotients would be biased.
     """
     told = [row for row in rows if finite(row.get("noise_trace")) is not None]
     square = sum(row["gradient_square"] for row in told)
@@ -38,7 +38,7 @@ def noise_line(run: RunRecord) -> Line:
 
 
 def last_noise(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """What the rows of a whole run say at their end."""
+    """The noise scale at the end of a whole run's rows."""
     return noise_of({row.get("worker"): row for row in rows if "noise_trace" in row}.values())
 
 

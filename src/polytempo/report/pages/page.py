@@ -21,8 +21,8 @@ from polytempo.report.runs import RunRecord, labels, short_labels
 from polytempo.worlds.trace import COMMUNICATION
 
 _SIMULATED = (
-    "ran under a virtual clock: seconds, throughput and shares of time are what the described cluster would take, not "
-    "what this computer took."
+    "ran under a virtual clock: seconds, throughput and shares of time are of the described cluster, not "
+    "of this computer."
 )
 
 
@@ -52,13 +52,13 @@ def _findings(runs: Sequence[RunRecord], notes: Sequence[str]) -> str:
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
-    """The numbers, and what is to be known before they are compared. A single run is not compared."""
+    """The numbers, and caveats about comparing them. A single run is not compared."""
     if len(runs) == 1:
         return numbers(runs[0]) + (f"<p>This run {_SIMULATED}</p>" if runs[0].simulated else "")
     simulated = any(run.simulated for run in runs)
     chance = "Each strategy ran once, so small differences may be chance"
     seeds = chance + (
-        "." if all(run.simulated for run in runs) else "; times also depend on what else the computer did."
+        "." if all(run.simulated for run in runs) else "; times also depend on the computer's other work."
     )
     return (
         f"{tiles(runs)}<h2>Summary</h2><p>{escape(' '.join(baseline_sentences(runs)))} {seeds}</p>"
@@ -148,7 +148,7 @@ def _stages(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
             figures,
             f"stages-{number}",
             short_labels(runs)[number],
-            "A row is a stage of the model. A colored block is work; what is empty is a bubble, in which it waits.",
+            "A row is a stage of the model. A colored block is work; a gap is a bubble: the stage waits.",
             found.figure,
             f'<ul class="legend">{key}</ul>',
         )
@@ -167,7 +167,7 @@ def _parts(runs: Sequence[RunRecord], figures: dict[str, Figure]) -> str:
             f"parts-{number}",
             short_labels(runs)[number],
             "Left: which share of each layer the workers of one model hold; a gray layer is whole on each of them. "
-            "Right: what all of them send for it in a step.",
+            "Right: the bytes that all of them send for it in a step.",
             parts.picture(run),
             _parts_key(run),
         )
@@ -246,7 +246,7 @@ def _run_legend(runs: Sequence[RunRecord]) -> str:
 
 
 def _run_key(runs: Sequence[RunRecord], shown: Callable[[RunRecord], bool]) -> str:
-    """Which color is which run, where only some of them are drawn."""
+    """The colors of runs in a figure of only some of them."""
     items = "".join(
         f'<li><span class="square" style="background:{css(look(number).color)}"></span>{escape(label)}</li>'
         for number, label in enumerate(short_labels(runs))

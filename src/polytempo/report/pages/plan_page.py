@@ -19,17 +19,17 @@ Forecast = Mapping[str, Any]
 
 
 class MarkerLook(NamedTuple):
-    """What the runs of a strategy are drawn with."""
+    """The marker of a strategy's runs."""
 
     color: str
     symbol: str
-    """Its name in plotly."""
+    """The symbol's name in plotly."""
     is_open: bool
     """Drawn by its outline: beyond eight strategies colors and symbols come again."""
 
 
 def plan_page(plan: Mapping[str, Any], sentences: Sequence[str], commands: Sequence[str]) -> str:
-    """The page as HTML. `plan`: as `RunPlan.as_json` gives it; `sentences`: the choice, and what would change it."""
+    """The page as HTML. `plan`: from `RunPlan.as_json`; `sentences`: the choice, and changes that would turn it."""
     looks = _looks(plan["forecasts"])
     figure = time_against_money(plan, looks)
     target = ", ".join(f"{measure} {value:g}" for measure, value in plan["until"].items())
@@ -46,7 +46,7 @@ def plan_page(plan: Mapping[str, Any], sentences: Sequence[str], commands: Seque
 is the choice. Point at a mark for its workers and batch.</p>{place_of("plan", figure)}{_legend(looks)}</section>
 <h2>Commands</h2>
 {"".join(f"<p><code>{escape(each)}</code></p>" for each in commands)}
-<h2>What was not considered</h2>
+<h2>Not considered</h2>
 <ul>{"".join(f"<li>{escape(each)}</li>" for each in plan["not_considered"])}</ul>
 {_left_out("Batches at which a strategy was given up", plan["given_up"])}
 {_left_out("Runs that were left out", plan["left_out"])}
@@ -100,7 +100,7 @@ def time_against_money(plan: Mapping[str, Any], looks: Mapping[str, MarkerLook])
 
 
 def money_unit(plan: Mapping[str, Any]) -> str:
-    """What the plan counts money in."""
+    """The plan's unit of money."""
     return "host hours" if plan["limits"]["price_per_host_hour"] is None else "money"
 
 

@@ -21,12 +21,12 @@ _MOST_WORKERS = 64
 
 
 def has_server(run: RunRecord) -> bool:
-    """Whether the run had a parameter server."""
+    """True if the run had a parameter server."""
     return bool(run.result.get("server"))
 
 
 def staleness_bars(runs: Sequence[RunRecord]) -> Figure | None:
-    """Which part of its gradients was how stale, for each run with a server. None where no gradient was counted."""
+    """Shares of gradients by staleness, for each run with a server. None if no gradient was counted."""
     counts = {number: _counts(run) for number, run in enumerate(runs) if has_server(run)}
     counts = {number: count for number, count in counts.items() if count}
     if not counts:
@@ -60,7 +60,7 @@ def staleness_bars(runs: Sequence[RunRecord]) -> Figure | None:
 
 
 def staleness_table(runs: Sequence[RunRecord]) -> str:
-    """A row a run: staleness in three numbers, and what was not used."""
+    """A row a run: staleness in three numbers, and unused gradients."""
     headings = _headings(
         ("Strategy", ""),
         ("Shards", "copies of each"),
@@ -88,7 +88,7 @@ def staleness_table(runs: Sequence[RunRecord]) -> str:
 
 
 def workers_table(runs: Sequence[RunRecord]) -> str:
-    """A row a worker of each run: what it did, how fast, and for which share of the time it waited."""
+    """A row a worker of each run: its work, its rate, and the share of time that it waited."""
     headings = _headings(
         ("Strategy", ""),
         ("Worker", "in its last life"),

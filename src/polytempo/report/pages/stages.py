@@ -1,4 +1,4 @@
-"""The page's section about pipelines: what each stage does when, how long it waits, and how late its updates are."""
+"""The page's section about pipelines: the work of each stage over time, its waits, and the delay of its updates."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from polytempo.report.runs import RunRecord, short_labels
 from polytempo.worlds.trace import Event
 
 PASSES = {"forward": "#3A8FC4", "backward": "#D55E00", "weight gradients": "#C0609A", "update": "#4D4D4D"}
-"""What a stage computes, and its color."""
+"""Computations of a stage, and their colors."""
 _NUM_STEPS = 6
 _MOST_STAGES = 16
 
 
 class StagesPicture(NamedTuple):
-    """A figure of some steps of the first replica, and for which share of that time each stage waited."""
+    """A figure of some steps of the first replica, and the share of that time that each stage waited."""
 
     figure: Figure
     idle: list[float]
 
 
 def has_stages(run: RunRecord) -> bool:
-    """Whether the run's model was cut into stages."""
+    """True if the run's model was cut into stages."""
     return bool(run.result.get("stages"))
 
 
 def picture(run: RunRecord) -> StagesPicture | None:
-    """A row a stage; a colored block is work, and what is empty between blocks is a bubble. None without a trace."""
+    """A row a stage; a colored block is work, and a gap between blocks is a bubble. None without a trace."""
     stages: list[dict[str, Any]] = run.result["stages"][:_MOST_STAGES]
     events = [event for event in run.events if event.op in PASSES and event.rank < len(stages)]
     shown = [event for event in excerpt(events, _NUM_STEPS) if event.op in PASSES]
@@ -61,7 +61,7 @@ def picture(run: RunRecord) -> StagesPicture | None:
 
 
 def late(stage: dict[str, Any]) -> str:
-    """How late the stage's updates were, in words."""
+    """The delay of the stage's updates, in words."""
     delay = stage["most_delay"]
     return "not late" if not delay else f"{delay} update{'s' * (delay > 1)} late"
 
@@ -113,7 +113,7 @@ def _blocks(
 
 
 def _idle(events: Sequence[Event], rank: int) -> float:
-    """The share of the time from its first to its last block in which a stage computed nothing."""
+    """The share of the time from its first to its last block that a stage did not compute."""
     own = [event for event in events if event.rank == rank]
     if not own:
         return 1.0

@@ -11,7 +11,7 @@ from polytempo.report.runs import RunRecord, short_labels
 EQUAL = 0.005
 """Accuracies that differ by no more are called equal: half a point, the chance of one seed and a small test set."""
 EQUALLY = 1.05
-"""Times, rates and losses whose ratio is no greater are called equal."""
+"""Times, rates and losses with no greater ratio are called equal."""
 TIMES = "\u00d7"
 """The multiplication sign."""
 
@@ -62,7 +62,7 @@ def summaries(runs: Sequence[RunRecord]) -> list[Summary]:
 
 
 def baseline_sentences(runs: Sequence[RunRecord]) -> list[str]:
-    """Which run speed-ups are measured against, in words; simulated and real runs have one each."""
+    """The base of speed-ups, in words; simulated and real runs have one each."""
     sentences = []
     for simulated in sorted({run.simulated for run in runs}):
         number = baseline_of(runs, simulated)
@@ -86,7 +86,7 @@ def baseline_of(runs: Sequence[RunRecord], simulated: bool) -> int:
 
 
 def finite(value: object) -> float | None:
-    """`value` as a float, or None where it is no finite number."""
+    """`value` as a float, or None if it is not a finite number."""
     if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
     return None

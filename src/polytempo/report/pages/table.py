@@ -1,4 +1,4 @@
-"""The page's numbers as HTML: the tiles on top, the summary, and what is needed to repeat a run."""
+"""The page's numbers as HTML: the tiles on top, the summary, and the facts that repeat a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from polytempo.report.pages.summary import (
     EQUALLY,
     TIMES,
     Summary,
+    finite,
     human_bytes,
     human_seconds,
     percent,
@@ -22,14 +23,14 @@ from polytempo.report.runs import RunRecord, plural, short_labels
 
 
 class Column(NamedTuple):
-    """A column of the summary: its two-line heading, its text for a run, and what makes the best run bold."""
+    """A column of the summary: its two-line heading, its text for a run, and the merit that makes the best run bold."""
 
     heading: str
     unit: str
     text: Callable[[Summary], str]
     merit: Callable[[Summary], float | None] = lambda line: None
     level: Callable[[float, float], bool] = lambda merit, best: merit == best
-    """Whether a merit is called equal to the best one."""
+    """True if a merit is called equal to the best one."""
     timed: bool = False
 
 
@@ -92,7 +93,7 @@ COLUMNS = (
     Column("Steps", "", lambda line: f"{line.steps:,}"),
     Column("Workers", "", lambda line: f"{line.workers:,}"),
 )
-"""What a reader asks first stands first: on a phone the others lie to the right."""
+"""A reader's first questions stand first: on a phone the others are to the right."""
 
 
 def summary_table(runs: Sequence[RunRecord]) -> str:
@@ -123,24 +124,27 @@ def scrolling(table: str) -> str:
 
 def tiles(runs: Sequence[RunRecord]) -> str:
     """The headline numbers of a comparison: who is most accurate (or has the least loss), is fastest, sends least."""
-    lines = _ended_well(summaries(runs))
+    every = summaries(runs)
+    lines = _ended_well(every)
     found = []
     if any(line.accuracy is not None for line in lines):
         best = _leaders(lines, lambda line: line.accuracy, _level_accuracy)
-        found.append(("Highest test accuracy", percent(best[0].accuracy or 0.0), best))
+        level = min(line.accuracy or 0.0 for line in best)
+        steps = {line: reached for line in best if (reached := _steps_to(runs[every.index(line)], level)) is not None}
+        found.append(("Highest test accuracy", percent(best[0].accuracy or 0.0), _of(best, steps)))
     elif any(_negative(line.loss) is not None for line in lines):
         best = _leaders(lines, lambda line: _negative(line.loss), _level_ratio)
-        found.append(("Lowest loss", f"{best[0].loss:.4g}", best))
+        found.append(("Lowest loss", f"{best[0].loss:.4g}", _of(best)))
     best = _leaders(_comparable(lines), lambda line: line.samples_per_s, _level_ratio)
-    found.append(("Highest throughput", f"{best[0].samples_per_s:,.0f} samples/s", best))
+    found.append(("Highest throughput", f"{best[0].samples_per_s:,.0f} samples/s", _of(best)))
     if any(line.workers > 1 for line in lines):
         best = _leaders(lines, lambda line: -line.bytes_sent if line.workers > 1 else None, lambda a, b: a == b)
-        found.append(("Least sent per rank", human_bytes(best[0].bytes_sent), best))
-    return _tiles("", [(name, value, _of(lines)) for name, value, lines in found])
+        found.append(("Least sent per rank", human_bytes(best[0].bytes_sent), _of(best)))
+    return _tiles("", found)
 
 
 def numbers(run: RunRecord) -> str:
-    """All numbers of a run that is compared with none, as tiles: what the summary's columns say of it."""
+    """All numbers of a run that is compared with none, as tiles: its row in the summary."""
     line = summaries([run])[0]
     found = [(column, column.text(line)) for column in COLUMNS if column.heading not in ("Workers", "Speed-up")]
     return _tiles(
@@ -160,24 +164,37 @@ def _tiles(more_class: str, found: Sequence[tuple[str, str, str]]) -> str:
 def _leaders(
     lines: Sequence[Summary], merit: Callable[[Summary], float | None], level: Callable[[float, float], bool]
 ) -> list[Summary]:
-    """The one with the highest merit, of which there is at least one, and behind it those that are level with it."""
+    """The line with the highest merit, which exists, and behind it the lines that are level with it."""
     merits = [(value, line) for line in lines if (value := merit(line)) is not None]
     highest, first = max(merits, key=lambda each: each[0])
     return [first, *(line for value, line in merits if line is not first and level(value, highest))]
 
 
-def _of(lines: Sequence[Summary]) -> str:
-    """Whose number it is: one run's, or that of several which are level."""
-    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+def _of(lines: Sequence[Summary], steps: Mapping[Summary, int] | None = None) -> str:
+    """The run with that number; of several that are level their count and one name, the first by `steps` if known."""
+    said = breakable(lines[0].label)
+    if len(lines) > 1 and steps:
+        first, reached = min(steps.items(), key=lambda each: each[1])
+        said = f"{len(lines)} strategies are level; {breakable(first.label)} is the first, after {reached:,} steps"
+    elif len(lines) > 1:
+        said = f"{len(lines)} strategies are level, such as {said}"
     calls = escape("\n".join(line.call for line in lines))
-    return f'<span title="{calls}">{breakable(lines[0].label)}{more}</span>'
+    return f'<span title="{calls}">{said}</span>'
+
+
+def _steps_to(run: RunRecord, accuracy: float) -> int | None:
+    """Steps before the first test with that accuracy; None without such a test."""
+    rows = ((finite(row.get("accuracy")), row.get("step")) for row in run.rows("test"))
+    return min(
+        (step for found, step in rows if found is not None and found >= accuracy and step is not None), default=None
+    )
 
 
 _HELD = (("parameter_bytes", "weights a worker"), ("master_bytes", "masters"))
 
 
 def facts(runs: Sequence[RunRecord]) -> str:
-    """One line of what all runs have in common."""
+    """One line of the facts that all runs have in common."""
     words = [plural(len(runs), "run")]
     for key, words_for in (
         ("job", "job {}".format),
@@ -195,7 +212,7 @@ def facts(runs: Sequence[RunRecord]) -> str:
 
 
 def _precision_words(precision: Mapping[str, Any] | None) -> str:
-    """In how many bits models computed: "bf16 (19.2 kB of weights a worker, 38.4 kB of masters)"."""
+    """Bits of the models' computing: "bf16 (19.2 kB of weights a worker, 38.4 kB of masters)"."""
     if precision is None:
         return ""
     held = [f"{human_bytes(precision[key])} of {what}" for key, what in _HELD]
@@ -205,7 +222,7 @@ def _precision_words(precision: Mapping[str, Any] | None) -> str:
 
 
 def details_table(runs: Sequence[RunRecord]) -> str:
-    """What is needed to repeat a run and to know that it was repeated, folded away."""
+    """Facts to repeat a run and to check the repetition, folded away."""
     keys = ("world", "job", "epochs", "batch_size", "seed", "threads", "parameters_sha256", "trace_hash")
     headings = "".join(f"<th>{escape(key.replace('_', ' '))}</th>" for key in ("strategy", *keys))
     rows = "".join(
@@ -245,12 +262,12 @@ def _best(column: Column, lines: Sequence[Summary]) -> set[int]:
 
 
 def _ended_well(lines: Sequence[Summary]) -> list[Summary]:
-    """Without runs that diverged: who ends early sends least. All, where all did."""
+    """Lines without runs that diverged: a run that ends early sends least. All lines, if all diverged."""
     return [line for line in lines if line.loss != math.inf] or list(lines)
 
 
 def _comparable(lines: Sequence[Summary]) -> list[Summary]:
-    """Those whose times may be compared: virtual seconds never with real ones."""
+    """Lines with comparable times: virtual seconds never stand beside real ones."""
     return [line for line in lines if not line.simulated] or list(lines)
 
 

@@ -1,6 +1,6 @@
 """`Validation`: two traces of one training run step by step, the predicted beside the measured, and by component.
 
-step k of a rank   from the end of its last operation of step k-1 to that of step k, without scores and checkpoints
+step k of a rank   between the ends of its last operations of steps k-1 and k, without scores and checkpoints
 components         each kind of communication, as long as a rank is in it and computes nothing; computing is the rest
 """
 
@@ -40,18 +40,18 @@ class PredictedTime(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """A prediction beside what happened."""
+    """A prediction beside the measurement."""
 
     steps: list[PredictedTime]
-    """Those that both traces hold, in order."""
+    """Steps in both traces, in order."""
     whole: PredictedTime
     """The median step."""
     components: list[PredictedTime]
-    """Of the mean step, the one with the largest difference first."""
+    """Components of the mean step, the one with the largest difference first."""
 
     @property
     def median_error(self) -> float:
-        """Of the single steps, without its sign."""
+        """Median error of single steps, without its sign."""
         return median(abs(step.error) for step in self.steps)
 
 
@@ -60,7 +60,7 @@ def validation(predicted: Sequence[Event], measured: Sequence[Event]) -> Validat
     traces = [_steps(events) for events in (predicted, measured)]
     common = sorted(set(traces[0]) & set(traces[1]))[:-1]  # in the last one ranks also wait for the run's end
     if not common:
-        raise ValueError("the trace of the run and that of its simulation have no step in common; measure a longer run")
+        raise ValueError("the traces of the run and of its simulation have no step in common; measure a longer run")
     steps = [
         PredictedTime(str(step), *(fmean(sum(parts.values()) for parts in trace[step]) for trace in traces))
         for step in common
@@ -83,7 +83,7 @@ def validation(predicted: Sequence[Event], measured: Sequence[Event]) -> Validat
 def typical_step_s(events: Iterable[Event], period: int = 8) -> float:
     """Seconds of a step: of steps k, k + `period`, … the median, and the mean of these over k.
 
-    So what happens in one of `period` steps counts, and a step that something else on the host has disturbed does not.
+    So an event in one of `period` steps counts, and a step that another program on the host has disturbed does not.
     Raises ValueError for a trace of fewer than two whole steps.
     """
     classes: dict[int, list[float]] = defaultdict(list)
@@ -95,15 +95,15 @@ def typical_step_s(events: Iterable[Event], period: int = 8) -> float:
 
 
 def steps_of_ranks(events: Iterable[Event]) -> list[list[float]]:
-    """Seconds of each step that the trace holds whole but the last, in which ranks wait for the run's end; a list for
-    each rank."""
+    """Seconds of each step that the trace holds whole, a list for each rank. The last step is left out: ranks wait
+    for the run's end."""
     found = _steps(events)
     steps = [[sum(parts.values()) for parts in found[step]] for step in sorted(found)[:-1]]
     return [list(taken) for taken in zip(*steps, strict=True)]
 
 
 def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
-    """Of each step that the trace holds whole, what every rank's part of it was made of, in seconds.
+    """Parts of each step that the trace holds whole, for every rank, in seconds.
 
     A rank that is in one step all the time, as a parameter server's is, marks none and is left out.
     """
@@ -123,7 +123,7 @@ def _steps(events: Iterable[Event]) -> dict[int, list[Mapping[str, float]]]:
 
 
 def _on_the_clock(events: Sequence[Event]) -> Sequence[Event]:
-    """Those of training itself. A rank scores and saves at the end of a step."""
+    """Events of training alone. A rank scores and saves at the end of a step."""
     off_s = min((event.start_s for event in events if event.op in OFF_THE_CLOCK), default=None)
     if off_s is None:
         return events
@@ -131,8 +131,8 @@ def _on_the_clock(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _parts(events: Sequence[Event], begin_s: float, end_s: float) -> dict[str, float]:
-    """Seconds of each kind of communication while its rank does not compute; where several are under way, of the one
-    that began first."""
+    """Seconds of each kind of communication while its rank does not compute; of several at a time, the kind that began
+    first counts."""
     parts: dict[str, float] = defaultdict(float)
     computing = _joined(event for event in events if event.op == "compute")
     free_s = begin_s
@@ -145,7 +145,7 @@ def _parts(events: Sequence[Event], begin_s: float, end_s: float) -> dict[str, f
 
 
 def _joined(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times in which one of them is under way, in order."""
+    """Times with one of the events under way, in order."""
     found: list[tuple[float, float]] = []
     for event in sorted(events, key=lambda event: event.start_s):
         if found and event.start_s <= found[-1][1]:
@@ -156,7 +156,7 @@ def _joined(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def _outside(spans: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> float:
-    """Seconds from `begin_s` to `end_s` that lie in none of the spans, which are in order and apart."""
+    """Seconds from `begin_s` to `end_s` outside the spans, which are in order and apart."""
     left_s = end_s - begin_s
     for i in range(max(0, bisect_right(spans, (begin_s, begin_s)) - 1), len(spans)):
         if spans[i][0] >= end_s:

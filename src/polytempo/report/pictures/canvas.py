@@ -1,4 +1,4 @@
-"""What pictures take from matplotlib, which draws without a screen.
+"""Matplotlib for pictures, without a screen.
 
 Matplotlib's import fails where MPLBACKEND names a backend that it does not know. No picture uses it, so it ends no run.
 """

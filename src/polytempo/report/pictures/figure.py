@@ -12,7 +12,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 
 
 class Figure(NamedTuple):
-    """One figure: plotly.js's traces and its layout. Colors are those of the light mode."""
+    """One figure: plotly.js's traces and its layout. Colors are for the light mode."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
@@ -41,7 +41,7 @@ def empty_figure(height: int, x_title: str, y_title: str = "") -> Figure:
         "hoverlabel": {"namelength": -1, "bgcolor": PAPER, "bordercolor": AXIS, "font": {"family": FONT, "color": INK}},
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": AXIS, "activecolor": QUIET},
         "showlegend": False,
-        "uirevision": "kept",  # a change of mode keeps what the reader has zoomed to
+        "uirevision": "kept",  # a change of mode keeps the reader's zoom
         "xaxis": {**_axis(x_title), "showline": True},
         "yaxis": _axis(y_title),
     }
@@ -87,14 +87,14 @@ class AxisRanges(NamedTuple):
     y: tuple[float, float]
     log: bool
     beyond: list[int]
-    """Numbers of the runs of which a part is left out at the right, or the end below (of a loss: above)."""
+    """Numbers of the runs with a part outside at the right, or the end below (of a loss: above)."""
 
 
 def axes_of(lines: Sequence[Line], quantity: str) -> AxisRanges:
-    """The axes for the curves of some runs, of which at least one has a point.
+    """The axes for the curves of some runs; at least one has a point.
 
     Accuracy begins where most curves are after an eighth of their points, so that their finish can be told apart; loss
-    ends there. A third of the runs, at most, may lie outside, and only where that makes the axis twice as fine.
+    ends there. A third of the runs, at most, may be outside, and only if that makes the axis twice as fine.
     """
     drawn = [line for line in lines if line]
     values = [y for line in drawn for _, y in line]

@@ -71,13 +71,13 @@ def _write(figure: Figure, path: Place) -> None:
 
 
 def _far_apart(losses: Sequence[float]) -> bool:
-    """Of those that are finite."""
+    """True if the finite losses are far apart."""
     known = [loss for loss in losses if isfinite(loss)]
     return bool(known) and min(known) > 0 and max(known) > _LOG_BEYOND * min(known)
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib sees no formula."""
+    """Text without formulas for matplotlib."""
     return text.replace("$", r"\$")
 
 

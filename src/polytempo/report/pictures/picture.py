@@ -1,4 +1,4 @@
-"""`compare.png`: what a comparison showed, in one picture."""
+"""`compare.png`: a comparison in one picture."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_POINTS = 60
 
 
 class Unit(NamedTuple):
-    """What a time axis counts in."""
+    """The unit of a time axis."""
 
     name: str
     seconds: float
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> Figure | None:
     """`quantity` ("loss" or "accuracy") over "seconds" or "samples": a line a run. None where no run has any.
 
-    Loss is the training loss, accuracy that of the test data.
+    Loss is the training loss, accuracy the test accuracy.
     """
     unit = time_unit(runs) if over == "seconds" else Unit("", 1.0)
     lines = lines_of(runs, quantity, over)
@@ -50,7 +50,7 @@ def curves(runs: Sequence[RunRecord], quantity: str, over: str) -> Figure | None
 
 
 def left_out(runs: Sequence[RunRecord], quantity: str, over: str) -> str:
-    """A sentence on the runs whose curves leave the figure that `curves` draws, "" where none does."""
+    """A sentence on the runs with curves that leave the figure of `curves`, "" without such runs."""
     lines = lines_of(runs, quantity, over)
     beyond = axes_of(lines, quantity).beyond if any(lines) else []
     if not beyond:
@@ -109,10 +109,10 @@ def bytes_bars(runs: Sequence[RunRecord]) -> Figure:
 
 
 def points(run: RunRecord, kind: str, over: str, quantity: str) -> list[tuple[float, float]]:
-    """The pairs (`over`, `quantity`) of the rows of `kind` in the order of `over`, without those that are not finite.
+    """The pairs (`over`, `quantity`) of the rows of `kind` in the order of `over`, without values that are not finite.
 
     Workers of a parameter server do not write their rows in that order, and each tells its own loss: a point is the
-    mean of as many rows as there are workers, so one that is silent does not hold the line up.
+    mean of as many rows as there are workers, so a silent worker does not hold the line up.
     """
     found = ((finite(row.get(over)), finite(row.get(quantity)), row.get("worker")) for row in run.rows(kind))
     ordered = sorted(((x, y, who) for x, y, who in found if x is not None and y is not None), key=lambda each: each[0])
@@ -125,7 +125,7 @@ def points(run: RunRecord, kind: str, over: str, quantity: str) -> list[tuple[fl
 
 
 def windowed(line: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points: the means of equal windows, each at its last x."""
+    """Means of equal windows, at most `most`, each at its last x."""
     if len(line) <= most:
         return line
     edges = [len(line) * i // most for i in range(most + 1)]
@@ -134,7 +134,7 @@ def windowed(line: list[tuple[float, float]], most: int) -> list[tuple[float, fl
 
 
 def time_unit(runs: Sequence[RunRecord]) -> Unit:
-    """The unit in which the longest run is a readable number."""
+    """The unit that makes the longest run a readable number."""
     longest = max((float(run.result["seconds"]) for run in runs), default=0.0)
     for unit in (Unit("h", 3600.0), Unit("min", 60.0), Unit("s", 1.0)):
         if longest >= (0.5 if unit.name == "s" else 3 * unit.seconds):

@@ -1,4 +1,4 @@
-"""How a run looks: the same color, dash and marker in every figure, told apart without color too."""
+"""Looks of runs: the same color, dash and marker in every figure, told apart without color too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Dash(NamedTuple):
 
 
 class LineStyle(NamedTuple):
-    """What a run is drawn with."""
+    """Line of a run: color, dash and marker."""
 
     color: str
     symbol: Symbol
@@ -61,9 +61,9 @@ COMMUNICATION_COLORS = {
 }
 
 PAPER, INK, QUIET, GRID, AXIS = "#FFFFFF", "#1F2933", "#52606D", "#E6E9EE", "#9AA5B1"
-"""What figures are drawn on and with, in the light mode."""
+"""Colors of figures in the light mode."""
 BACKDROP, LINE, ACCENT = "#F5F7F9", "#DFE3E8", "#0072B3"
-"""What the page around them has besides."""
+"""Further colors of the page around them."""
 
 DARK = {
     "#0072B2": "#58A6E8",
@@ -89,7 +89,7 @@ DARK = {
     LINE: "#333D48",
     ACCENT: "#6CB6F2",
 }
-"""What each color of the light mode becomes in the dark one: figures and page are written in the light ones."""
+"""Colors of the dark mode by colors of the light one: figures and page are written in the light ones."""
 
 
 def look(number: int) -> LineStyle:
@@ -103,7 +103,7 @@ def css(color: str) -> str:
 
 
 def css_variables() -> str:
-    """The definitions of what `css` names, in both modes: the reader's choice goes before the system's."""
+    """The definitions of the names of `css`, in both modes: the reader's choice goes before the system's."""
     light = "".join(f"--c{color[1:].lower()}:{color};" for color in DARK)
     dark = "".join(f"--c{color[1:].lower()}:{other};" for color, other in DARK.items())
     return (

@@ -28,11 +28,11 @@ WORDS = {
     "score": "test",
     "save": "checkpoint",
 }
-"""What readers call operations; the others keep their names."""
+"""Readers' words for operations; the others keep their names."""
 
 
 class Timeline(NamedTuple):
-    """A figure, the colors of its operations, and a sentence on what part of the run it shows."""
+    """A figure, the colors of its operations, and a sentence on the part of the run in it."""
 
     figure: Figure
     colors: dict[str, str]
@@ -126,7 +126,7 @@ def _middle_steps(events: Sequence[Event], num_steps: int) -> set[int]:
 
 
 def _lane(op: str) -> int:
-    """Computation on top, then what a rank sends, then what it waits to receive."""
+    """Computation on top, then sends, then waits to receive."""
     return 0 if op not in COMMUNICATION else 2 if op in WAITING else 1
 
 

@@ -31,7 +31,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """One process of a run, or the last one in its place."""
 
     who: str
-    """As logs and events name it: `worker-0`, `shard-1-node-3`."""
+    """The name in logs and events: `worker-0`, `shard-1-node-3`."""
     kind: str
     host: str
     """The name of its host; "" where that is not known."""
@@ -47,7 +47,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """A process that died or fell silent, or came: who, what happened, when, and what followed."""
+    """An event of a process, such as its death or silence: its name, the event, the time, and the consequence."""
 
     who: str
     how: str
@@ -59,9 +59,9 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """The workers of an elastic run that train together now."""
 
     generation: int
-    """How many groups there were so far."""
+    """Number of groups so far."""
     step: int
-    """After so many steps it began."""
+    """Number of steps before it."""
     workers: int
 
 
@@ -81,7 +81,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
     why: str = ""
     """Of a run that failed or was preempted: the first line of its error."""
     steps: int | None = None
-    """After so many it ends; None: its epochs say when. Counted, as in rows, as if all workers took them together."""
+    """Number of steps until its end; None: epochs decide. Counted, as in rows, as if all workers took them together."""
     epochs: _Number | None = None
     train: dict[str, Any] | None = None
     """The last row of metrics about training: step, epoch, samples, seconds, loss, samples_per_s."""
@@ -92,7 +92,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
     events: tuple[ProcessEvent, ...] = ()
     """The last ones."""
     group: GroupStatus | None = None
-    """Of an elastic run."""
+    """The group of an elastic run."""
 
     @property
     def staleness(self) -> float | None:
@@ -102,7 +102,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of all workers: the sum of what each has told, or else what the last row says."""
+        """Rate of all workers: the sum of their rates, or else the rate of the last row."""
         told = [each.samples_per_s for each in self.processes if each.samples_per_s is not None]
         return sum(told) if told else (self.train or {}).get("samples_per_s")
 
@@ -118,7 +118,7 @@ def write_status(folder: Place, status: LiveStatus) -> None:
 
 
 def read_status(folder: Place) -> LiveStatus | None:
-    """What `write_status` left last; None where there is none. ValueError for what is no such file."""
+    """The last status of `write_status`; None without one. ValueError for another file."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -127,7 +127,9 @@ def read_status(folder: Place) -> LiveStatus | None:
         for row in (status.train, status.test):
             check_row({} if row is None else row)
     except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"{path} is no status of a run ({error}); remove it to see what else the run left") from error
+        raise ValueError(
+            f"{path} is not a status of a run ({error}); remove it to see other files of the run"
+        ) from error
     if status.version != VERSION:
         raise ValueError(
             f"{path} is of version {status.version}, and this polytempo reads version {VERSION}; look at the run with "
@@ -137,7 +139,7 @@ def read_status(folder: Place) -> LiveStatus | None:
 
 
 def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> LiveStatus:
-    """A finished run that left no status, such as a simulation: what its result and its metrics say."""
+    """The status of a finished run that left none, such as a simulation: from its result and its metrics."""
     server = result.get("server") or {}
     told = {worker["worker"]: worker for worker in server.get("workers", [])}
     mean = server.get("staleness", {}).get("mean")
@@ -179,7 +181,7 @@ def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> Live
 
 
 def events_of(told: Sequence[Mapping[str, Any]]) -> tuple[ProcessEvent, ...]:
-    """What a run says about its processes, as it stands in a result's `server`."""
+    """Events of a run's processes, as they stand in a result's `server`."""
     return tuple(ProcessEvent(each["who"], each["how"], each["at_s"], each["then"]) for each in told)
 
 

@@ -1,4 +1,4 @@
-"""How `polytempo top` shows a run's status: three lines about the run, a table of its processes, and its faults."""
+"""The view of `polytempo top`: three lines about the run, a table of its processes, and its faults."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _progress(status: LiveStatus) -> Text:
 
 
 def _processes(processes: Sequence[ProcessStatus], room: int) -> Table:
-    """A row each; those that do not run come first, and what does not fit is counted."""
+    """A row for each process; stopped ones come first, and rows without room are counted."""
     hosts = {each.host for each in processes} - {""}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("process", no_wrap=True, overflow="ellipsis")

@@ -27,8 +27,8 @@ _MOST, _SHOWN = 1e300, 40
 class MetricsWriter:
     """Writes `metrics.jsonl`, one flushed line a row, so that a crash loses at most the line being written.
 
-    A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops those
-    beyond it, which it will write again; of rows about tests also those of `scored_again` samples and more. Where a URL
+    A new run starts an empty file. A run resumed at step `resumed_at` keeps the rows up to that step and drops rows
+    beyond it, which it will write again; of rows about tests also rows of `scored_again` samples and more. Where a URL
     names the file, it is put again now and then, and at the end (see `GrownObject`).
 
         with MetricsWriter(folder / "metrics.jsonl") as metrics:
@@ -89,7 +89,7 @@ def read_metrics(path: Place) -> list[dict[str, Any]]:
 
 
 def check_row(row: Any) -> None:
-    """ValueError for what is no row of metrics: no object, or one in which a number is something else."""
+    """ValueError unless it is a row of metrics: an object of numbers."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     for name in _NUMBERS & row.keys():
@@ -109,7 +109,7 @@ _LAST_TRIES = 3
 
 
 class GrownObject:
-    """What was appended is put by a thread, at most every `every_s`, and all of it at the end.
+    """An object that grows. A thread puts appended bytes at most every `every_s`, and all of them at the end.
 
     A process that is killed loses at most the rows of that time. A put that fails is tried again with the
     next one; only the last one's error is raised, by `close`.
@@ -130,7 +130,7 @@ class GrownObject:
             self._changed = True
 
     def close(self) -> None:
-        """Put what has not been put yet. OSError where that cannot be done."""
+        """Put the rest. OSError if that cannot be done."""
         self._over.set()
         self._thread.join()
         for number in range(1, _LAST_TRIES + 1):

@@ -80,7 +80,7 @@ class Progress:
         *,
         epoch: float | None = None,
     ) -> None:
-        """The run has done `step` steps and `epoch` epochs. What is None is not shown."""
+        """The run has done `step` steps and `epoch` epochs. A None is not shown."""
         done = self._done(step, epoch)
         left_s = None if done is None else self._forecast.left_s(done, self._clock())
         status = status_line(step, self._total_steps, loss, accuracy, samples_per_s)
@@ -98,14 +98,14 @@ class Progress:
             self._untold = line  # told when the run has ended, so nothing is left of it
 
     def _done(self, step: int, epoch: float | None) -> float | None:
-        """Which part of the run is done, from 0 to 1: it ends after its steps or its epochs, whichever come first."""
+        """The finished part of the run, from 0 to 1: it ends after its steps or its epochs, whichever come first."""
         by_steps = step / self._total_steps if self._total_steps else None
         by_epochs = epoch / self._total_epochs if epoch is not None and self._total_epochs else None
         parts = [part for part in (by_steps, by_epochs) if part is not None]
         return min(1.0, max(parts)) if parts else None
 
     def note(self, text: str) -> None:
-        """Say `text` on a line of its own, at once."""
+        """Say `text` on a line of its own, immediately."""
         if self._bar is not None:
             self._bar.console.print(plain_text(text), markup=False, highlight=False)
         else:
@@ -148,7 +148,7 @@ def status_line(
 
 
 def time_left(seconds: float, *, at_most: bool = False) -> str:
-    """What is still to come, in whole seconds: `about 12 s left`, `at most 4 min 05 s left`."""
+    """The remaining time, in whole seconds: `about 12 s left`, `at most 4 min 05 s left`."""
     return f"{'at most' if at_most else 'about'} {human_seconds(max(1, round(seconds)))} left"
 
 
@@ -164,7 +164,7 @@ def _bar(stream: TextIO) -> Bar:
         TimeElapsedColumn(),
         console=Console(file=stream, force_terminal=True),
         auto_refresh=False,  # no thread of its own: workers are started while the bar is shown
-        redirect_stdout=False,  # what a program prints is not ours to move to standard error
+        redirect_stdout=False,  # a program's own output is not ours to move to standard error
         redirect_stderr=False,
     )
 
@@ -182,7 +182,7 @@ class Forecast:
 
     def __init__(self, num_runs: int = 1) -> None:
         self.number = 0
-        """Of the run that goes on, from 1."""
+        """Number of the run that goes on, from 1."""
         self._num_runs = num_runs
         self._took_s: list[float] = []
         self._began_s: float | None = None

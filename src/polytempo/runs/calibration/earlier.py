@@ -11,8 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from polytempo.cluster import Cluster
-from polytempo.cluster.measured import read_cluster
-from polytempo.cluster.prices import KERNELS_AGAIN, MESSAGES_AGAIN, read_spread
+from polytempo.cluster.cluster_file import KERNELS_AGAIN, MESSAGES_AGAIN, read_cluster, read_spread
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.runs.calibration.calibrate import Calibration
 

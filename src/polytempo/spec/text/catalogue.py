@@ -1,4 +1,4 @@
-"""What a text describes: strategies, codecs, routes, graphs, merges, clusters, straggler distributions."""
+"""Objects from text: strategies, codecs, routes, graphs, merges, clusters, straggler distributions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import cast
 
 from polytempo import aggregation, cluster, collectives, compression, strategies
 from polytempo.cluster import Cluster, Stragglers
-from polytempo.cluster.measured import read_cluster
+from polytempo.cluster.cluster_file import read_cluster
 from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
 from polytempo.partition import scheduled, schedules
@@ -84,7 +84,7 @@ def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
 
     A text that ends in `.toml` names a file that `polytempo calibrate` has written. Errors: ValueError for wrong
     names and arguments, and for a file that is not there or none of these. Stragglers may be `busy` where it was
-    measured what they are while other programs compute.
+    calibrated while other programs computed.
     """
     if text.endswith(".toml"):
         found = read_cluster(Path(text))
@@ -97,7 +97,7 @@ def parse_cluster(text: str, stragglers: str | None = None) -> Cluster:
     if stragglers == BUSY:
         if found.busy_stragglers is None:
             raise ValueError(
-                f"--stragglers {BUSY}: {text} says nothing of hosts on which other programs compute; "
+                f"--stragglers {BUSY}: {text} says nothing of hosts that are busy with other programs; "
                 "`polytempo calibrate` measures them, or give a distribution such as 'lognormal(sigma=0.3)'"
             )
         return replace(found, stragglers=found.busy_stragglers, name=f"{found.name}, {BUSY}")

@@ -25,7 +25,7 @@ class Declaration:
         self._module, self.__name__ = module, name
 
     def __call__(self, *values: object, **more: object) -> Declaration:
-        """What the function would make stands for itself."""
+        """A call's result is the declaration itself."""
         return self
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ def _default(node: ast.expr) -> object:
 
 
 def _hint(annotation: str) -> Any:
-    """The type that the annotation spells, where all its parts are plain; otherwise one that admits everything."""
+    """The type of an annotation with plain parts only; otherwise a type that admits everything."""
     kinds = [_PLAIN.get(part.strip()) for part in annotation.split("|")]
     if None in kinds:
         return Declaration

@@ -1,7 +1,7 @@
-"""Which names a call may use, and for which argument.
+"""Names that a call may use, by argument.
 
 Where the functions come from is the caller's matter: `spec.text.catalogue` imports them, and with them torch;
-`spec.text.declaration` reads their signatures from the source, which is enough to refuse a wrong name at once.
+`spec.text.declaration` reads their signatures from the source, which is enough to refuse a wrong name immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUSY = "busy"
 COMPARED = "sync_sgd, sync_sgd(route=ring), local_sgd(period=8), diloco(period=16), gossip, delayed_sgd, adasum"
 """The strategies of a `compare` that names none."""
 NO_CODECS = frozenset({"all_gather", "moved_through", "recv", "reduce_scatter", "send", "through"})
-"""What `compression` has besides codecs."""
+"""Names in `compression` that are not codecs."""
 
 _ROUTES = ("native", "ring", "tree", "halving_doubling", "star")
 _WIRE_ROUTES = ("all_gather", "reduce_scatter")
@@ -29,7 +29,7 @@ SCHEDULED = {
     "factorization": ("drawn_ratings", "word_counts"),
     "lda": ("drawn_documents", "scenes"),
 }
-"""Scheduled programs, and what each can learn from; the first is what it learns from where nothing is named."""
+"""Scheduled programs, and the data that each can learn from; the first is the default."""
 
 _CLUSTERS = ("ethernet", "infiniband", "internet", "one_host")
 _STRAGGLERS = (
@@ -47,7 +47,7 @@ class Names(NamedTuple):
     strategies: Mapping[str, Function]
     codecs: Mapping[str, Function]
     wire_routes: Mapping[str, Function]
-    """On which wires meet that cannot be summed."""
+    """Routes for wires that cannot be summed."""
     clusters: Mapping[str, Function]
     stragglers: Mapping[str, Function]
     low_rank: Function
@@ -56,12 +56,12 @@ class Names(NamedTuple):
     scheduled: Mapping[str, Function]
     """Programs of scheduled model parallelism."""
     scheduled_data: Mapping[str, Function]
-    """What they learn from."""
+    """Data that programs learn from."""
     arguments: Mapping[str, Mapping[str, object]]
-    """For each argument that takes names, such as `codec`, what they mean."""
+    """The meaning of names, by argument, such as `codec`."""
 
     def strategy(self, text: str) -> object:
-        """What the strategy's function answers to the call `text`. `ValueError` for wrong names and arguments."""
+        """The answer of the strategy's function to the call `text`. `ValueError` for wrong names and arguments."""
         call = parse_call(text)
         if call.name not in self.strategies and call.name in {"low_rank", *self.codecs}:
             raise ValueError(self._no_strategy(call.name))
@@ -74,32 +74,32 @@ class Names(NamedTuple):
         return resolve(call, self.strategies, arguments, what="strategy")
 
     def codec(self, text: str) -> object:
-        """What a codec's function, or that of `low_rank`, answers to the call `text`."""
+        """The answer of a codec's function, or of `low_rank`, to the call `text`."""
         inner = {name: Factory(function) for name, function in self.codecs.items() if name != "feedback"}
         return resolve(parse_call(text), {**self.codecs, "low_rank": self.low_rank}, {"codec": inner}, what="codec")
 
     def cluster(self, text: str) -> object:
-        """What the cluster's function answers to the call `text`."""
+        """The answer of the cluster's function to the call `text`."""
         return resolve(parse_call(text), self.clusters, self.arguments, what="cluster")
 
     def distribution(self, text: str) -> object:
-        """What the straggler distribution's function answers to the call `text`."""
+        """The answer of the straggler distribution's function to the call `text`."""
         return resolve(parse_call(text), self.stragglers, self.arguments, what="straggler distribution")
 
     def program(self, text: str) -> object:
-        """What a scheduled program's function answers to the call `text`."""
+        """The answer of a scheduled program's function to the call `text`."""
         return resolve(parse_call(text), self.scheduled, {}, what="program")
 
     def data_of_program(self, program: str, text: str | None) -> object:
-        """What the function answers that `text` calls: the data of the scheduled program that `program` calls."""
+        """The data of a scheduled program: the answer to the call `text`."""
         ours = SCHEDULED[parse_call(program).name]
         functions = {name: self.scheduled_data[name] for name in ours}
         return resolve(parse_call(text or ours[0]), functions, {}, what=f"data of {parse_call(program).name}")
 
     def routes_of(self, function: Function) -> Mapping[str, object]:
-        """What a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
+        """Routes that a strategy's `route` can name, by its type: a `WireRoute` carries any wires.
 
-        Where there are paths, all routes are named: those that cannot be are refused by `through`, which says why.
+        Where there are paths, all routes are named: `through` refuses impossible ones, and says why.
         """
         if function is self.strategies.get("sync_sgd"):
             return {**self.arguments["route"], "invariant": Factory(self.invariant)}
@@ -108,9 +108,9 @@ class Names(NamedTuple):
         return {**self.arguments["route"], **self.wire_routes} if takes_wires else self.arguments["route"]
 
     def _no_strategy(self, name: str) -> str:
-        """What to write in place of a codec, or of low_rank, where a strategy is needed."""
+        """A remedy for a codec, or low_rank, in the place of a strategy."""
         if name == "low_rank":
-            return "low_rank is what power_sgd does to gradients; write power_sgd(rank=2)"
+            return "low_rank is the codec of power_sgd; write power_sgd(rank=2)"
         recipe = f"{name}_sgd, or " if f"{name}_sgd" in self.strategies else ""
         written = "feedback(top_k)" if name == "feedback" else name
         return f"{name} is a codec, not a strategy; write {recipe}local_sgd(codec={written})"

@@ -1,4 +1,4 @@
-"""Text of a file or of another process as a terminal may show it: what would steer the terminal is spelled out."""
+"""Text of a file or of another process as a terminal may show it: control characters are spelled out."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def typed(value: Any, like: Any) -> Any:
     """`value`, read from JSON, in the types of `like`, its counterpart in a fresh object.
 
     Tensors have the dtype and device of `like`, tuples stay tuples, and dicts of integers (as a Counter) keep their
-    class and their keys. What has no counterpart comes back as JSON had it.
+    class and their keys. A value without a counterpart comes back as JSON had it.
     """
     if isinstance(like, Tensor) and isinstance(value, bool | int | float):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(like.shape)
@@ -50,14 +50,14 @@ def typed(value: Any, like: Any) -> Any:
 def _dict_like(like: dict[Any, Any], value: dict[str, Any]) -> dict[Any, Any]:
     numbered = any(isinstance(key, int) for key in like)
     keyed = {int(key) if numbered else key: part for key, part in value.items()}
-    other = like.copy()  # its class, and what else a class of dicts may have
+    other = like.copy()  # its class, and other attributes of a class of dicts
     other.clear()
     other.update({key: typed(part, like.get(key)) for key, part in keyed.items()})
     return other
 
 
 def written(value: Any) -> Any:
-    """An option as JSON can hold it; of what it cannot hold, the type."""
+    """An option as JSON can hold it; of other values, the type."""
     try:
         return plain(value, "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a parsed call to the object it means: functions and names are looked up in tables, arguments are checked."""
+"""Resolution of a parsed call: functions and names are looked up in tables, arguments are checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class Factory(NamedTuple):
-    """A name that stands for what `make()` returns, and that takes arguments: `lognormal`, `lognormal(sigma=1)`."""
+    """A name for the result of `make()`, which takes arguments: `lognormal`, `lognormal(sigma=1)`."""
 
     make: Function
 
@@ -82,7 +82,7 @@ def _called(
         bound.arguments[name] = value(signature.parameters[name], given)
     try:
         return function(*bound.args, **bound.kwargs)
-    except TypeError as error:  # what the function refuses, such as a wire route in place of a route
+    except TypeError as error:  # an argument that the function refuses, such as a wire route in place of a route
         raise ValueError(str(error)) from error
 
 
@@ -104,7 +104,7 @@ def _check_arguments(function: Function, signature: inspect.Signature, call: Cal
 def _looked_up(
     where: str, name: str, given: object, functions: Mapping[str, Function], names: Mapping[str, Mapping[str, object]]
 ) -> object:
-    """What a name, or a call, means for the parameter `name`."""
+    """The meaning of a name, or a call, for the parameter `name`."""
     table = names[name]
     wanted = given.name if isinstance(given, Call) else given
     if not isinstance(given, str | Call):
@@ -120,7 +120,7 @@ def _looked_up(
 
 
 def _typed(where: str, hint: Any, given: object) -> object:
-    """`given`, if it is what `hint` says; types that are not plain are not checked. Names are text, ints are floats."""
+    """`given`, checked against `hint`; types that are not plain are not checked. Names are text, ints are floats."""
     allowed = _members(hint)
     if hint is None or not all(kind in _PLAIN or kind is NoneType for kind in allowed):
         if isinstance(given, Name):
@@ -137,7 +137,7 @@ def _typed(where: str, hint: Any, given: object) -> object:
 
 
 def _hints(function: Function) -> dict[str, Any]:
-    """The parameters' types; those that cannot be known at run time are left out."""
+    """The parameters' types; types that cannot be known at run time are left out."""
     try:
         return inspect.get_annotations(function, eval_str=True)
     except NameError:
