@@ -31,7 +31,7 @@ from polytempo.bench.compression import costs
 from polytempo.bench.models import mlp
 from polytempo.bench.tables import duration, markdown
 from polytempo.bench.turns import Measurement, figure, ratio
-from polytempo.cli.bench.bench_compression import candidate
+from polytempo.cli.bench.bench import candidate
 from polytempo.core import ALONE, Codec
 from polytempo.engines.join.init import init
 from polytempo.engines.local_engine import launch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -162,10 +163,16 @@ def test_offsets_tell_what_lies_in_it(small: Arena) -> None:
 
 def test_a_full_arena_says_how_full(small: Arena) -> None:
     small.allocate(40 * KIB)
-    with pytest.raises(
-        MemoryError, match=r"for 32768 bytes: .* has 65536 bytes, of which 40960 are in use; free tensors"
-    ):
+    with pytest.raises(MemoryError, match=r"for 32768 bytes: .* has 65536 bytes, and 40960 are in use; free tensors"):
         small.allocate(32 * KIB)
+
+
+def test_a_full_arena_under_a_limit_of_address_space_names_the_limit(
+    small: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2_500_000_000, resource.RLIM_INFINITY))
+    with pytest.raises(MemoryError, match=r"for 131072 bytes: .* 2\.50 GB of address space \(ulimit -v\): raise"):
+        small.allocate(128 * KIB)
 
 
 def test_a_machine_without_memory_says_so(either: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

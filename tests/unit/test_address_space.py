@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from polytempo.spec.address_space import address_space_advice
+from polytempo.core.system.address_space import address_space_advice
 
 
 @pytest.mark.parametrize(

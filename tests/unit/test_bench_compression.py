@@ -14,8 +14,8 @@ from polytempo import aggregation, compression
 from polytempo.bench.compression import CompressionPlan, Costs, codec_seconds, costs, gradient_of, wins_below
 from polytempo.bench.compression import compression as measure
 from polytempo.bench.tables import markdown, table
-from polytempo.cli.bench.bench_compression import candidate, plan_of
-from polytempo.cli.bench.bench_compression import compression as command
+from polytempo.cli.bench.bench import candidate, plan_of
+from polytempo.cli.bench.bench import compression as command
 from polytempo.cli.bench.bench_options import CompressionOptions
 from polytempo.cli.options.command_options import read_options
 from polytempo.cli.options.values import layer_sizes, rate

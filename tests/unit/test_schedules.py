@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polytempo.cli.predict.cut_schedules import predictions
+from polytempo.cli.predict.cut import predictions
 from polytempo.partition import schedules
 from polytempo.partition.schedules import (
     Action,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polytempo.cli.look import doctor, tested_versions
-from polytempo.cli.look.tested_versions import untested
+from polytempo.cli.look import doctor
+from polytempo.cli.look.doctor import TESTED_PYTHON, TESTED_TORCH, untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,21 +37,21 @@ def test_doctor_names_it_and_stays_healthy(monkeypatch: pytest.MonkeyPatch) -> N
     assert health.healthy
     assert (
         "note",
-        f"torch 2.99.0 is not tested with Polytempo; tested are {', '.join(tested_versions.TORCH)}",
+        f"torch 2.99.0 is not tested with Polytempo; tested are {', '.join(TESTED_TORCH)}",
     ) in doctor._rows(health)
 
 
 def test_pyproject_and_contributing_declare_what_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    major, minor = map(int, tested_versions.TORCH[-1].split("."))
-    assert f"torch>={tested_versions.TORCH[0]},<{major}.{minor + 1}" in project["dependencies"]
-    assert project["requires-python"] == f">={tested_versions.PYTHON[0]}"
+    major, minor = map(int, TESTED_TORCH[-1].split("."))
+    assert f"torch>={TESTED_TORCH[0]},<{major}.{minor + 1}" in project["dependencies"]
+    assert project["requires-python"] == f">={TESTED_PYTHON[0]}"
     declared = [line.rsplit(" ", 1)[1] for line in project["classifiers"] if "Python :: 3." in line]
-    assert tuple(declared) == tested_versions.PYTHON
+    assert tuple(declared) == TESTED_PYTHON
     rows = [
         line.split("|")[1:3]
         for line in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| 2.") and "passed" in line
     ]
-    assert {".".join(row[0].strip().split(".")[:2]) for row in rows} == set(tested_versions.TORCH)
-    assert {".".join(row[1].strip().split(".")[:2]) for row in rows} == set(tested_versions.PYTHON)
+    assert {".".join(row[0].strip().split(".")[:2]) for row in rows} == set(TESTED_TORCH)
+    assert {".".join(row[1].strip().split(".")[:2]) for row in rows} == set(TESTED_PYTHON)

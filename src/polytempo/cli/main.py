@@ -8,8 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import polytempo
-from polytempo.cli.bench.bench_commands import bench
-from polytempo.cli.bench.tune_commands import tune
+from polytempo.cli.bench.bench_commands import bench, tune
 from polytempo.cli.horovod.horovodrun_arguments import parsed
 from polytempo.cli.look.look_options import (
     ChaosOptions,

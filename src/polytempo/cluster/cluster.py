@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -187,3 +188,14 @@ class CollectiveLink:
             return self.latencies_s[max(0, place - 1)]
         (low, high), (before_s, after_s) = self.sizes[place - 1 : place + 1], self.latencies_s[place - 1 : place + 1]
         return before_s + (num_bytes - low) / (high - low) * (after_s - before_s)
+
+
+_BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def rate_of(text: str) -> float:
+    """Bytes a second of "100mbit", "2.5gbit" or "1gbit/s". Raises ValueError for other texts."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", text.strip().lower())
+    if not found or not float(found[1]):
+        raise ValueError(f"{text}: write a speed like 100mbit, 1gbit or 2.5gbit")
+    return float(found[1]) * _BITS_PER_S[found[2]] / 8

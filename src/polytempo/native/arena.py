@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polytempo.core.system.address_space import address_space_advice
 from polytempo.native.mapping import Mapping
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -99,9 +100,10 @@ class Arena:
                 self._free[i : i + 1] = [block for block in rest if block.num_bytes]
                 self.used_bytes += wanted
                 return Block(begin, wanted)
+        limited = address_space_advice("MemoryError")  # an arena is smaller under such a limit
         raise MemoryError(
-            f"shared memory for {num_bytes} bytes: this process's arena has {self.num_bytes} bytes, of which "
-            f"{self.used_bytes} are in use; free tensors, or use fewer workers on this host"
+            f"shared memory for {num_bytes} bytes: this process's arena has {self.num_bytes} bytes, and "
+            f"{self.used_bytes} are in use; {limited or 'free tensors, or use fewer workers on this host'}"
         )
 
     def free(self, block: Block) -> None:

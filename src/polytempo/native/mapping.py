@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from polytempo.core.system.address_space import address_space_advice
+
 _LARGE_PAGE_BYTES = 2 << 20
 _NUM_PLACES = 64
 """Mappings begin at different multiples of 2 MiB, modulo this many."""
@@ -66,7 +68,9 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, descr
     found = _libc().mmap(address, num_bytes, protection, flags, descriptor, 0)
     if found is None or found == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {num_bytes} bytes of shared memory: {os.strerror(code)}")
+        said = f"cannot map {num_bytes} bytes of shared memory: {os.strerror(code)}"
+        advice = address_space_advice(said)
+        raise OSError(code, f"{said}. {advice}" if advice else said)
     return int(found)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from polytempo.bench.collectives import CollectivesPlan
 from polytempo.bench.collectives import collectives as measure_collectives
+from polytempo.bench.compression import Candidate, CompressionPlan
+from polytempo.bench.compression import compression as measure_compression
 from polytempo.bench.memory import MemoryPlan
 from polytempo.bench.memory import memory as measure_memory
 from polytempo.bench.models import MODELS
@@ -19,14 +21,22 @@ from polytempo.bench.tables import markdown, missing, table
 from polytempo.bench.training import TrainingPlan
 from polytempo.bench.training import training as measure_training
 from polytempo.cli.bench.bench_options import (
+    MEASURED,
     RESULT,
     CollectivesOptions,
+    CompressionOptions,
     MemoryOptions,
     TrainingOptions,
     bench_folder,
 )
+from polytempo.cli.options.network_options import network_of
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.cli.options.values import sizes
+from polytempo.cluster.cluster_file import read_cluster
+from polytempo.compression import through
+from polytempo.core import Transform
+from polytempo.spec.text.call import split_calls
+from polytempo.spec.text.catalogue import NAMES
 
 _TABLE, _PICTURE = "table.md", "picture.png"
 
@@ -79,3 +89,29 @@ def perform(name: str, measure: Callable[[], dict[str, Any]], out: Path | None, 
         show_table(*found)
     for line in (*missing(result), f"written to {folder}: {RESULT}, {_TABLE}, {_PICTURE}"):
         print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def compression(asked: CompressionOptions) -> None:
+    """`polytempo bench compression`."""
+    plan = plan_of(asked)
+    perform("compression", lambda: measure_compression(plan), asked.out, as_json=asked.json)
+
+
+def plan_of(asked: CompressionOptions) -> CompressionPlan:
+    """The plan with these options."""
+    return CompressionPlan(
+        sizes=asked.model,
+        link=network_of(asked.link, asked.latency_us, asked.cluster, "1gbit"),
+        workers=asked.workers,
+        candidates=[candidate(call) for call in asked.codecs or split_calls(MEASURED)],
+        steps=asked.rounds or (3 if asked.quick else 9),
+        cluster=None if asked.cluster is None else read_cluster(asked.cluster),
+    )
+
+
+def candidate(text: str) -> Candidate:
+    """The codec, or `low_rank`, that `text` spells."""
+    found: Any = NAMES.codec(text)
+    if isinstance(found, Transform):
+        return Candidate(text, found)
+    return Candidate(found.facts.name, through(found), found)

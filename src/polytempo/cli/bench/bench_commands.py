@@ -1,4 +1,4 @@
-"""`polytempo bench`: its commands and their options. A command imports its code when it is called."""
+"""`polytempo bench` and `polytempo tune`. A command imports its code when it is called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from polytempo.cli.bench.bench_options import (
     CompressionOptions,
     MemoryOptions,
     TrainingOptions,
+    TuneBatchOptions,
+    TuneThreadsOptions,
 )
 from polytempo.cli.options.command_line import takes
 
@@ -50,6 +52,42 @@ def memory(asked: MemoryOptions) -> None:
 @takes(CompressionOptions)
 def compression(asked: CompressionOptions) -> None:
     """Measure for each codec the network speed below which it saves time."""
-    from polytempo.cli.bench.bench_compression import compression as command  # imports torch, which takes seconds
+    from polytempo.cli.bench.bench import compression as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+tune = typer.Typer(
+    help="Recommend settings of a job, from short runs on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@tune.callback()
+def options() -> None:
+    """Recommend settings of a job, from short runs on this machine."""
+
+
+@tune.command()
+@takes(TuneBatchOptions)
+def batch(asked: TuneBatchOptions) -> None:
+    """Recommend a batch size, a number of workers and a learning rate for JOB, with the evidence.
+
+    The noise scale says how large a batch may be, a range test and short runs which rate it needs.
+    """
+    from polytempo.cli.bench.tune_batch import tune_batch as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@tune.command()
+@takes(TuneThreadsOptions)
+def threads(asked: TuneThreadsOptions) -> None:
+    """Measure how JOB divides the cores best: over workers, threads of operations, and threads of branches.
+
+    Each division trains for moments, in turns with all others; the one of the highest median is named, with its margin.
+    """
+    from polytempo.cli.bench.tune_threads import tune_threads as command  # imports torch, which takes seconds
 
     command(asked)

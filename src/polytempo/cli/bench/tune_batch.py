@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polytempo.cli.bench.tune_options import TuneBatchOptions
+from polytempo.cli.bench.bench_options import TuneBatchOptions
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.data.shard import DataShard

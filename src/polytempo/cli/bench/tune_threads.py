@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polytempo.bench.thread_grid import GridPlan, GridSetting, thread_grid
-from polytempo.cli.bench.tune_options import TuneThreadsOptions
+from polytempo.cli.bench.bench_options import TuneThreadsOptions
 from polytempo.cli.options.plan import found_job
 from polytempo.cli.options.show import figure, notes_on_stderr, show_json, show_table
 from polytempo.runs.frame.rehearsal import rehearse

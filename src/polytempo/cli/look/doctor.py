@@ -17,7 +17,6 @@ import typer
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, but does not tell mypy
 
 import polytempo
-from polytempo.cli.look.tested_versions import untested
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import PolytempoError
 from polytempo.engines.join.environment import recognise
@@ -197,3 +196,18 @@ def _rows(health: Health) -> list[tuple[str, str]]:
         rows.append(("self-check", f"2 workers {took}, through {how}"))
     rows += [("note", note) for note in health.notes]
     return rows + [("problem", problem) for problem in health.problems]
+
+
+TESTED_TORCH = ("2.9", "2.13", "2.14", "2.15")
+TESTED_PYTHON = ("3.11", "3.12", "3.13")
+"""The versions of torch and Python that `make test-torch` has passed with."""
+
+
+def untested(torch_version: str, python: str) -> list[str]:
+    """Sentences about untested ones of these two versions (such as "2.13.0+cpu", "3.11.7")."""
+    found = (("torch", torch_version, TESTED_TORCH), ("Python", python, TESTED_PYTHON))
+    return [
+        f"{name} {version} is not tested with Polytempo; tested are {', '.join(tested)}"
+        for name, version, tested in found
+        if ".".join(version.split(".")[:2]) not in tested
+    ]

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import typer
 
+from polytempo.core.system.address_space import address_space_advice
 from polytempo.engines.join.environment import recognise
-from polytempo.spec.address_space import address_space_advice
 from polytempo.spec.text.plain_text import plain_text
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -105,6 +105,6 @@ def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
         print("terminated" if isinstance(error, Terminated) else "interrupted", file=sys.stderr)
     else:
         said = plain_text(message or str(error)) or type(error).__name__
-        advice = "" if "ulimit -v" in said else address_space_advice(f"{type(error).__name__}: {said}")
+        advice = address_space_advice(f"{type(error).__name__}: {said}")
         print(f"error: {said}{'. ' if advice else ''}{advice}", file=sys.stderr)
     return typer.Exit(code)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from polytempo.cluster import Link
+from polytempo.cluster.cluster import rate_of
 from polytempo.cluster.cluster_file import read_cluster
-from polytempo.cluster.rate import rate_of
 
 
 def network_of(link: float | None, latency_us: float | None, cluster: Path | None, usual: str = "10gbit") -> Link:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from polytempo import jobs
-from polytempo.cluster.rate import rate_of
+from polytempo.cluster.cluster import rate_of
 from polytempo.spec.table.option import converted
 from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.declaration import declared

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from polytempo.cluster import Link
-from polytempo.cluster.rate import rate_of
+from polytempo.cluster.cluster import rate_of
 from polytempo.collectives import halving_doubling_price, ring_price, tree_price
 from polytempo.core import Codec
 from polytempo.partition.plan import LayerPlan, Reduction, chosen, volumes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from polytempo.cluster import Link
-from polytempo.cluster.rate import rate_of
+from polytempo.cluster.cluster import rate_of
 from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.branches.placed_model import PlacedModel, placed

@@ -9,9 +9,9 @@ _LACK = re.compile(r"MemoryError|alloc|out of memory|start new thread|no shared 
 
 
 def address_space_advice(said: str) -> str:
-    """A sentence with the remedy; "" where `said`, an error's name and text, is about something else, or no limit."""
+    """A sentence with the remedy; "" without a limit, or if `said`, an error's name and text, has another subject."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY or not _LACK.search(said):
+    if most == resource.RLIM_INFINITY or "ulimit -v" in said or not _LACK.search(said):
         return ""
     return (
         f"Each process may have {most / 1e9:,.2f} GB of address space (ulimit -v): raise that limit (ulimit -v "
