@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from polytempo.core.system.address_space import address_space_advice
+from polytempo.native.address_space import address_space_advice
 
 
 @pytest.mark.parametrize(

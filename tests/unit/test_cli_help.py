@@ -96,7 +96,7 @@ def test_a_wrong_value_ends_with_one_message(tmp_path: Path) -> None:
         ("compare digits --strategies=", "error: --strategies '': the value is empty"),
         ("simulate digits --cluster=", "error: --cluster '': the value is empty"),
         ("simulate digits --stragglers=", "error: --stragglers '': the value is empty"),
-        ("compare digits --strategies sync_sgd,,adasum", "expected a name, not ','"),
+        ("compare digits --strategies sync_sgd,,adasum", "this is not a call: invalid syntax\n    sync_sgd,,adasum"),
         ("simulate digits --cluster etherne", "no cluster 'etherne' (did you mean ethernet?)"),
         ("simulate digits --stragglers lognorm", "no straggler distribution 'lognorm'"),
     ],

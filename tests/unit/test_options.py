@@ -135,6 +135,8 @@ NARROWER = {
     ("launch", "timeout_s"): "float | None",  # None: no limit
     ("elastic", "min_workers"): "int",
     ("lbfgs", "data"): "Path | None",
+    ("lbfgs", "out"): "Path | None",
+    ("schedule", "out"): "Path | None",
     ("schedule", "data"): "Sequence[object]",
     ("plan_layers", "batch_size"): "int",
 }

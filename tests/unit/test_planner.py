@@ -327,9 +327,10 @@ def test_price_and_spread_of_a_file(tmp_path: Path) -> None:
     path.write_text("[price]\nhost_hour = 'much'\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"price.host_hour = 'much' must be a number"):
         read_price(path)
-    path.write_text("[price]\nhost_hour = 0\n[spread]\nworkers = 'wide'\n", encoding="utf-8")
+    path.write_text("[price]\nhost_hour = 0\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"price.host_hour = 0 must be a number"):
         read_price(path)
+    path.write_text("[spread]\nworkers = 'wide'\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"cluster.toml: spread = .*wide.* must be a number"):
         read_spread(path)
 

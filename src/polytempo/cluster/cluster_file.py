@@ -27,7 +27,6 @@ from polytempo.cluster.cluster import Cluster, CollectiveLink, Link
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps
 from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import constant
-from polytempo.core.calls.validation import requirement
 
 FORMAT = "polytempo-cluster"
 VERSION = 4
@@ -42,6 +41,7 @@ measured)|."""
 _FIRST_WITH_END = 3
 _MOST_BYTES = 16 << 20
 _MOST_SHOWN = 80
+_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "object": "a table", "array": "a list"}
 
 T = TypeVar("T")
 _Count = Annotated[int, Meta(ge=1)]
@@ -252,13 +252,18 @@ def _converted(plain: Mapping[str, Any], kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        must, _, path = requirement(error).partition(" - at ")
+        said, _, path = str(error).partition(" - at ")
         keys = re.findall(r"\w+", path)
-        if missing := re.fullmatch(r"Object missing required field `(\w+)`", must):
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", said):
             name = ".".join([*keys, missing[1]]) if keys else f"the table [{missing[1]}]"
             raise ValueError(f"{where}: {name} is missing; write it, or measure again") from None
         place, value = _found(plain, keys)
-        raise ValueError(f"{where}: {place} = {repr(value)[:_MOST_SHOWN]} {must.partition(', got')[0]}") from None
+        must = (
+            said.partition(", got")[0].replace(" | null", "").replace("Number out of range", "Expected a finite number")
+        )
+        must = must.replace("Expected", "must be").replace(f"`float` <= {sys.float_info.max!r}", "a finite number")
+        must = re.sub(r"`(\w+)`", lambda kind: _WORDS.get(kind[1], kind[0]), must)
+        raise ValueError(f"{where}: {place} = {repr(value)[:_MOST_SHOWN]} {must}") from None
 
 
 def _found(plain: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:

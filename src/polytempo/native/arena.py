@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.core.system.address_space import address_space_advice
+from polytempo.native.address_space import address_space_advice
 from polytempo.native.mapping import Mapping
 
 _PAGE_BYTES = mmap.PAGESIZE

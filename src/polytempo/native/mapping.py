@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from polytempo.core.system.address_space import address_space_advice
+from polytempo.native.address_space import address_space_advice
 
 _LARGE_PAGE_BYTES = 2 << 20
 _NUM_PLACES = 64

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import typer
 
-from polytempo.core.system.address_space import address_space_advice
 from polytempo.engines.join.environment import recognise
+from polytempo.native.address_space import address_space_advice
 from polytempo.spec.text.plain_text import plain_text
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143

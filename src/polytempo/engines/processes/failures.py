@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
-from polytempo.core.system.address_space import address_space_advice
 from polytempo.engines.engine import EngineProcess
+from polytempo.native.address_space import address_space_advice
 from polytempo.spec.text.plain_text import plain_text
 
 _LAST_LINES = 20

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
@@ -26,8 +27,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import Meta
 
-from polytempo.core.calls.validation import requirement
-
 EVERYWHERE = ("train", "compare", "simulate")
 PROCESSES = ("train", "compare")
 ONE_STRATEGY = ("train", "simulate")
@@ -36,6 +35,9 @@ TRAIN = ("train",)
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 NumThreads = Annotated[int, Meta(ge=1, le=4096)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+_WORDS |= {"object": "a table", "array": "a list"}
 
 
 class Option(NamedTuple):
@@ -144,8 +146,10 @@ def converted(value: object, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        said = requirement(error).replace(" - at `key` in `$`", " as a key").replace(" - at `$[...]`", " as a value")
-        raise ValueError(said) from None
+        said = str(error).replace("Expected", "must be", 1).replace(" | null", "")
+        said = said.replace(f"`float` <= {sys.float_info.max!r}", "a finite number")
+        said = said.replace(" - at `key` in `$`", " as a key").replace(" - at `$[...]`", " as a value")
+        raise ValueError(re.sub(r"`(\w+)`", lambda kind: _WORDS.get(kind[1], kind[0]), said)) from None
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
