@@ -52,13 +52,23 @@ NORMS = {
 
 
 class Spare(nn.Sequential):
-    """Layers, one of which is never used."""
+    """Layers without the layer `spare`."""
 
     def forward(self, x: Tensor) -> Tensor:
         for name, layer in self.named_children():
             if name != "spare":
                 x = layer(x)
         return x
+
+
+class Sometimes(Spare):
+    """The layer `spare` acts on batches with a first number above 0 alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.get_submodule("spare")(x) if x[0, 0] > 0 else x)
+
+
+SPARE = {"unused": Spare, "sometimes": Sometimes}
 
 
 def model_of(row: Combination) -> nn.Module:
@@ -74,9 +84,9 @@ def model_of(row: Combination) -> nn.Module:
         twist=nn.Tanh(),
         last=nn.Linear(6, 2),
     )
-    if row.loop == "unused":
-        layers["spare"] = nn.Linear(3, 3)
-    net = (Spare if row.loop == "unused" else nn.Sequential)(layers)
+    if row.loop in SPARE:
+        layers["spare"] = nn.Linear(4, 4)
+    net = SPARE.get(row.loop, nn.Sequential)(layers)
     net[0].requires_grad_(row.loop != "frozen")
     return net.to(dtype_of(row))
 
@@ -202,10 +212,10 @@ def batch_of(step: int, row: Combination) -> tuple[Tensor, Tensor]:
 
 def _sum_gradients(copies: list[Replica]) -> None:
     for parameters in zip(*(copy.net.parameters() for copy in copies), strict=True):
-        if parameters[0].grad is not None:
-            total = sum(p.grad for p in parameters)  # type: ignore[misc]
+        if found := [p.grad for p in parameters if p.grad is not None]:
+            total = torch.stack(found).sum(0)
             for p in parameters:
-                p.grad = total.clone()  # type: ignore[union-attr]
+                p.grad = total.clone()
 
 
 def _meet(copies: list[Replica], *, parameters: bool) -> None:

@@ -81,6 +81,20 @@ FACTORS: dict[str, Sequence[str | int]] = {
     "world": ["virtual", "processes"],
 }
 FACTOR_NAMES = tuple(FACTORS)
+IDLE_LAYERS = [
+    Combination(family, "whole", "float64", norm, optimizer, loop, replicas, saving, world)
+    for family, norm, optimizer, loop, replicas, saving, world in [
+        ("backup", "layer", "adamw", "sometimes", 2, "saved", "virtual"),
+        ("backup", "group", "momentum", "sometimes", 2, "resumed", "processes"),
+        ("backup", "batch", "sgd", "sometimes", 1, "saved", "virtual"),
+        ("backup", "none", "adamw", "unused", 2, "saved", "processes"),
+        ("backup", "batch", "momentum", "unused", 1, "saved", "virtual"),
+        ("downpour", "none", "momentum", "sometimes", 1, "saved", "virtual"),
+        ("sync", "none", "adamw", "sometimes", 2, "saved", "virtual"),
+        ("sync", "group", "momentum", "sometimes", 2, "resumed", "processes"),
+    ]
+]
+"""Rows with a layer that no batch uses, or only some batches: optimizers leave it alone, at a server too."""
 STAGED = tuple(layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "split", "hybrid"))
 WAITING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
 """Stages that compute what one process would."""

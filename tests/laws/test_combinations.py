@@ -29,7 +29,7 @@ from laws.combination_runs import (
     strategy_of,
     workers_of,
 )
-from laws.combinations import FACTORS, OWN, SERVED, Combination, comparable, covering, possible, refusal
+from laws.combinations import FACTORS, IDLE_LAYERS, OWN, SERVED, Combination, comparable, covering, possible, refusal
 from polytempo.core import PolytempoError
 from polytempo.runs.frame import run_page
 from polytempo.spec.result import Result
@@ -37,7 +37,7 @@ from polytempo.worlds import ProcessWorld
 from process.crew import together
 from some_cases import some_of
 
-ROWS = covering()
+ROWS = covering() + IDLE_LAYERS
 VIRTUAL = [row for row in ROWS if row.world == "virtual"]
 JOBS = [row for row in ROWS if row.world == "processes" and row.loop not in OWN]
 LOOPS = [row for row in ROWS if row.loop in OWN]

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from polytempo.server.layout import (
     Parameter,
-    Segment,
     Span,
     Spans,
     describe,
     flat_index,
     numel_of,
+    parameter_parts,
     part,
     place_,
-    segments,
     shard_map,
     with_shard_added,
     with_shard_drained,
@@ -155,13 +154,15 @@ def test_an_element_has_a_name() -> None:
     assert [flat_index(spans, i) for i in range(5)] == [10, 11, 97, 98, 99]
 
 
-def test_segments_are_runs_of_one_group() -> None:
-    assert segments(MODEL, (Span(50, 62), Span(68, 100))) == (
-        Segment(0, 10, 0),
-        Segment(10, 14, 1),
-        Segment(14, 39, 0),
-        Segment(39, 44, 1),
-    )
+def test_a_shard_has_parts_of_parameters() -> None:
+    parts = parameter_parts(MODEL, (Span(50, 62), Span(68, 100)))
+    assert [(found.parameter.name, found.begin, found.end) for found in parts] == [
+        ("w1", 0, 10),
+        ("b1", 10, 12),
+        ("b1", 12, 14),
+        ("w2", 14, 39),
+        ("b2", 39, 44),
+    ]
 
 
 def test_a_part_of_one_range_is_a_view_and_goes_back_where_it_was() -> None:

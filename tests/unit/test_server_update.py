@@ -13,8 +13,8 @@ from torch import Tensor
 
 from polytempo.core.rule import UpdateRule
 from polytempo.native.library import available
-from polytempo.server.layout import Segment
-from polytempo.server.tensors.optimizer import Moments, Optimizer, Term, first_unfinite, init
+from polytempo.server.layout import Parameter, ParameterPart
+from polytempo.server.tensors.optimizer import Moments, Optimizer, StepNumber, Term, first_unfinite, init
 
 NUMEL, STEPS = 1031, 4
 
@@ -73,8 +73,12 @@ def alone(rule: UpdateRule, dtype: torch.dtype = torch.float32) -> Tensor:
     return weights
 
 
+def part_of(begin: int, end: int, group: int) -> ParameterPart:
+    return ParameterPart(Parameter(f"w{begin}", end - begin, group), begin, end)
+
+
 def optimizer_of(rule: UpdateRule, native: bool, dtype: torch.dtype = torch.float32) -> Optimizer:
-    return Optimizer(rule, [Segment(0, NUMEL, 0)], dtype, native=native)
+    return Optimizer(rule, [part_of(0, NUMEL, 0)], dtype, native=native)
 
 
 def in_shard(
@@ -91,7 +95,7 @@ def in_shard(
         before = weights.clone()
         terms, divisor = terms_of(gradient)
         kept = [term.gradient.clone() for term in terms]
-        optimizer.step_(weights, out, terms, divisor, moments, step, ())
+        optimizer.step_(weights, out, terms, divisor, moments, StepNumber(step), ())
         assert out is weights or torch.equal(weights, before), "weights that are lent must stay"
         assert all(torch.equal(term.gradient, old) for term, old in zip(terms, kept, strict=True))
         weights = out
@@ -122,11 +126,12 @@ def test_in_f64_both_ways_agree(rule: UpdateRule) -> None:
 def test_large_weights_get_the_same_bits_past_the_caches(kind: Literal["sgd", "adam"]) -> None:
     """From 24 MiB on `out` is written past the caches where it is not the weights; here it begins between two lines."""
     numel = (24 << 20) // 4 + 1000
-    optimizer = Optimizer(UpdateRule(kind, lr=0.1), [Segment(0, numel, 0)], torch.float32, native=True)
+    optimizer = Optimizer(UpdateRule(kind, lr=0.1), [part_of(0, numel, 0)], torch.float32, native=True)
     weights = torch.linspace(-3, 5, numel)
     gradient, out = weights.cos(), torch.empty(numel + 3)[3:]
-    optimizer.step_(weights, out, [Term(gradient, 1.0)], 3.0, init(optimizer.rule, numel, out.dtype, empty), 1, ())
-    optimizer.step_(weights, weights, [Term(gradient, 1.0)], 3.0, init(optimizer.rule, numel, out.dtype, empty), 1, ())
+    for target in (out, weights):
+        moments = init(optimizer.rule, numel, out.dtype, empty)
+        optimizer.step_(weights, target, [Term(gradient, 1.0)], 3.0, moments, StepNumber(1), ())
     assert torch.equal(out, weights)
 
 
@@ -142,10 +147,10 @@ def test_several_gradients_are_a_weighted_mean(native: bool) -> None:
 def test_no_gradient_is_a_gradient_of_zeros(native: bool) -> None:
     """The momentum goes on: w = 0 - 1·(0.5·1) where the first step left a momentum of 1."""
     rule = UpdateRule("sgd", lr=1.0, momentum=0.5)
-    optimizer = Optimizer(rule, [Segment(0, 2, 0)], torch.float32, native=native)
+    optimizer = Optimizer(rule, [part_of(0, 2, 0)], torch.float32, native=native)
     moments = Moments(torch.ones(2), None)
     weights = torch.zeros(2)
-    optimizer.step_(weights, weights, [], 1.0, moments, 2, ())
+    optimizer.step_(weights, weights, [], 1.0, moments, StepNumber(2), ())
     assert weights.tolist() == [-0.5, -0.5]
 
 
@@ -153,24 +158,25 @@ def test_no_gradient_is_a_gradient_of_zeros(native: bool) -> None:
 def test_adagrad_without_epsilon_leaves_what_has_no_gradient(native: bool) -> None:
     """DistBelief's rule has no ε: the first step is lr · g/|g|, and 0/0 counts as 0."""
     rule = UpdateRule("adagrad", lr=0.25, eps=0.0)
-    optimizer = Optimizer(rule, [Segment(0, 4, 0)], torch.float32, native=native)
+    optimizer = Optimizer(rule, [part_of(0, 4, 0)], torch.float32, native=native)
     out = empty(4, torch.float32)
     gradient = torch.tensor([0.0, 3.0, -1e-12, 0.0])
-    optimizer.step_(torch.ones(4), out, [Term(gradient, 1.0)], 1.0, init(rule, 4, torch.float32, empty), 1, ())
+    moments = init(rule, 4, torch.float32, empty)
+    optimizer.step_(torch.ones(4), out, [Term(gradient, 1.0)], 1.0, moments, StepNumber(1), ())
     assert out.tolist() == [1.0, 0.75, 1.25, 1.0]
 
 
 @both_ways
 def test_each_group_has_its_learning_rate(native: bool) -> None:
     rule = UpdateRule("sgd", momentum=0.5)
-    optimizer = Optimizer(rule, [Segment(0, 2, 1), Segment(2, 3, 0)], torch.float32, native=native)
+    optimizer = Optimizer(rule, [part_of(0, 2, 1), part_of(2, 3, 0)], torch.float32, native=native)
     weights, out = torch.zeros(3), empty(3, torch.float32)
     moments = init(rule, 3, torch.float32, empty)
-    optimizer.step_(weights, out, [Term(torch.ones(3), 1.0)], 1.0, moments, 1, (0.5, 0.25))
+    optimizer.step_(weights, out, [Term(torch.ones(3), 1.0)], 1.0, moments, StepNumber(1), (0.5, 0.25))
     assert out.tolist() == [-0.25, -0.25, -0.5]
     assert optimizer.lacks((0.5,)) == "no learning rate for parameter group 1: lrs are (0.5,)"
     assert optimizer.lacks((0.5, 0.25)) == ""
-    assert Optimizer(replace(rule, lr=1.0), [Segment(0, 3, 1)], torch.float32, native=native).lacks(()) == ""
+    assert Optimizer(replace(rule, lr=1.0), [part_of(0, 3, 1)], torch.float32, native=native).lacks(()) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from msgspec.structs import asdict, replace
@@ -21,6 +22,7 @@ from polytempo.server.record import (
     Saving,
     Stopping,
 )
+from polytempo.server.unused import common
 from polytempo.server.worker.host.lent_gradients import add_all_
 from polytempo.server.worker.next_push import mean_rates
 
@@ -72,7 +74,8 @@ def together(entry: HostPushEntry, pushes: Sequence[Push]) -> Push:
     gradients = [push.gradient for push in pushes]
     total = add_all_(torch.empty_like(gradients[0]), gradients[0], gradients[1:])
     lrs = mean_rates([push.lrs for push in pushes])
-    return replace(first, basis=entry.basis, gradient=total, lrs=lrs, parts=parts)
+    unused = reduce(common, (push.unused for push in pushes[1:]), first.unused)
+    return replace(first, basis=entry.basis, gradient=total, lrs=lrs, parts=parts, unused=unused)
 
 
 def as_recorded(entry: Entry, messages: Sequence[Message]) -> Message | None:

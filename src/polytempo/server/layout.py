@@ -10,7 +10,7 @@ added or drained, and as few elements as possible move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -178,30 +178,24 @@ def flat_index(spans: Spans, index: int) -> int:
     raise ValueError(f"the shard's vector ends {index + 1} elements before")
 
 
-class Segment(NamedTuple):
-    """The elements `begin … end-1` of a shard's own vector, all of the optimizer's parameter group `group`."""
+class ParameterPart(NamedTuple):
+    """The elements `begin … end-1` of a shard's own vector, all of one parameter."""
 
+    parameter: Parameter
     begin: int
     end: int
-    group: int
 
 
-def segments(parameters: Sequence[Parameter], spans: Spans) -> tuple[Segment, ...]:
-    """A shard's own vector in the longest runs of one parameter group."""
-    found: list[Segment] = []
+def parameter_parts(parameters: Sequence[Parameter], spans: Spans) -> Iterator[ParameterPart]:
+    """A shard's own vector, parameter by parameter."""
     starts = list(accumulate((parameter.numel for parameter in parameters), initial=0))
     at = 0
     for span in spans:
         for parameter, start in zip(parameters, starts, strict=False):
             length = min(span.end, start + parameter.numel) - max(span.begin, start)
-            if length <= 0:
-                continue
-            if found and found[-1].group == parameter.group:
-                found[-1] = Segment(found[-1].begin, at + length, parameter.group)
-            else:
-                found.append(Segment(at, at + length, parameter.group))
-            at += length
-    return tuple(found)
+            if length > 0:
+                yield ParameterPart(parameter, at, at + length)
+                at += length
 
 
 class StageSpans(NamedTuple):

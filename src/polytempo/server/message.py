@@ -20,6 +20,7 @@ from torch import Tensor
 
 from polytempo.server.layout import Spans
 from polytempo.server.step_rates import StepRates
+from polytempo.server.unused import UnusedParameters
 
 COORDINATOR = -1
 """The `worker` of a request that the coordinator makes."""
@@ -121,6 +122,8 @@ class Push(Request, frozen=True, eq=False):
     """The running statistics of the worker's norm layers, float64; None where its model has none."""
     parts: tuple[PushPart, ...] = ()
     """The requests of the other workers with gradients in the sum; all are taken, or none is (`PushAlone`)."""
+    unused: tuple[str, ...] = ()
+    """The parameters without a gradient; there `gradient` is 0."""
 
 
 class Pull(Request, frozen=True, eq=False):
@@ -244,6 +247,7 @@ class Lent(Reply, frozen=True, eq=False):
     aside: dict[int, Tensor] = {}
     """Batch -> the sum of its parts so far."""
     running: Tensor | None = None
+    unused: UnusedParameters = msgspec.field(default_factory=UnusedParameters)
 
 
 class PushAlone(Reply, frozen=True, eq=False):

@@ -35,6 +35,8 @@ class Waiting(msgspec.Struct, array_like=True, eq=False):
     """A push's rows of tables, lent as `gradient` is."""
     running: Tensor | None = None
     """A push's running statistics of norms."""
+    unused: tuple[str, ...] = ()
+    """A push's parameters without a gradient."""
 
 
 def waiting_for(push: Push) -> Waiting:
@@ -49,6 +51,7 @@ def waiting_for(push: Push) -> Waiting:
         push.gradient.contiguous(),
         rows=push.rows,
         running=push.running,
+        unused=push.unused,
     )
 
 

@@ -274,7 +274,7 @@ class Shard:
 
     def _decide(self, waiting: Waiting, verdict: Literal["applied", "dropped"], reason: str = "") -> None:
         waiting.gradient, waiting.verdict, waiting.reason = None, verdict, reason
-        waiting.rows, waiting.running = (), None
+        waiting.rows, waiting.running, waiting.unused = (), None, ()
         waiting.staleness = self.version - waiting.basis
         if verdict == "applied":
             self.decisions.use(waiting.tickets, waiting.staleness)
@@ -294,7 +294,7 @@ class Shard:
             for modifier in self.service.modifiers:
                 own = (self._weights.moments.second,) if modifier.remembers else ()
                 gradient = modifier.apply(gradient, self.weights, basis if modifier.needs_basis else None, *own)
-        self._weights.add(gradient, multiples, action.part_of)
+        self._weights.add(gradient, multiples, action.part_of, waiting.unused)
         self._running.add(waiting.running)
         self._decide(waiting, "applied")
 
@@ -371,6 +371,7 @@ class Shard:
             running=self._running.present,
             running_total=self._running.total,
             running_count=self._running.count,
+            unused=weights.unused,
         )
         return encode(state)
 
@@ -388,7 +389,7 @@ class Shard:
             self._tables.load(state.tables)
         weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.partial_sums, spare)
         weights.version, weights.steps, weights.rates = state.version, state.steps, state.rates
-        weights.leases, weights.reads = state.leases, state.reads
+        weights.leases, weights.reads, weights.unused = state.leases, state.reads, state.unused
         for number in state.held_buffers():
             weights.buffers.hold(number)
         self.index, self._rule, self._queues = state.index, state.rule, Queues(self.service.rule.name, state.waiting)

@@ -17,6 +17,7 @@ from polytempo.server.shard.deduplication import Known
 from polytempo.server.shard.replies import Waiting
 from polytempo.server.step_rates import StepRates
 from polytempo.server.tensors.tables import TableState
+from polytempo.server.unused import UnusedParameters
 
 
 class State(msgspec.Struct, array_like=True, eq=False):
@@ -57,6 +58,7 @@ class State(msgspec.Struct, array_like=True, eq=False):
     """Running statistics of norms, their sum over the gradients that are summed, and how many these are."""
     running_total: Tensor | None = None
     running_count: int = 0
+    unused: UnusedParameters = msgspec.field(default_factory=UnusedParameters)
 
     def held_buffers(self) -> list[int]:
         """The buffers that are held beside the present weights, each as often as it is held."""

@@ -19,6 +19,7 @@ from polytempo.server.layout import Span, Spans, numel_of
 from polytempo.server.message import Lend, Lent
 from polytempo.server.step_rates import Factor, StepRates, largest_of
 from polytempo.server.tensors.weights import Weights
+from polytempo.server.unused import UnusedParameters, joined
 
 
 class Likeness(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +72,7 @@ def lend(request: Lend, shard: int, weights: Weights, own: Spans, likeness: Like
         total=total,
         aside={batch: _taken(parts, own, request.spans) for batch, parts in weights.partial_sums.items()},
         running=running,
+        unused=weights.unused,
     )
 
 
@@ -84,6 +86,7 @@ class Rest(NamedTuple):
     version: int
     steps: int
     rates: StepRates
+    unused: UnusedParameters
 
     def put_(self, weights: Weights) -> None:
         """Put this into new weights."""
@@ -94,6 +97,7 @@ class Rest(NamedTuple):
             weights.total, weights.summed = self.total, True
         weights.partial_sums = self.partial_sums
         weights.version, weights.steps, weights.rates = self.version, self.steps, self.rates
+        weights.unused = self.unused
 
 
 Multiplied = Callable[[Tensor, Spans, Factor], Tensor]
@@ -110,6 +114,7 @@ class _Source(NamedTuple):
     partial_sums: Mapping[int, Tensor]
     version: int
     steps: int
+    unused: UnusedParameters
 
 
 def take_over(
@@ -122,9 +127,9 @@ def take_over(
     some element of `spans` is missing.
     """
     sources = [
-        _Source(own, _tensors(old), old.rates, old.partial_sums, old.version, old.steps),
+        _Source(own, _tensors(old), old.rates, old.partial_sums, old.version, old.steps, old.unused),
         *(
-            _Source(p.spans, (p.weights, p.first, p.second, p.total), p.rates, p.aside, p.version, p.steps)
+            _Source(p.spans, (p.weights, p.first, p.second, p.total), p.rates, p.aside, p.version, p.steps, p.unused)
             for p in pieces
         ),
     ]
@@ -140,14 +145,16 @@ def take_over(
     batches = sorted({batch for source in sources for batch in source.partial_sums})
     partial = {batch: gathered([source.partial_sums.get(batch) for source in sources]) for batch in batches}
     assert values is not None, "every shard has weights"
+    steps = max(source.steps for source in sources)
     return values, Rest(
         first=first,
         second=second,
         total=total,
         partial_sums={batch: parts for batch, parts in partial.items() if parts is not None},
         version=max(source.version for source in sources),
-        steps=max(source.steps for source in sources),
+        steps=steps,
         rates=rates,
+        unused=joined([(source.unused, source.steps) for source in sources], steps),
     )
 
 

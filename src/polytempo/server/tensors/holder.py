@@ -11,7 +11,7 @@ from torch import Tensor
 from polytempo.core import Codec
 from polytempo.core.rule import Service
 from polytempo.server.encoding import Coding, Pushes, ShownEncoding
-from polytempo.server.layout import Empty, Parameter, Spans, numel_of, segments
+from polytempo.server.layout import Empty, Parameter, Spans, numel_of, parameter_parts
 from polytempo.server.pieces import cut
 from polytempo.server.shard.admission import Admission
 from polytempo.server.step_rates import Factor
@@ -72,9 +72,7 @@ class Holder:
 
     def hold(self, spans: Spans, values: Tensor) -> tuple[Weights, Admission]:
         """The elements of `spans`, which begin as `values`, before the first update."""
-        assert self._service.optimizer is not None, "the shard has seen to it"
-        where = segments(self._parameters, spans)
-        optimizer = Optimizer(self._service.optimizer, where, values.dtype, native=self._native)
+        optimizer = self._optimizer(spans, values.dtype, native=self._native)
         codec, pull_codec = self._service.codec, self._service.pull_codec
         shown = None if pull_codec is None else ShownEncoding(self._coding(pull_codec, spans, values))
         pushes = None if codec is None else Pushes(self._coding(codec, spans, values), values.numel(), values.dtype)
@@ -95,11 +93,13 @@ class Holder:
         """`vector`, which has an entry for each element of `spans`, times `factor`; `vector` where that is 1."""
         if factor == 1:
             return vector
-        assert self._service.optimizer is not None, "the shard has seen to it"
-        where = segments(self._parameters, spans)
         out = vector.clone()
-        Optimizer(self._service.optimizer, where, vector.dtype, native=False).add_(out, Term(out, factor), fresh=True)
+        self._optimizer(spans, vector.dtype, native=False).add_(out, Term(out, factor), fresh=True)
         return out
+
+    def _optimizer(self, spans: Spans, dtype: torch.dtype, *, native: bool) -> Optimizer:
+        assert self._service.optimizer is not None, "the shard has seen to it"
+        return Optimizer(self._service.optimizer, tuple(parameter_parts(self._parameters, spans)), dtype, native=native)
 
     def _coding(self, codec: Codec, spans: Spans, values: Tensor) -> Coding:
         return Coding(self._parameters, spans, codec, values.dtype, own=True)

@@ -13,8 +13,9 @@ to one of them in all its shards and their copies, because their bits differ:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from polytempo.core.rule import UpdateRule
 from polytempo.native.kernels import update as kernels
 from polytempo.native.kernels.step import RULES, Hyper
 from polytempo.native.library import available
-from polytempo.server.layout import Empty, Segment
+from polytempo.server.layout import Empty, Parameter, ParameterPart
 from polytempo.server.step_rates import Factor, of_group
 
+T = TypeVar("T")
 _TINY = 1e-300
 """Stands for Adagrad's ε = 0 in the kernel: added to a square root in f64 it changes nothing but 0/0, which is 0."""
 
@@ -42,6 +44,17 @@ class Moments(NamedTuple):
 
     first: Tensor | None
     second: Tensor | None
+
+
+class StepNumber(NamedTuple):
+    """The number of a step, which is smaller for parameters that were left alone before."""
+
+    whole: int
+    """The first is 1."""
+    unused: Collection[str] = ()
+    """The parameters that the step leaves alone."""
+    skipped: Mapping[str, int] = {}
+    """Parameter -> the number of earlier steps that have left it alone, and this one if it does."""
 
 
 def init(rule: UpdateRule, numel: int, dtype: torch.dtype, empty: Empty) -> Moments:
@@ -70,14 +83,14 @@ def first_unfinite(values: Tensor, native: bool) -> int:
 
 
 class Optimizer:
-    """`rule` on a shard's own vector of `dtype`, with parameter groups in `segments`.
+    """`rule` on a shard's own vector of `dtype`, which has the parameters `parts`.
 
     `native`: by the kernel, which needs float32 or float64 on the CPU, contiguous.
     """
 
-    def __init__(self, rule: UpdateRule, segments: Sequence[Segment], dtype: torch.dtype, *, native: bool) -> None:
-        self.rule, self.native, self.segments = rule, native, segments
-        self._groups = sorted({segment.group for segment in segments})
+    def __init__(self, rule: UpdateRule, parts: Sequence[ParameterPart], dtype: torch.dtype, *, native: bool) -> None:
+        self.rule, self.native, self._parts = rule, native, parts
+        self._groups = sorted({part.parameter.group for part in parts})
         self._whole = None if len(self._groups) > 1 else [(slice(None), self._groups[0] if self._groups else 0)]
         """The whole vector, where there is one parameter group."""
         self._own = None if rule.lr is None else (rule.lr,) * (self._groups[-1] + 1 if self._groups else 1)
@@ -88,6 +101,19 @@ class Optimizer:
         if self.rule.lr is None and self._groups and len(lrs) <= self._groups[-1]:
             return f"no learning rate for parameter group {self._groups[-1]}: lrs are {tuple(lrs)}"
         return ""
+
+    @property
+    def moves_by_zeros(self) -> bool:
+        """True if a step on a gradient of zeros may change weights, moments or later steps."""
+        return self.rule.kind != "sgd" or bool(self.rule.momentum or self.rule.weight_decay)
+
+    def silent(self, gradient: Tensor, names: Collection[str]) -> list[str]:
+        """The parameters among `names` with a gradient of zeros. An encoded gradient may bring residuals elsewhere."""
+        found: dict[str, bool] = {}
+        for (name, *_), begin, end in self._parts:
+            if name in names:
+                found[name] = found.get(name, True) and not (gradient.is_meta or gradient[begin:end].any())
+        return [name for name, is_silent in found.items() if is_silent]
 
     def rates(self, lrs: tuple[float, ...], factor: float = 1.0) -> tuple[float, ...]:
         """`factor` times the learning rates of a push, or the rule's own where it has one."""
@@ -101,10 +127,10 @@ class Optimizer:
         terms: Sequence[Term],
         divisor: Factor,
         moments: Moments,
-        step: int,
+        step: StepNumber,
         lrs: tuple[float, ...],
     ) -> None:
-        """Step number `step` (the first is 1): `out` and `moments` are overwritten, `out` may be `weights`.
+        """Make a step: `out` and `moments` are overwritten, `out` may be `weights`.
 
         `lrs`: its learning rates, for each parameter group; (): the rule's own. All tensors are flat and of one length.
         No terms: a step on a gradient of zeros. Cost: with the kernel one read of the weights and of each gradient and
@@ -115,16 +141,17 @@ class Optimizer:
         lrs = lrs if self._own is None or lrs else self._own
         if self.rule.kind == "sgd":
             moments = moments._replace(second=None)  # a modifier's
-        pieces = self._whole or self._pieces(lrs, divisor, *(factor for _, factor in terms))
+        factors = lrs, divisor, *(factor for _, factor in terms)
+        pieces = self._stepped(weights, out, step, factors)
         if self._updater is not None:
-            self._native_(weights, out, terms, divisor, moments, step, lrs, pieces)
+            self._native_(weights, out, terms, divisor, moments, lrs, pieces)
             return
-        for where, group in pieces:
+        for where, group, number in pieces:
             cut = Moments(*(None if moment is None else moment[where] for moment in moments))
             own = [(gradient[where], of_group(factor, group)) for gradient, factor in terms]
             gradient = _sum_of(own, of_group(divisor, group), weights[where])
             lr = lrs[group] if lrs else 0.0
-            _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient, cut, step, lr)
+            _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient, cut, number, lr)
 
     @property
     def descends(self) -> bool:
@@ -155,8 +182,30 @@ class Optimizer:
         """The parts of the vector with constant `factors`, each with a parameter group."""
         groups = self._groups
         if any(isinstance(factor, tuple) and len({factor[group] for group in groups}) > 1 for factor in factors):
-            return [(slice(begin, end), group) for begin, end, group in self.segments]
+            return list(self._runs(lambda parameter: parameter.group))
         return [(slice(None), groups[0])]
+
+    def _runs(self, kind: Callable[[Parameter], T]) -> Iterator[tuple[slice, T]]:
+        """The longest parts of the vector with parameters of one kind."""
+        for value, parts in groupby(self._parts, lambda part: kind(part.parameter)):
+            first, *rest = parts
+            yield slice(first.begin, rest[-1].end if rest else first.end), value
+
+    def _stepped(
+        self, weights: Tensor, out: Tensor, step: StepNumber, factors: tuple[Factor, ...]
+    ) -> list[tuple[slice, int, int]]:
+        """The parts of the vector to update, each with a parameter group and a step number; the others are copied."""
+        if not step.skipped:
+            return [(where, group, step.whole) for where, group in self._whole or self._pieces(*factors)]
+        pieces = []
+        for where, (group, left, skipped) in self._runs(
+            lambda p: (p.group, p.name in step.unused, step.skipped.get(p.name, 0))
+        ):
+            if not left:
+                pieces.append((where, group, step.whole - skipped))
+            elif out is not weights:
+                out[where] = weights[where]
+        return pieces
 
     def _native_(
         self,
@@ -165,19 +214,18 @@ class Optimizer:
         terms: Sequence[Term],
         divisor: Factor,
         moments: Moments,
-        step: int,
         lrs: tuple[float, ...],
-        pieces: Sequence[tuple[slice, int]],
+        pieces: Sequence[tuple[slice, int, int]],
     ) -> None:
         updater = self._updater
         assert updater is not None, "asked for only where there is one"
-        updater.hyper.step, updater.hyper.first = step, step == 1
         first, second = moments
-        for where, group in pieces:
+        for where, group, number in pieces:
+            updater.hyper.step, updater.hyper.first = number, number == 1
             updater.hyper.lr = lrs[group] if lrs else 0.0
             share = of_group(divisor, group)
             scales = [of_group(factor, group) / share for _, factor in terms]
-            if len(pieces) == 1:
+            if where == slice(None):
                 updater.update_([g for g, _ in terms], scales, weights, out, first, second)
                 continue
             m = None if first is None else first[where]

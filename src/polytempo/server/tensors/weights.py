@@ -7,7 +7,7 @@ buffer 2              └─ written by it ─▶ the weights
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from polytempo.core.rule import Add
 from polytempo.server.encoding import ShownEncoding
 from polytempo.server.layout import Empty
 from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
-from polytempo.server.tensors.optimizer import Moments, Optimizer, Term, first_unfinite, init
+from polytempo.server.tensors.optimizer import Moments, Optimizer, StepNumber, Term, first_unfinite, init
+from polytempo.server.unused import UnusedParameters
 
 
 class BufferPool:
@@ -110,6 +111,7 @@ class Weights:
         self.reads: dict[int, tuple[int, int]] = {}
         """Worker -> (version, buffer) of the weights that it read last."""
         self.rates = StepRates()  # of the gradients in the sum
+        self.unused = UnusedParameters()
         self.optimizer = optimizer
         self._empty, self._keeps_reads, self._shown = empty, keeps_reads, shown
         self._terms: list[Term] = []
@@ -209,12 +211,16 @@ class Weights:
             self._total_factor = times(self._total_factor, multiples.before)
         return multiples
 
-    def add(self, gradient: Tensor, multiples: Multiples, part_of: int | None = None) -> None:
+    def add(
+        self, gradient: Tensor, multiples: Multiples, part_of: int | None = None, unused: Collection[str] = ()
+    ) -> None:
         """Add to the sum. This happens at the next update or `keep_sum`: until then the gradient must stay.
 
-        `part_of`: add to the sum of that batch's parts instead, immediately.
+        `part_of`: add to the sum of that batch's parts instead, immediately. `unused`: parameters without a gradient.
         """
         term = Term(gradient, multiples.own)
+        if self.optimizer.moves_by_zeros:
+            self.unused.add(self.optimizer.silent(gradient, unused) if unused else (), part_of)
         if part_of is None:
             self._terms.append(term)
             return
@@ -249,12 +255,12 @@ class Weights:
             terms = [Term(self.total, self._total_factor), *terms]
         self.steps += 1
         rates, divisors = self.rates.step(divisor)
-        out = self._accept_speculative(terms, divisors, rates)
+        left = self.unused.take(including)
+        out = self._accept_speculative(terms, divisors, rates, exact=not left)
         if out < 0:
             out = self._writable()
-            self.optimizer.step_(
-                self.present, self.buffers.tensors[out], terms, divisors, self.moments, self.steps, rates
-            )
+            step = StepNumber(self.steps, left, self.unused.skipped)
+            self.optimizer.step_(self.present, self.buffers.tensors[out], terms, divisors, self.moments, step, rates)
         self._terms, self.summed, self._total_factor = [], False, 1.0
         self.rates = StepRates(rates)
         if parts is not None:
@@ -262,8 +268,8 @@ class Weights:
         self._replace_present(out)
         return rates, divisors
 
-    def _accept_speculative(self, terms: list[Term], divisor: Factor, rates: tuple[float, ...]) -> int:
-        """The buffer with the speculative update, if it is this update; else -1."""
+    def _accept_speculative(self, terms: list[Term], divisor: Factor, rates: tuple[float, ...], *, exact: bool) -> int:
+        """The buffer with the speculative update, if it is this one; else -1. `exact`: no parameter is left alone."""
         seen, self._speculative = self._speculative, None
         self._scale = None
         if len(terms) == 1 and not self.summed:
@@ -274,7 +280,7 @@ class Weights:
         if seen is None:
             return -1
         ours = (self._scale, rates, self.version) == (seen.scale, seen.rates, seen.version)
-        if ours and terms[0].gradient is seen.gradient:
+        if ours and exact and terms[0].gradient is seen.gradient:
             return seen.out
         self.buffers.release(seen.out)
         self._speculates = False

@@ -7,7 +7,7 @@ pull()     ─▶ one Pull for each shard ─▶ … ─▶ the parts, copied to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -160,6 +160,10 @@ class Client:
         """
         self._next_push.add(tickets, lrs, samples, tickets if done is None else done, versions)
 
+    def note_unused(self, names: Collection[str]) -> None:
+        """The next gradient has nothing for the parameters `names`: shards leave these alone."""
+        self._next_push.note_unused(names)
+
     def accrue(self, gradient: TableRows) -> None:
         """Some rows of a table's gradient, ascending, each once: the next push carries the sum of all such."""
         if self._touched is None:
@@ -199,6 +203,7 @@ class Client:
                 gradient=part(flat, self.shards[shard]) if messages is None else messages[shard],
                 rows=rows[shard],
                 running=running,
+                unused=facts.unused,
             )
             for shard in self._live
         }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+
+from polytempo.server.unused import common
 
 
 class PushFacts(NamedTuple):
@@ -18,6 +20,8 @@ class PushFacts(NamedTuple):
     lrs: tuple[float, ...]
     versions: tuple[int, ...] | None = None
     """Each shard's version of the parameters behind the last gradient; None: the present one."""
+    unused: tuple[str, ...] = ()
+    """The parameters without a gradient in all of the push."""
 
 
 class NextPush:
@@ -30,6 +34,7 @@ class NextPush:
         self._lrs: list[tuple[float, ...]] = [()]
         """The rates of each of the gradients; without a gradient, the rates of the last push."""
         self._versions: tuple[int, ...] | None = None
+        self._unused: tuple[str, ...] | None = None
 
     def add(
         self,
@@ -48,11 +53,17 @@ class NextPush:
         self._samples += samples
         self._versions = versions
 
+    def note_unused(self, names: Collection[str]) -> None:
+        """One more gradient has nothing for the parameters `names`."""
+        self._unused = common(self._unused, names)
+
     def take(self, samples: int) -> PushFacts:
         """The facts of a push of all gradients so far. `samples`: their number, 0 for the sum from `add`."""
         lrs = mean_rates(self._lrs)
-        facts = PushFacts(tuple(self.tickets), tuple(self._batches), samples or self._samples, lrs, self._versions)
-        self.tickets, self._batches, self._samples, self._lrs, self._versions = [], [], 0, [lrs], None
+        tickets, batches, samples = tuple(self.tickets), tuple(self._batches), samples or self._samples
+        facts = PushFacts(tickets, batches, samples, lrs, self._versions, self._unused or ())
+        self.tickets, self._batches, self._samples, self._lrs = [], [], 0, [lrs]
+        self._versions = self._unused = None
         return facts
 
 

@@ -9,7 +9,7 @@ It performs nothing itself: its methods are coroutines for `server.worker.server
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -177,13 +177,16 @@ class ServedReplica:
         """Exchange before the optimizer's step; returns True if it is to make one. An `empty` exchange has zeros for
         gradients."""
         bundle = Bundle(self._computed(empty=empty) if self.has_values else self.values)
+        unused = [name for name, p in self._parameters.items() if empty or p.grad is None] if self.has_values else []
+        if not self.is_apart:
+            self._client.note_unused(unused)
         rows = [] if empty else self._tables.gradients()
         for one in rows:
             self._client.accrue(one)
         answer, self._gradients = await self._strategy.gradients.apply(self._port, bundle, self._gradients)
         if empty:
             return False
-        self._point_at(answer, bundle)
+        self._point_at(answer, bundle, unused)
         if answer is None:
             self._tables.forget()
             return False
@@ -207,11 +210,12 @@ class ServedReplica:
         self._gradients = await settled(self._gradients)
         self._states = await settled(self._states)
 
-    def _point_at(self, answer: Bundle | None, given: Bundle) -> None:
+    def _point_at(self, answer: Bundle | None, given: Bundle, unused: Collection[str]) -> None:
+        """Let the optimizer see the answer, if there is one; it leaves `unused` parameters alone."""
         if (answer is given and not given.packed) or not self.has_values:
             return
         for name, parameter in self._parameters.items():
-            parameter.grad = None if answer is None else answer.views[name]
+            parameter.grad = None if answer is None or name in unused else answer.views[name]
 
     def _place(self, bundle: Bundle) -> None:
         if not self.has_values:

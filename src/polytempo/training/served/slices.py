@@ -24,6 +24,7 @@ from polytempo.flexrr.protocol import CoveredWork, Do, Peer, covered_step
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of
 from polytempo.server.message import Ticket
+from polytempo.server.unused import common
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient
 from polytempo.training.model.randomness import seed_step
@@ -50,6 +51,8 @@ class _Share:
         self.own: list[Slice] = []
         self.own_alone = 0
         self.sums: list[Tensor] = []
+        self.unused: tuple[str, ...] | None = None
+        """The parameters without a gradient in all own slices."""
         self.losses: Tensor | None = None
         self.computed = self.counted = 0
         """Samples with a gradient of this worker, and the part of them that the shards did not have already."""
@@ -113,7 +116,8 @@ class Reassigned:
 
     async def _accumulate(self, do: Do) -> None:
         share = self._share
-        gradients = await self._compute(do)
+        gradients, unused = await self._compute(do)
+        share.unused = common(share.unused, unused)
         if share.sums:
             torch._foreach_add_(share.sums, gradients, alpha=do.slice.samples)
         else:
@@ -129,12 +133,14 @@ class Reassigned:
         """A part. It has its answer when it ends, so a caller may then close the share."""
         assert do.ticket is not None
         share, client = self._share, self._client
-        flat = Bundle(dict(zip(self._parameters, await self._compute(do), strict=True))).flat
+        gradients, unused = await self._compute(do)
+        flat = Bundle(dict(zip(self._parameters, gradients, strict=True))).flat
         if self._is_apart:
             flat.mul_(do.slice.samples / self._context.batches.pick(do.ticket.batch).local_samples)
         number = ticket_of(do.slice, do.ticket.number, self._constants.slices)
         dropped = client.dropped
         client.begin((number,), self._rates_at(do.ticket), do.slice.samples, done=())
+        client.note_unused(unused)
         await self._port.push(flat, share.clock)
         share.counted += do.slice.samples if client.dropped == dropped else 0
         if do.slice.helpee == client.worker:
@@ -142,10 +148,10 @@ class Reassigned:
         else:
             self.helped += 1
 
-    async def _compute(self, do: Do) -> list[Tensor]:
-        """The slice's mean gradient, in memory of its own."""
+    async def _compute(self, do: Do) -> tuple[list[Tensor], list[str]]:
+        """The slice's mean gradient, in memory of its own, and the parameters without one."""
         assert do.ticket is not None
-        share, port, parameters = self._share, self._port, list(self._parameters.values())
+        share, port, parameters = self._share, self._port, self._parameters
         samples = self._samples(do.ticket)
         before_s = await port.now()
         seed_step(self._context.seed, 0, do.ticket.number, f"slice {do.slice.number}")
@@ -159,10 +165,11 @@ class Reassigned:
         share.busy_s += await port.now() - before_s
         share.losses = loss if share.losses is None else share.losses + loss
         share.computed += do.slice.samples
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for parameter in parameters:
+        unused = [name for name, p in parameters.items() if p.grad is None]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+        for parameter in parameters.values():
             parameter.grad = None
-        return gradients
+        return gradients, unused
 
     def _samples(self, ticket: Ticket) -> Samples:
         """The samples of the whole batch; the most recently used are kept."""
@@ -178,8 +185,8 @@ class Reassigned:
         own, slices = sum(piece.samples for piece in share.own), self._constants.slices
         if own:
             torch._foreach_div_(share.sums, share.samples if self._is_apart else own)
-            for parameter, gradient in zip(self._parameters.values(), share.sums, strict=True):
-                parameter.grad = gradient
+            for (name, parameter), gradient in zip(self._parameters.items(), share.sums, strict=True):
+                parameter.grad = None if name in (share.unused or ()) else gradient
         number = share.ticket.number
         numbers = [ticket_of(piece, number, slices) for piece in share.own]
         self._client.begin((*numbers, closing_of(number, slices)), self._rates_at(share.ticket), own, done=(number,))

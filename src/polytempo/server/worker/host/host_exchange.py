@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from polytempo.server.layout import Spans, part
 from polytempo.server.message import Outbox, Push, PushPart
 from polytempo.server.requests import Requests
 from polytempo.server.timing import Timing
+from polytempo.server.unused import common
 from polytempo.server.worker.host.host_peers import HostPeers, Offer, Presence
 from polytempo.server.worker.host.lent_gradients import LentGradients, add_all_
 from polytempo.server.worker.next_push import PendingExchange, PushFacts, mean_rates
@@ -182,6 +184,7 @@ class HostExchange:
             tickets=own.facts.tickets,
             gradient=own.flat,
             running=own.running,
+            unused=own.facts.unused,
         )
         return [(leader, offer)]
 
@@ -195,13 +198,14 @@ class HostExchange:
             return []
         total = self._sum([own.flat, *(offer.gradient for offer in offers)], own.pending)
         lrs = mean_rates([own.facts.lrs, *(offer.lrs for offer in offers)])
+        unused = reduce(common, (offer.unused for offer in offers), own.facts.unused)
         out: Outbox = []
         for shard, request in requests.items():
             asked = lines.asked[shard]
             asked.hand_over(now_s, patience_s, closes=False)
             parts = tuple(_part_of(offer, shard) for offer in offers)
             gradient = part(total, lines.shards[shard])
-            out.append((asked.head, replace(request, gradient=gradient, lrs=lrs, parts=parts)))
+            out.append((asked.head, replace(request, gradient=gradient, lrs=lrs, parts=parts, unused=unused)))
         return out
 
     def _fits(self, offer: Offer, own: Tensor) -> bool:

@@ -113,6 +113,7 @@ class Offer(Message, frozen=True, eq=False):
     gradient: Tensor
     """Flat: of all shards."""
     running: Tensor | None = None
+    unused: tuple[str, ...] = ()
 
 
 class Presence(Message, frozen=True, eq=False):
