@@ -1,4 +1,4 @@
-"""The catalogue: every strategy with what it promises. A strategy without a row here fails the tests."""
+"""The catalogue: every strategy with its promises. A strategy without a row here fails the tests."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Row(NamedTuple):
     """The function in `polytempo.strategies`."""
     make: Callable[[], Strategy]
     alone: str = "torch"
-    """With one rank it equals plain torch, or what `ALONE` in `test_laws.py` has under this name (with a
-    parameter server: the first test of `test_served_laws.py`)."""
+    """With one rank it equals plain torch, or the definition in `ALONE` of `test_laws.py` (with a parameter server:
+    the first test of `test_served_laws.py`)."""
     joined: bool = False
     """N ranks equal one rank on the joined batch."""
     meets: Callable[[int], bool] | None = None
-    """The steps (from 1) after which all ranks hold equal parameters; None: never promised."""
+    """The steps (from 1) with equal parameters on all ranks afterwards; None: never promised."""
     pushes_every: int = 1
-    """With a parameter server: a worker pushes every so many steps."""
+    """A worker pushes every so many steps to its server."""
     exact: bool = True
-    """What is said of `alone` holds to the bit, else to rounding."""
+    """`alone` holds to the bit, else to rounding."""
     drops: bool = False
     """Some gradients are not used."""
     by_place: bool = False
@@ -90,7 +90,7 @@ ROWS = [
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.krum(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.multi_krum(0)), meets=lambda step: True),
     Row("robust_sgd", lambda: s.robust_sgd(aggregation.bulyan(0)), meets=lambda step: True),
-    # ---- those that encode, down to the smallest tensors
+    # ---- strategies that encode, down to the smallest tensors
     Row("bf16_sgd", lambda: s.bf16_sgd(route=collectives.ring), meets=lambda step: True, by_place=True),
     Row(  # the optimizers here have momentum
         "dgc",
@@ -124,7 +124,7 @@ ROWS = [
 SERVED = [
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
-    Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=bf16())),  # what is small is exact
+    Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=bf16())),  # small tensors are exact
     Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
     Row("backup_workers", s.backup_workers, drops=True),
     Row("backup_workers", lambda: s.backup_workers(scale="linear"), drops=True),
@@ -139,24 +139,24 @@ SERVED = [
     Row("ssp", lambda: s.ssp(bound=0)),
     Row("staleness_aware", s.staleness_aware),
 ]
-"""Those with a parameter server, which the harness of the others does not start."""
+"""Strategies with a parameter server, which the others' harness does not start."""
 
 
 def runs_alone(row: Row) -> bool:
-    """Whether one worker is enough."""
+    """True if one worker is enough."""
     service = row.make().server
     return service is None or service.least_workers == 1
 
 
 ONE_WORKER = [row for row in SERVED if runs_alone(row)]
-"""Those of `SERVED` that one worker can run."""
+"""The rows of `SERVED` that one worker can run."""
 
 HELPED = [
     Row("flexrr", lambda: s.flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), joined=True),
     Row("flexrr", lambda: s.flexrr(shards=2), joined=True, exact=False),
     Row("flexrr", lambda: s.flexrr(bound=2, shards=2), exact=False),
 ]
-"""Those whose workers do parts of each other's batches: their laws are in `virtual/test_flexrr_training`."""
+"""Strategies with workers that do parts of each other's batches: their laws are in `virtual/test_flexrr_training`."""
 
 STAGED = [
     Row("gpipe", s.gpipe),
@@ -180,19 +180,19 @@ STAGED = [
     Row("pipelined_backprop", lambda: s.pipelined_backprop(correction=spectrain())),
     Row("synthetic_gradients", lambda: s.synthetic_gradients(3, hidden_layers=1, width=5, lr=0.01)),
 ]
-"""Those that cut a model into stages (`strategy.schedule`), for which no rank holds the whole model: their laws are in
+"""Strategies that cut a model into stages (`strategy.schedule`); no rank holds the whole model: their laws are in
 `test_pipeline_laws`."""
 
 
 PARTED = [Row("split", s.split), Row("hybrid", s.hybrid)]
-"""Those that have layers in parts on several workers (`strategy.parted`): their laws are in
+"""Strategies that have layers in parts on several workers (`strategy.parted`): their laws are in
 `virtual/test_parted_jobs`."""
 
 
 GROUPED = [Row("codistillation", s.codistillation)]
-"""Those that train several models, by groups of workers: their laws are in `virtual/test_codistillation`."""
+"""Strategies that train several models, by groups of workers: their laws are in `virtual/test_codistillation`."""
 
 
 def label(row: Row) -> str:
-    """How a test names the row."""
+    """The row's name in a test."""
     return str(row.make())

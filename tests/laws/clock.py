@@ -1,11 +1,11 @@
-"""The clock model and the decay model: weights so simple that they say what the optimizer did to them.
+"""The clock model and the decay model: weights so simple that they show the optimizer's actions.
 
     clock    loss = w, so each step of plain SGD moves w by the learning rate: it ends at minus the sum of all rates
     decay    loss = 0 · w, so only weight decay moves w
     slope    loss = x̄ · w, so the gradient is the mean x̄ of the batch, wherever w is and however stale it was read
 
-A strategy's server is watched through its rule, which hears of every push. What the docstring says is then done again
-with torch's own optimizer: `repeated`.
+A strategy's server is watched through its rule, which hears of every push. `repeated` does the docstring's step again
+with torch's own optimizer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ MODELS: dict[str, Tensor] = {
 
 
 class Setting(NamedTuple):
-    """What is trained, apart from the strategy."""
+    """The trained model, apart from the strategy."""
 
     model: str = "clock"
     optimizer: str = "sgd"
@@ -101,7 +101,7 @@ class Setting(NamedTuple):
 
 
 def falling(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
-    """To 0 in three quarters of the run."""
+    """The rate falls to 0 in three quarters of the run."""
     return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / (0.75 * EPOCHS * steps_per_epoch)))
 
 
@@ -113,7 +113,7 @@ class Dealt(NamedTuple):
 
     @property
     def tickets(self) -> range:
-        """Of the whole run."""
+        """The number of tickets in the whole run."""
         return range(EPOCHS * len(self.batches))
 
     def gradient(self, ticket: int) -> float:
@@ -121,7 +121,7 @@ class Dealt(NamedTuple):
         return float(self.batches.at(*divmod(ticket, len(self.batches)))[0].mean())
 
     def samples(self, ticket: int) -> int:
-        """Of the batch."""
+        """The number of samples in the batch."""
         return len(self.batches.at(*divmod(ticket, len(self.batches)))[1])
 
     def rate(self, ticket: int) -> float:
@@ -135,7 +135,7 @@ class Dealt(NamedTuple):
 
 @cache
 def falling_rate(step: int, steps_per_epoch: int) -> float:
-    """What `falling` sets, as torch does."""
+    """The rate under `falling`, as torch sets it."""
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=LR)
     schedule = falling(optimizer, steps_per_epoch)
     for _ in range(step):
@@ -145,7 +145,7 @@ def falling_rate(step: int, steps_per_epoch: int) -> float:
 
 
 def dealt(strategy: Strategy, setting: Setting, workers: int) -> Dealt:
-    """What the engine deals."""
+    """The engine's deals."""
     assert strategy.server is not None
     source = setting.job().data(None).train
     return Dealt(
@@ -154,7 +154,7 @@ def dealt(strategy: Strategy, setting: Setting, workers: int) -> Dealt:
     )
 
 
-# ------------------------------------------------------------------------------------------------- what a server hears
+# ------------------------------------------------------------------------------------------------- a server's arrivals
 
 
 class Gradient(NamedTuple):
@@ -167,7 +167,8 @@ class Gradient(NamedTuple):
 
 
 def watched(strategy: Strategy) -> tuple[Strategy, list[list[Any]]]:
-    """The strategy, and what its rule hears and says in each shard; a state of the rule names the shard."""
+    """The strategy, with a record of its rule's arrivals and actions in each shard; a state of the rule names the
+    shard."""
     assert strategy.server is not None
     rule, logs = strategy.server.rule, list[list[Any]]()
 
@@ -207,17 +208,17 @@ def updates_of(log: Sequence[Any]) -> Iterator[list[Gradient]]:
 
 
 class Run(NamedTuple):
-    """What a simulation leaves."""
+    """The results of a simulation."""
 
     updates: list[list[list[Gradient]]]
-    """Of each shard."""
+    """Each shard's updates."""
     weights: Tensor
     """(WIDTH,), which every worker that lived to the end has."""
     samples: int
 
 
 def simulated(strategy: Strategy, setting: Setting, workers: int, *crashes: Crash, **options: Any) -> Run:
-    """With one host at a third of the others' speed, and workers that crash."""
+    """One host has a third of the others' speed, and workers crash."""
     models: list[nn.Module] = []
     heard, logs = watched(strategy)
     cluster = Cluster(Link(1e-5, 1e9), flops_per_s=1e5, stragglers=slow_host(workers - 1, 3.0), faults=crashes)
@@ -228,7 +229,7 @@ def simulated(strategy: Strategy, setting: Setting, workers: int, *crashes: Cras
     return Run([list(updates_of(log)) for log in logs], final[0], result.samples)
 
 
-# ---------------------------------------------------------------------------------- what the docstrings say, done again
+# ---------------------------------------------------------------------------------- the docstrings' steps, done again
 
 
 def constant(tau: int) -> float:
@@ -242,10 +243,10 @@ def inverse(tau: int) -> float:
 
 
 class Promise(NamedTuple):
-    """What a strategy's docstring says of the server's step, as numbers."""
+    """The server's step in a strategy's docstring, as numbers."""
 
     factor: Callable[[int], float] = lambda workers: 1.0
-    """What the job's rate is multiplied by, of the number of workers."""
+    """The number of workers -> the factor of the job's rate."""
     scale: Callable[[int], float] = constant
     """s(τ)"""
     by_samples: bool = False
@@ -257,7 +258,7 @@ class Promise(NamedTuple):
     decays_at_worker: bool = False
     """The weight decay that belongs to the gradient is of the weights that the worker had."""
     adagrad: bool = False
-    """The server's optimizer is Adagrad, whatever the job's."""
+    """The server's optimizer is Adagrad, with any job's."""
 
 
 def repeated(updates: Sequence[Sequence[Gradient]], promise: Promise, setting: Setting, dealt: Dealt) -> float:
@@ -294,7 +295,7 @@ def repeated(updates: Sequence[Sequence[Gradient]], promise: Promise, setting: S
 
 
 def downpour_alone(every: int, setting: Setting, dealt: Dealt) -> float:
-    """One worker: its own steps, and Adagrad on each sum of g + λ w; what it fetches is used a step later."""
+    """One worker: its own steps, and Adagrad on each sum of g + λ w; fetched weights are used a step later."""
     weight, server = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
     optimizer = OPTIMIZERS[setting.optimizer]([weight], LR, setting.decay)
     adagrad = Adagrad([server], eps=1e-8, foreach=False)

@@ -1,4 +1,4 @@
-"""Tensors that every codec has to bear, and ways to look at what it makes of them."""
+"""Tensors for every codec, and ways to look at their wires."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with_encode_ = pytest.mark.parametrize("row", [row for row in ROWS if not row.fe
 some = settings(max_examples=examples(16), derandomize=True)
 
 SHAPES = [(), (0,), (1,), (2,), (7,), (5, 3), (4, 0), (3, 5, 2), (257,), (33, 17), (1, 70), (1025,), (64, 40)]
-"""None, one, a few, and around what a vector register, a block and a bucket hold."""
+"""No elements, one, a few, and about as many as a vector register, a block and a bucket hold."""
 
 KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "zeros": lambda normal, other: torch.zeros_like(normal),
@@ -37,14 +37,14 @@ EXTREME = ["zeros", "denormal", "huge"]
 MODERATE = ["ones", "normal", "outliers", "few", "wide"]
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Of a sum, relative to its largest term."""
+"""The tolerance of a sum, relative to its largest term."""
 
 GUARD = 64
 """Bytes before and after memory that is written to."""
 
 
 class Case(NamedTuple):
-    """How to make tensors: they begin `offset` elements after an address that vectors like."""
+    """Makes tensors that begin `offset` elements after an aligned address."""
 
     shape: tuple[int, ...]
     kind: str
@@ -88,13 +88,13 @@ def raw(wire: Tensor) -> bytes:
 
 
 def guarded(num_bytes: int, filled: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory of which only the middle may be written to, and that middle."""
+    """Memory with a writable middle, and that middle."""
     memory = torch.full((num_bytes + 2 * GUARD,), filled, dtype=torch.uint8)
     return memory, memory[GUARD : GUARD + num_bytes].view(dtype)
 
 
 def untouched(memory: Tensor, filled: int) -> bool:
-    """Whether the guards are as they were."""
+    """True if the guards are unchanged."""
     return bool((memory[:GUARD] == filled).all() and (memory[-GUARD:] == filled).all())
 
 

@@ -1,4 +1,4 @@
-"""The catalogue of codecs: a row for each, with what it promises.
+"""The catalogue of codecs: a row for each, with its promises.
 
 `test_codec_laws.py` and `test_codec_mistakes.py` hold each to its row.
 """
@@ -13,7 +13,7 @@ from polytempo.core import Codec
 
 
 class Row(NamedTuple):
-    """How to make a codec, and its promises, written out: what the codec says of itself must be the same."""
+    """A codec's constructor and its promises, written out: its own facts must be the same."""
 
     text: str
     make: Callable[[], Codec]
@@ -22,17 +22,17 @@ class Row(NamedTuple):
     sparse: bool = False
     fixed: bool = True
     passes: bool = False
-    """Whether NaN and infinities arrive as such."""
+    """NaN and infinities arrive unchanged."""
     draws: bool = False
-    """Whether it draws random numbers: its law holds in the mean."""
+    """It draws random numbers: its law holds in the mean."""
     feeds_itself: bool = False
-    """Whether it keeps by itself what it has not sent: it has no `encode_`."""
+    """It keeps its own residual: it has no `encode_`."""
     diverges: bool = False
-    """Whether its error may be longer than x, so that with feedback the residual grows without end."""
+    """Its error may be longer than x, so that with feedback the residual grows without end."""
 
     @property
     def feedable(self) -> bool:
-        """Whether feedback makes sense."""
+        """True if feedback makes sense."""
         return not self.feeds_itself and not self.diverges
 
 
@@ -75,5 +75,5 @@ ROWS = [
 
 
 def text(row: Row) -> str:
-    """What a test is called after."""
+    """The codec's name in a test."""
     return row.text

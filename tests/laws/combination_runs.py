@@ -1,4 +1,4 @@
-"""What a row of `combinations` trains: the model, its job, a user's loop, and the same training in plain torch."""
+"""The training of a row of `combinations`: the model, its job, a user's loop, and the same training in plain torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3),
 }
-"""With this ε rounding of a gradient that is nearly zero makes no step of the rate's size."""
+"""A nearly zero gradient's rounding makes no step of the rate's size with this ε."""
 
 
 class Instance(nn.Module):
@@ -123,7 +123,7 @@ def workers_of(row: Combination) -> int:
 
 
 def mesh_of(row: Combination) -> dict[str, int] | None:
-    """How the ranks of a user's loop lie."""
+    """The mesh of a user's loop."""
     axes = {"split": "model", **dict.fromkeys(STAGED, "stage")}
     return {"data": row.replicas, axes[row.layout]: 2} if row.layout in axes else None
 
@@ -254,7 +254,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def loss_of(row: Combination, state: dict[str, Tensor]) -> float:
-    """On the test set, of the model with these parameters and buffers."""
+    """The test loss of the model with these parameters and buffers."""
     net = model_of(row)
     net.load_state_dict(state)
     x, y = points(16, 1, dtype_of(row)).tensors

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Callable[[], Strategy]] = {
     "backup": lambda: s.backup_workers(backups=0),
     "downpour": lambda: s.downpour(2, 2),
 }
-"""What replicas of a model, or of a part of it, exchange."""
+"""The exchanges of replicas of a model, or of a part of it."""
 
 LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
     "whole": lambda inner: inner,
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
     "split": lambda inner: s.split({"up": "column", "down": "row"}, parts=2, inner=inner),
     "hybrid": lambda inner: s.hybrid("up, down", inner=inner),
 }
-"""How a model lies on ranks."""
+"""The layout of a model on ranks."""
 
 FACTORS: dict[str, Sequence[str | int]] = {
     "family": list(FAMILIES),
@@ -97,7 +97,7 @@ IDLE_LAYERS = [
 """Rows with a layer that no batch uses, or only some batches: optimizers leave it alone, at a server too."""
 STAGED = tuple(layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "split", "hybrid"))
 WAITING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
-"""Stages that compute what one process would."""
+"""Stages that compute the same as one process."""
 LATE = tuple(layout for layout in STAGED if layout not in WAITING)
 """Stages that update by gradients of earlier parameters."""
 OWN = ("own", "accumulated", "clipped")
@@ -111,7 +111,7 @@ Pair = tuple[tuple[str, str | int], tuple[str, str | int]]
 
 
 Values = Mapping[str, Sequence[str | int]]
-"""Of each factor that is named, some."""
+"""Some values of each named factor."""
 
 IMPOSSIBLE: list[Values] = [
     {"layout": ["one_copy"], "family": [family for family in FAMILIES if family != "sync"]},
@@ -133,11 +133,11 @@ REFUSED: list[tuple[str, Values]] = [
     ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
     ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped"]}),
 ]
-"""Why rows are refused, as a code or a pattern of the message, in the order of the checks."""
+"""Codes or patterns of refused rows, in the order of the checks."""
 
 
 def fits(chosen: Mapping[str, str | int], values: Values) -> bool:
-    """Whether all these factors are chosen, with one of these values."""
+    """True if all these factors are chosen, with one of these values."""
     return all(chosen.get(name) in allowed for name, allowed in values.items())
 
 
@@ -150,7 +150,7 @@ def refusal(chosen: Mapping[str, str | int]) -> str | None:
 
 
 def comparable(chosen: Mapping[str, str | int]) -> bool:
-    """Whether plain torch computes the row: no gradient is late, and `combination_runs.plain` knows the family."""
+    """True if plain torch computes the row: no gradient is late, and `combination_runs.plain` knows the family."""
     plain = chosen.get("family", "sync") in PLAIN and chosen.get("layout") not in LATE
     return plain and possible(chosen) and refusal(chosen) is None
 
@@ -167,7 +167,7 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
 
 
 def covering(seed: int = SEED) -> list[Combination]:
-    """Rows with every possible pair of values; rows that plain torch computes have all of their pairs by themselves."""
+    """Rows with every possible pair of values; rows that plain torch computes have all of their pairs alone."""
     draw = random.Random(seed)
     rows = _covering(comparable, [], draw)
     return rows + _covering(possible, rows, draw)
@@ -177,7 +177,7 @@ Allowed = Callable[[Mapping[str, str | int]], bool]
 
 
 def _covering(allowed: Allowed, given: Sequence[Combination], draw: random.Random) -> list[Combination]:
-    """Rows that cover what `given` leaves; each is the best of some completions of a pair that is not covered yet."""
+    """Rows that cover the pairs that `given` lacks; each is the best of some completions of an uncovered pair."""
     covered = {pair for row in given for pair in pairs_of(row)}
     left, rows = {pair: None for pair in _pairs() if allowed(dict(pair)) and pair not in covered}, list[Combination]()
     while left:
@@ -192,7 +192,8 @@ def _covering(allowed: Allowed, given: Sequence[Combination], draw: random.Rando
 def _completed(
     chosen: dict[str, str | int], left: Mapping[Pair, None], allowed: Allowed, draw: random.Random
 ) -> Combination | None:
-    """A row with the values `chosen`, each other value the one that covers most; None where none is allowed."""
+    """A row with the values `chosen`, and for each other factor the value that covers most; None where none is
+    allowed."""
     for name in draw.sample(FACTOR_NAMES, len(FACTOR_NAMES)):
         if name not in chosen:
             fitting = [value for value in FACTORS[name] if allowed({**chosen, name: value})]

@@ -31,7 +31,7 @@ def delayed(num_steps: int, delay: int, setting: Setting) -> list[Tensor]:
 
 
 def diloco(num_steps: int, period: int, lr: float, momentum: float, setting: Setting) -> list[Tensor]:
-    """Nesterov's momentum on what one worker moves in `period` steps."""
+    """Nesterov's momentum on one worker's movement in `period` steps."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     anchor = flat(net)
@@ -51,7 +51,7 @@ def diloco(num_steps: int, period: int, lr: float, momentum: float, setting: Set
 
 
 def slowmo(num_steps: int, period: int, lr: float, momentum: float, setting: Setting) -> list[Tensor]:
-    """Momentum on what one worker moves in `period` steps."""
+    """Momentum on one worker's movement in `period` steps."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     anchor = flat(net)
@@ -84,7 +84,7 @@ def signum(num_steps: int, momentum: float, setting: Setting) -> list[Tensor]:
 
 
 def stepped(batches: Batches, setting: Setting) -> Tensor:
-    """The loop that everybody writes: the weights at the end."""
+    """The usual loop: the weights at the end."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     for batch in batches:
@@ -94,7 +94,7 @@ def stepped(batches: Batches, setting: Setting) -> Tensor:
 
 
 def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
-    """One worker; the server's Adagrad on the sum of `every` gradients; what it pulls is used a step later.
+    """One worker; the server's Adagrad on the sum of `every` gradients; pulled weights are used a step later.
 
     Weight decay is a part of each batch's gradient, for the worker and for the server.
     """
@@ -137,7 +137,7 @@ def easgd(batches: Batches, period: int, alpha: float, setting: Setting) -> Tens
 
 
 def take_gradients(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    """Of the mean loss of the batch, and of nothing else."""
+    """The gradients of the batch's mean loss alone."""
     net.zero_grad()
     loss_of(net, batch).backward()
 

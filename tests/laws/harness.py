@@ -28,7 +28,7 @@ HOST = Cluster(network=Link(1e-5, 1e9), workers_per_host=2)
 
 
 class Setting(NamedTuple):
-    """What is trained, apart from the strategy."""
+    """The trained model, apart from the strategy."""
 
     optimizer: str = "momentum"
     dtype: torch.dtype = torch.float64
@@ -112,7 +112,7 @@ def run(
 
 
 def plain_torch(num_steps: int, setting: Setting = Setting()) -> list[Tensor]:
-    """The parameters after each step of the loop that everybody writes, on the joined batch."""
+    """The parameters after each step of the usual loop, on the joined batch."""
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     history = []

@@ -1,4 +1,5 @@
-"""What becomes of every strategy under a loop of the catalogue: it does what that means, or refuses it as it stands."""
+"""The outcome of every strategy under a loop of the catalogue: it keeps the loop's meaning, or refuses it as
+written."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ REFUSED: dict[tuple[str, int], dict[str, str]] = {
     ("searched", 1): {STATEFUL: NO_MEAN},
     ("searched", 2): {STATEFUL: NO_MEAN, "shared_memory": "this optimizer is LBFGS; use sync_sgd()"},
 }
-"""(loop, ranks): what refuses it, by name or as it is spelled, and the remedy. All others do what the loop means."""
+"""(loop, ranks) -> the refusal, by name or as spelled, and the remedy. All others keep the loop's meaning."""
 
 BROKEN = {("swapped", "shared_memory")}
 """(loop, strategy): ranks that share one copy of the weights load others into it, one after the other. No rank can
@@ -44,14 +45,14 @@ detect that, and the documentation of `attach` warns of it."""
 
 NEED_THREE = ("krum", "trimmed_mean", "bulyan")
 ONE_ROUTE = [row for row in ROWS if row.name != "sync_sgd" or label(row).endswith("(route=native)")]
-"""A loop does not see over which route a mean travels."""
+"""A mean's route makes no difference for a loop."""
 ON_TWO = [row for row in ONE_ROUTE if not any(word in label(row) for word in NEED_THREE)]
 ROUNDING = {"cast": 0.02}
 JOINED = 1e-5
 
 
 def ran(row: Row, loop: Loop, world: ProcessWorld) -> Trial | str:
-    """The trial after the loop, or what was refused."""
+    """The trial after the loop, or the refusal."""
     try:
         trial = Trial(row.make(), world, loop.make, scaled=loop.scaled)
     except ValueError as error:
@@ -67,7 +68,7 @@ def ran(row: Row, loop: Loop, world: ProcessWorld) -> Trial | str:
 
 
 def differences(row: Row, loop: Loop, world: ProcessWorld) -> list[str]:
-    """What is wrong with a strategy under a loop."""
+    """The errors of a strategy under a loop."""
     refused = REFUSED.get((loop.name, world.size), {})
     remedy = refused.get(label(row), refused.get(row.name))
     trial = ran(row, loop, world)
@@ -114,11 +115,11 @@ def by_torch(loop: Loop) -> Tensor:
 
 
 Wrong = dict[str, list[str]]
-"""What is wrong, by strategy."""
+"""The errors, by strategy."""
 
 
 def wrong_on(num_ranks: int, rows: Callable[[Loop], Sequence[Row]], loops: Sequence[Loop]) -> list[dict[str, Wrong]]:
-    """What is wrong with the rows of each loop, by the loop's name, on each of so many ranks."""
+    """The errors of the rows of each loop, by the loop's name, on each of so many ranks."""
 
     def wrong(loop: Loop, world: ProcessWorld) -> Wrong:
         return {label(row): found for row in rows(loop) if (found := differences(row, loop, world))}

@@ -1,7 +1,7 @@
 """The catalogue of loops: ways to write a training loop that torch allows. A new one is a function and a row in LOOPS.
 
-Each loop is run with a strategy and compared with another loop under the same strategy, which says what it means: the
-plain order of calls. Where the strategy equals torch alone, it is also compared with itself without Polytempo.
+Each loop is run with a strategy and compared with another loop under the same strategy, the plain order of calls. Where
+the strategy equals torch alone, it is also compared with itself without Polytempo.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SKIPPED = 3
 """The step that overflows."""
 FREEZES = 3
 PERIODS = 8
-"""In so many steps ranks meet, whatever the strategy of the catalogue."""
+"""Ranks meet within so many steps under every strategy of the catalogue."""
 
 
 def momentum(net: nn.Module) -> Optimizer:
-    """What freezing and dropped gradients must not let act."""
+    """Momentum, which must not act on frozen parameters and dropped gradients."""
     return SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
@@ -55,7 +55,7 @@ class Trial:
         if options.pop("scaled", False):
             options["scaler"] = self.scaler
         self.races = strategy is not None and strategy.one_copy not in (None, "together")
-        """Whether ranks write to the same parameters each at its own time."""
+        """True if ranks write to the same parameters, each at its own time."""
         self.handle = None if strategy is None else pt.attach(self.net, self.optimizer, strategy, **options)
 
     @property
@@ -80,12 +80,12 @@ class Trial:
         return nullcontext() if self.handle is None else self.handle.no_sync()
 
     def parameters(self) -> Tensor:
-        """All of them in one vector, in memory of its own."""
+        """All parameters in one vector, in memory of its own."""
         return torch.cat([p.detach().flatten() for p in self.net.parameters()]).clone()
 
     def end(self) -> None:
         if self.handle is not None:
-            self.handle.state_dict()  # finishes what is under way
+            self.handle.state_dict()  # finishes exchanges under way
             self.handle.detach()
 
 
@@ -144,7 +144,7 @@ def closure_that_says_the_loss(trial: Trial) -> None:
 
 
 def closure_called_twice(trial: Trial) -> None:
-    """As a line search does: the last evaluation counts."""
+    """A line search calls it twice: the last evaluation counts."""
     for other, batch in zip(trial.batches(8), trial.batches(), strict=True):
         left = [other, batch]
 
@@ -217,7 +217,7 @@ def accumulated_zeroed(trial: Trial) -> None:
 
 
 def accumulated_aloud(trial: Trial) -> None:
-    """Without no_sync: what the second pass brings is added to the answer of the first."""
+    """Without no_sync: the second pass adds to the answer of the first."""
     for one, two in zip(trial.batches(), trial.batches(8), strict=True):
         trial.optimizer.zero_grad()
         trial.loss(one).backward()
@@ -294,7 +294,7 @@ def kept_as_copies(trial: Trial) -> None:
 
 
 def cleared(trial: Trial) -> None:
-    """The optimizer's state begins anew."""
+    """The optimizer begins with a new state."""
     for step, batch in enumerate(trial.batches()):
         if step == 3:
             trial.optimizer.state.clear()
@@ -351,7 +351,7 @@ def scored(trial: Trial) -> None:
 
 
 def swapped(trial: Trial) -> None:
-    """Other weights are loaded for a look at them, and then those of the training again."""
+    """Other weights are loaded for a look at them, and then the trained ones again."""
     for batch in trial.batches():
         trial.optimizer.zero_grad()
         trial.loss(batch).backward()
@@ -424,7 +424,7 @@ def lbfgs(net: nn.Module) -> Optimizer:
     return LBFGS(net.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-# ------------------------------------------------------------------ what loaders do
+# ------------------------------------------------------------------ loaders
 
 
 def samples() -> TensorDataset:
@@ -455,7 +455,7 @@ def looking_ahead(trial: Trial, moved: Callable[[Tensor], Tensor] = lambda tenso
 
 
 def looking_ahead_and_moving(trial: Trial) -> None:
-    """As to another device: the model is given other tensors than were yielded."""
+    """The model gets other tensors than the loader yielded, as after a move to another device."""
     looking_ahead(trial, torch.clone)
 
 
@@ -482,7 +482,7 @@ def _loader(trial: Trial, num_samples: int = 11) -> Any:
 
 
 class Loop(NamedTuple):
-    """A loop, the plain order of calls that it means (None: it is no other way to write something), and its needs."""
+    """A loop, the plain order of calls with its meaning (None: the loop itself), and its needs."""
 
     run: Callable[[Trial], None]
     like: Callable[[Trial], None] | None = plain

@@ -1,4 +1,4 @@
-"""What an optimizer does, measured: two weights whose ends say which gradients and rates were applied, and how often.
+"""An optimizer's actions, measured: the ends of two weights show the applied gradients and rates, and their number.
 
     clock   its gradient is always SLOPE, so plain SGD moves it by SLOPE times the sum of the learning rates applied
     still   its gradient is always 0, so only weight decay moves it
@@ -25,7 +25,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.result import Result
 
 SLOPE = 3.0
-"""So that a third of it, what each of three ranks adds to the mean, is exact."""
+"""A third of it, each of three ranks' part of the mean, is exact."""
 LR, BATCH, STEPS = 0.1, 4, 11
 CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, workers_per_host=4)
 Gradient = tuple[float, float]
@@ -66,7 +66,7 @@ class Optimized(NamedTuple):
 NAMES = ("sgd", "momentum", "nesterov", "adamw", "adagrad")
 OPTIMIZED = [Optimized(name, decays, not decays) for name, decays in product(NAMES, (True, False))]
 WITH_BOTH = [Optimized(name, decays=True, falls=True) for name in NAMES]
-"""A run of one of these ends where both mean what they should: half as many runs as of each alone."""
+"""A run of one of these ends where both keep their meaning: half as many runs as of each alone."""
 
 
 class Weights(nn.Module):
@@ -89,7 +89,7 @@ class Weights(nn.Module):
 def ended(
     strategy: Strategy, workers: int, optimized: Optimized, batch_size: int = BATCH, cluster: Cluster = CLUSTER
 ) -> tuple[list[Tensor], Result]:
-    """Where each worker's weights are after STEPS steps in the virtual world."""
+    """Each worker's weights after STEPS steps in the virtual world."""
     models: list[Weights] = []
 
     def model() -> nn.Module:
@@ -110,7 +110,7 @@ def ended(
 
 
 def stepped(optimized: Optimized, gradients: Iterable[Gradient | None]) -> Iterator[Weights]:
-    """The loop that everybody writes; None: none yet, and an optimizer does nothing."""
+    """The usual loop; None: no step yet, so an optimizer does nothing."""
     weights = Weights()
     optimizer = optimized.make(weights.parameters())
     schedule = optimized.schedule(optimizer)
@@ -123,6 +123,6 @@ def stepped(optimized: Optimized, gradients: Iterable[Gradient | None]) -> Itera
 
 
 def end_of(optimized: Optimized, gradients: Iterable[Gradient | None]) -> Tensor:
-    """Where that loop ends."""
+    """The end of that loop."""
     *_, last = stepped(optimized, gradients)
     return last.ends()

@@ -30,20 +30,20 @@ NUM_BATCHES = SAMPLES // BATCH
 
 @dataclass
 class Seen:
-    """What a run leaves, and what its report is made of."""
+    """The results of a run, and its report's sources."""
 
     result: Result
     weights: Tensor
     """The final ones, shape (numel,)."""
     statistics: Sequence[Statistics] = ()
-    """Of each shard."""
+    """Each shard's statistics."""
     attendances: Sequence[Attendance] = ()
-    """Of each worker."""
+    """Each worker's attendance."""
 
 
 @dataclass
 class Runner:
-    """Runs strategies, and keeps what the engine counts."""
+    """Runs strategies, and keeps the engine's counts."""
 
     facts: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class Runner:
         stragglers: Stragglers = in_time(),
         seed: int = 0,
     ) -> Seen:
-        """`steps` batches in all, whoever takes them. The weights are those that every worker has in the end."""
+        """`steps` batches in all, whoever takes them. The weights are every worker's at the end."""
         models: list[nn.Module] = []
         assert steps % workers == 0
         cluster = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=stragglers)
@@ -108,7 +108,7 @@ def job_of(setting: Setting, models: list[nn.Module]) -> Job:
 
 
 def batches_of(steps: int, setting: Setting, batch_size: int = BATCH, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """What one worker is dealt."""
+    """One worker's batches."""
     batches = Batches(data_of(setting.dtype), size=1, batch_size=batch_size, seed=seed)
     for step in range(steps):
         yield batches.at(*divmod(step, len(batches)))

@@ -19,7 +19,7 @@ from polytempo.spec.job import Job
 DIGITS = find("digits")
 UNEVEN = pt.cluster.ethernet(gflops=0.2, stragglers=pt.cluster.lognormal(0.5))
 TOLERANCE = 1e-9
-"""Of parameters in float64 after the steps below, as a part of the largest one."""
+"""The tolerance of parameters in float64 after the steps below, as a part of the largest one."""
 
 
 def made(random: int, samples: int) -> torch.utils.data.TensorDataset:
@@ -93,7 +93,7 @@ def falling(optimizer: torch.optim.Optimizer, steps: int) -> Any:
 
 
 class WithUnused(nn.Module):
-    """A parameter that the loss does not reach, another one that is frozen, one without dimensions, and a tied one."""
+    """A parameter that the loss does not reach, a frozen one, one without dimensions, and a tied one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 class Recorder:
-    """A rank's group: it notes batches of messages, and their works are over at once, as CUDA's are for the caller."""
+    """A rank's group: it notes batches of messages, and their works end immediately, as CUDA's do for the caller."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -74,7 +74,7 @@ def recorded(
 
 
 def left_over(ranks: list[Recorder]) -> dict[int, list[Message]]:
-    """By rank, what is left of the batch that never ends; empty where all end."""
+    """The rest of the batch that never ends, by rank; empty where all end."""
     queues = [[(list(sends), list(recvs)) for sends, recvs in rank.batches] for rank in ranks]
     moved = True
     while moved:

@@ -1,4 +1,4 @@
-"""The law of branches on threads: what a pass leaves is, to the bit, what plain execution leaves.
+"""The law of branches on threads: a pass has the bits of plain execution.
 
 `BRANCH_MODELS=500` searches for more than the few models of every run.
 """
@@ -36,7 +36,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_drawn_model_computes_the_same_bits(seed: int) -> None:
-    """In training with dropout and batch norm, a second step with gradients that are there, and in evaluation."""
+    """Training with dropout and batch norm, a second step with present gradients, and evaluation."""
     torch.manual_seed(seed)
     model = Drawn(seed)
     plain = copy.deepcopy(model)
@@ -55,7 +55,7 @@ def test_a_drawn_model_computes_the_same_bits(seed: int) -> None:
 
 
 def test_three_uses_of_one_layer_are_summed_in_order() -> None:
-    """a + b + c is not a + (b + c): each tower's gradient of the common layer is added by itself."""
+    """a + b + c is not a + (b + c): each tower's gradient of the common layer is added separately."""
 
     class Siamese(Towers):
         def forward(self, x: Tensor) -> Tensor:

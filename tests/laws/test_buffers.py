@@ -30,7 +30,7 @@ def model(tracks: bool) -> nn.Module:
 def trained(
     strategy: Strategy, tracks: bool = True, steps: int = STEPS, ranks: int = RANKS
 ) -> tuple[list[nn.Module], list[Event]]:
-    """The ranks' models after `steps` steps of plain SGD, each on batches of its own, and what they did."""
+    """The ranks' models after `steps` steps of plain SGD, each on batches of its own, and their messages."""
     models = [model(tracks) for _ in range(ranks)]
     replicas = [Replica(net, torch.optim.SGD(net.parameters(), lr=0.05), strategy, ranks) for net in models]
 
@@ -53,7 +53,7 @@ def trained(
 
 
 def edges(events: list[Event], ranks: int = RANKS) -> Counter[tuple[int, int]]:
-    """Who sends to whom, and how many bytes. A collective of the world is between all."""
+    """The sender, receiver and bytes of each message. A collective of the world is between all."""
     found = Counter[tuple[int, int]]()
     for event in events:
         if event.op in COMMUNICATION - WAITING:
@@ -87,7 +87,7 @@ PLAIN = [
     strategies.adasum(of="updates"),
     strategies.robust_sgd(),
 ]
-"""Those that send parameters or gradients as they are, whole."""
+"""Strategies that send whole parameters or gradients unencoded."""
 
 
 @pytest.mark.parametrize("strategy", PLAIN, ids=str)
@@ -99,7 +99,7 @@ def test_statistics_cost_their_size_on_every_edge(strategy: Strategy) -> None:
 
 
 def test_gossip_mixes_statistics_by_its_matrix() -> None:
-    """At every step those of the step's graph, which the exponential one changes from step to step."""
+    """Every step mixes by its own graph, which the exponential one changes from step to step."""
     for graph in (aggregation.ring_graph, aggregation.exponential_graph):
         alone = torch.stack([statistics(net) for net in trained(strategies.gossip(graph, period=9), steps=1)[0]])
         mixed = torch.stack([statistics(net) for net in trained(strategies.gossip(graph), steps=1)[0]])

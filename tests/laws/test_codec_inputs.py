@@ -1,4 +1,4 @@
-"""Laws of every codec of the catalogue about what it is given: which tensors it takes, and the ends of their range."""
+"""Laws of every codec of the catalogue about its inputs: accepted tensors, and the ends of their range."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_parameter_is_encoded_without_its_gradient(row: Row) -> None:
 @every_codec
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_what_is_finite_arrives_finite(row: Row, dtype: torch.dtype) -> None:
-    """Also what is scaled or rounded up on its way, near the largest number that the dtype has."""
+    """Scaled and rounded-up values too, near the largest number of the dtype."""
     most = torch.finfo(dtype).max if dtype is not torch.float64 else float(torch.finfo(torch.float32).max)
     for step, share in enumerate([1.0, 0.99, 1e-3], start=1):
         codec, x, when = row.make(), torch.full((40, 40), most * share, dtype=dtype), EncodeContext(step)

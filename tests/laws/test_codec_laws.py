@@ -67,7 +67,7 @@ def test_a_codec_says_what_its_row_says(row: Row) -> None:
 @some
 @given(case=cases(), context=st.tuples(st.integers(1, 2**31), st.integers(0, 4095), st.integers(0, 2**32 - 1)))
 def test_a_wire_is_a_pure_function_and_as_long_as_said(row: Row, case: Case, context: tuple[int, int, int]) -> None:
-    """Whatever the memory held before; nothing beside the memory is touched, and x stays as it is."""
+    """The memory's earlier content does not matter; nothing beyond the memory is touched, and x stays unchanged."""
     codec, x, when = row.make(), case.tensor(), EncodeContext(*context)
     before, found = raw(x.reshape(-1)), []
     dtype = codec.wire_dtype(x)
@@ -185,7 +185,7 @@ def test_what_is_small_against_the_residual_is_not_lost(dtype: torch.dtype) -> N
 
 
 def test_feedback_around_a_sum_whose_wires_mean_nothing_alone() -> None:
-    """TernGrad's count from 0, so that a single one of three decodes to 2s less. What is left of 16 bits is right.
+    """TernGrad's count from 0, so that a single one of three decodes to 2s less. The residual after 16 bits is right.
 
     `feedback` refuses this codec, for its error is too large.
     """
@@ -262,7 +262,7 @@ def squared_errors(found: Tensor, x: Tensor) -> tuple[float, float]:
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small ones, equal ones, zeros, and one that is large, (3, 5)."""
+    """Small ones, equal ones, zeros, and a large one, (3, 5)."""
     x = Case((3, 5), "normal", dtype, 5).tensor()
     x[0, :3], x[1, 2:], x[2, 4] = 0, -0.5, 8
     return x
@@ -304,7 +304,7 @@ def test_draws_follow_from_the_occasion(row: Row) -> None:
 @some
 @given(case=cases(MODERATE), terms=st.integers(2, 7))
 def test_the_sum_of_wires_decodes_to_the_sum_of_tensors(row: Row, case: Case, terms: int) -> None:
-    """To the rounding of the wire's own numbers; and every rank decodes it alike."""
+    """The decoded sum is exact to the rounding of the wire's own numbers; and every rank decodes it alike."""
     codec, xs = row.make(), [case.tensor(rank) for rank in range(terms)]
     statistics = [codec.statistic(x, codec.init(x)) for x in xs]
     agreed = None if statistics[0] is None else max(each for each in statistics if each is not None)

@@ -1,4 +1,4 @@
-"""What a codec is given or sent may be no number, damaged or too short: it is refused, and nothing has changed."""
+"""A codec's input or wire may be NaN, damaged or too short: it is refused, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_not_finite_arrives_as_such(row: Row, value: float, index: int) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.passes], ids=text)
 def test_what_is_not_finite_is_refused(row: Row, dtype: torch.dtype, value: float, index: int) -> None:
-    """By its place and value, before anything has changed."""
+    """The error names its place and value, before anything has changed."""
     codec, x = row.make(), Case((33, 17), "normal", dtype).tensor()
     state = codec.encode(x, codec.init(x))[1]
     x.view(-1)[index] = value
@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_refused(row: Row, dtype: torch.dtype, value: floa
 @pytest.mark.parametrize("value", BAD, ids=str)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.feedable], ids=text)
 def test_feedback_refuses_what_would_stay_for_ever(row: Row, value: float) -> None:
-    """Whether the codec inside would hand it on or not; and the residual is as it was."""
+    """The codec inside may pass it on or not; and the residual is unchanged."""
     codec, x = feedback(row.make()), NORMAL.tensor()
     assert not codec.facts.passes_nonfinite
     state = codec.encode(x, codec.init(x))[1]
@@ -68,7 +68,7 @@ def test_feedback_refuses_what_would_stay_for_ever(row: Row, value: float) -> No
     assert tensors_of(state) == before
 
 
-# ---------------------------------------------------------------------- what may arrive
+# ---------------------------------------------------------------------- arrivals
 
 damages = st.one_of(
     st.tuples(st.just("cut"), st.integers(0, 4096)),
@@ -104,7 +104,7 @@ def damaged(wire: Tensor, how: str, number: int) -> Tensor:
 def test_a_damaged_wire_writes_nowhere_else(
     row: Row, shape: tuple[int, ...], dtype: torch.dtype, damage: tuple[str, int]
 ) -> None:
-    """It is refused by a ValueError, or decodes to something of the right shape."""
+    """It is refused by a ValueError, or decodes to values of the right shape."""
     codec, x = row.make(), Case(shape, "normal", dtype).tensor()
     wire = damaged(codec.encode(x, codec.init(x))[0], *damage)
     memory, flat = guarded(x.numel() * x.element_size(), 0x55, dtype)

@@ -42,12 +42,12 @@ VIRTUAL = [row for row in ROWS if row.world == "virtual"]
 JOBS = [row for row in ROWS if row.world == "processes" and row.loop not in OWN]
 LOOPS = [row for row in ROWS if row.loop in OWN]
 BROKEN_OFF_AT = 4
-"""In the middle of the second epoch, and of a round of local steps."""
+"""The step is in the middle of the second epoch, and of a round of local steps."""
 
 
 @contextmanager
 def refused_or_not(row: Combination) -> Iterator[None]:
-    """What runs inside is refused if the table says so, else it ends well."""
+    """The code inside is refused if the table says so, else it ends well."""
     words = refusal(row._asdict())
     if words is None:
         yield
@@ -62,7 +62,8 @@ def _without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_model(row: Combination, tolerance_16: float) -> float:
-    """How far parameters may be from plain torch's. In 16 bits partial sums are rounded that torch does not have."""
+    """The tolerance of parameters against plain torch's. In 16 bits partial sums are rounded that torch does not
+    have."""
     return {"float64": 1e-9, "float32": 2e-4, "bf16": tolerance_16}[row.precision]
 
 
@@ -78,7 +79,7 @@ def test_every_pair_of_values_is_in_a_row() -> None:
 
 @pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3), ids=str)
 def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
-    """Saving changes no bit, no operation and no time; what is saved is what plain torch reaches."""
+    """Saving changes no bit, no operation and no time; the saved model is plain torch's."""
     with refused_or_not(row):
         alone = simulated(row)
         saved = alone if row.family in SERVED else simulated(row, out=tmp_path, checkpoint_every=2)
@@ -114,7 +115,7 @@ def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("row", some_of(LOOPS, 0, of=8), ids=str)
 def test_a_loop_of_a_user(row: Combination) -> None:
-    """What the job reaches, and plain torch; the same bits where all is saved, made again, and goes on."""
+    """The model is the job's, and plain torch's; a loop that is saved, made again, and goes on has the same bits."""
 
     def work(world: ProcessWorld) -> Any:
         if (mesh := mesh_of(row)) is not None:
@@ -141,7 +142,7 @@ def seen(result: Result) -> tuple[Any, ...]:
 
 
 def check_plain(row: Combination, found: Result, folder: Path | None) -> None:
-    """What was saved in the folder is what plain torch reaches; without a folder, its loss is."""
+    """The saved model is plain torch's; without a folder, its loss is."""
     if not comparable(row._asdict()):
         return
     expected = plain(row)

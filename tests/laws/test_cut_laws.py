@@ -1,4 +1,4 @@
-"""A cut model is the model: outputs, gradients, buffers and names, whatever the cut."""
+"""A cut model is the model: outputs, gradients, buffers and names, with any cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any,
 
 
 class InThree(NamedTuple):
-    """A model, what it is called with, and a cut of it that several laws look at."""
+    """A model, its arguments, and a cut of it for several laws."""
 
     model: nn.Module
     sample: Any
@@ -57,7 +57,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def adds_otherwise(found: Cut) -> bool:
-    """Whether a stage uses a value twice that another stage uses, too: gradients are then added in another order."""
+    """True if a stage uses a value twice that another stage uses, too: gradients are then added in another order."""
     for value in found.values:
         for target in value.targets:
             nodes = found.stages[target].module.graph.nodes
@@ -68,7 +68,7 @@ def adds_otherwise(found: Cut) -> bool:
 
 
 def check_equal(model: nn.Module, sample: Any, values: tuple[Any, ...], made_cut: Cut) -> None:
-    """The stages of `made_cut`, a cut of `model`, do what a copy of the model does, to the bit."""
+    """The stages of `made_cut`, a cut of `model`, compute the bits of a copy of the model."""
     whole = deepcopy(model)
     torch.manual_seed(2)
     expected = called(whole, sample)
@@ -138,7 +138,7 @@ def test_tied_weights_are_shared_or_together(name: str) -> None:
 
 
 def test_no_cut_into_two_sends_less_than_the_least() -> None:
-    """A residual net is no chain: a value that two stages use is sent twice, and its gradient comes back from both."""
+    """A residual net is not a chain: two stages' value is sent twice, and its gradient comes back from both."""
     model, sample, _ = made("residual")
 
     def sent(found: Cut) -> int:

@@ -1,6 +1,6 @@
 """Ranks that promise equal models compare hashes of them: never a false alarm, and a flip of any bit is found.
 
-The ranks here are virtual ones, whose looks are compared beside the clock: a look is no op and takes no time.
+The ranks here are virtual; their looks are compared outside the clock: a look is not an op and takes no time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from polytempo.worlds import VirtualWorld
 STEPS = 5
 NUM_FLIPS = 100
 IN_STEP = [row for row in ROWS if row.make().synchronized and row.make().one_copy is None]
-"""The others promise nothing, or have one copy of what could differ."""
+"""The others promise nothing, or have one copy of the compared parameters."""
 
 
 class Looking:

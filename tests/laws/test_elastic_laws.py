@@ -1,4 +1,4 @@
-"""Which strategies an elastic run takes, and what holds of an exchange of parameters that is undone or comes early."""
+"""The strategies of elastic runs, and the laws of an exchange of parameters that is undone or comes early."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ NUM_RANKS, LAST = 3, 13
 
 
 def parameters_of(row: Row) -> Transform:
-    """What happens to parameters under the setting's optimizer."""
+    """The parameters' movement under the setting's optimizer."""
     return fitted(row.make(), OPTIMIZERS[SETTING.optimizer](model(SETTING.dtype).parameters())).parameters
 
 
 def taken(row: Row) -> bool:
-    """Whether an elastic run takes the strategy."""
+    """True if an elastic run takes the strategy."""
     try:
         check_elastic(row.make())
     except ValueError:
@@ -175,7 +175,7 @@ def test_a_broken_exchange_leaves_no_trace_and_can_be_finished(row: Row) -> None
 
 @every_row
 def test_ranks_meet_after_different_numbers_of_steps(row: Row) -> None:
-    """After 9 steps rank r makes r of its own; all meet at once, at step 11, and go on to the end of the next round."""
+    """After 9 steps rank r makes r of its own; all meet at step 11, and go on to the end of the next round."""
     ranks = [Rank(row.make(), rank, NUM_RANKS, SETTING, False) for rank in range(NUM_RANKS)]
     before: list[Tensor] = [torch.empty(0)] * NUM_RANKS
 
@@ -241,7 +241,7 @@ def test_newcomers_get_the_mean_and_those_that_leave_leave_the_mean() -> None:
 
 
 def residuals(rank: Rank) -> dict[str, Tensor]:
-    """What a rank has held back, by path."""
+    """A rank's residuals, by path."""
     held = residuals_by_path(rank.replica.states())
     return {path: tensor.double().clone() for path, tensor in held.items() if tensor is not None}
 
@@ -251,7 +251,7 @@ HOLDING = [row for row in ROWS if residuals_by_path(Rank(row.make(), 0, 3, SETTI
 
 @pytest.mark.parametrize("row", HOLDING, ids=label)
 def test_residuals_are_handed_on_with_their_sum_and_newcomers_begin_with_none(row: Row) -> None:
-    """Of 3 ranks one leaves politely; then a newcomer takes its place with the state of the first."""
+    """One of 3 ranks leaves politely; then a newcomer takes its place with the state of the first."""
     ranks, _ = run(row.make(), 3, 6, SETTING)
     before = [residuals(rank) for rank in ranks]
     assert any(before)

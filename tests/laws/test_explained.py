@@ -1,4 +1,4 @@
-"""What `explain` says of a strategy is what the virtual world counts: messages, bytes, rounds, operations, memory."""
+"""`explain` tells the virtual world's counts: messages, bytes, rounds, operations, memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MORE = [
     Row("hierarchies", lambda: s.sync_sgd(collectives.hierarchical(collectives.tree))),
     Row("a late one", lambda: s.post_local_sgd(switch_step=3, period=3, route=collectives.ring)),
 ]
-"""What the catalogue's rows leave out."""
+"""The strategies missing in the catalogue's rows."""
 EVERY = [*ROWS, *MORE]
 SLOW = Cluster(Link(latency_s=1.0, bytes_per_s=1e30), flops_per_s=1e30)
 BUSY = Cluster(Link(latency_s=0.0, bytes_per_s=1e30), flops_per_s=1.0)
@@ -61,7 +61,7 @@ def drawn(rank: int) -> dict[str, Tensor]:
 
 
 class Counted(NamedTuple):
-    """What a world counts: messages and bytes of all ranks and bytes of the busiest one in each step, and in all."""
+    """A world's counts: messages and bytes of all ranks and bytes of the busiest one in each step, and in all."""
 
     steps: list[tuple[int, int, int]]
     total: tuple[int, int, int]
@@ -113,7 +113,7 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
 
 
 def simulated(row: Row, cluster: Cluster, num_ranks: int) -> Counted:
-    """A run whose wires are as long as they may be. With values where that is the same: they compute much faster."""
+    """A run with the longest allowed wires. With values where that is the same: they compute much faster."""
     exact = all(planned.exchange.exact for planned in explained(row.make(), num_ranks).exchanges)
     return run(row, cluster, num_ranks, meta=num_ranks == ON_META or not exact)
 

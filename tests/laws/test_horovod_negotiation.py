@@ -1,6 +1,6 @@
 """Laws of Horovod's negotiation, under chaos: random orders, delays, fusions, caches, process sets, joins, lost ranks.
 
-A world of machines whose messages travel in FIFO links with random delays; every choice comes from one seed.
+A world of machines with messages in FIFO links with random delays; every choice comes from one seed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def world(seed: int) -> tuple[Random, Cluster]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_all_ranks_perform_everything_once_and_in_one_order(seed: int) -> None:
-    """Whatever order each rank submits in, and however long messages take; several rounds of the same names."""
+    """Ranks submit in any order, with any delays; several rounds of the same names."""
     random, cluster = world(seed)
     names = [f"t{'x' * (i % 2)}{i}" for i in range(random.randint(1, 12))]
     rounds = random.randint(1, 4)
@@ -318,7 +318,7 @@ def test_splits_and_first_dimensions_reach_every_rank() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_ranks_change_settings_at_the_same_place_in_the_order(seed: int) -> None:
-    """Between two operations, which are the same two on every rank; fusion follows from the next decision on."""
+    """The place is between two operations, the same two on every rank; fusion follows from the next decision on."""
     random, cluster = world(4000 + seed)
     names = [f"t{i}" for i in range(8)]
     for turn in range(4):

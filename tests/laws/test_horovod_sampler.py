@@ -1,4 +1,4 @@
-"""`ElasticSampler`: each sample counts once an epoch, whatever becomes of the group; ranks make equally many steps."""
+"""`ElasticSampler`: each sample counts once an epoch under any change of the group; ranks make equally many steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GROUPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.booleans())
 
 
 def batches(sampler: ElasticSampler, batch_size: int) -> Iterator[list[int]]:
-    """As a DataLoader without worker processes asks for them: a batch at a time."""
+    """A DataLoader without worker processes asks for one batch at a time."""
     indices = iter(sampler)
     while batch := list(islice(indices, batch_size)):
         yield batch
 
 
 def group_of(size: int, state: str, num_samples: int) -> list[ElasticSampler]:
-    """The samplers of a new group, all of which have one state."""
+    """The samplers of a new group, all with one state."""
     made = [ElasticSampler(range(num_samples), seed=3) for _ in range(size)]
     for rank, sampler in enumerate(made):
         sampler.load_state_dict(json.loads(state))
@@ -54,7 +54,7 @@ def test_each_sample_counts_once_over_losses_and_joins(
             used.update(index for batch in dealt if batch for index in batch)
             for sampler in samplers:
                 sampler.record_batch(step, batch_size)
-        assert len({str(sampler.state_dict()) for sampler in samplers}) == 1, "all know what all have processed"
+        assert len({str(sampler.state_dict()) for sampler in samplers}) == 1, "all know all processed samples"
         state = json.dumps(samplers[-1].state_dict())
         assert set(samplers[0].processed_indices) == set(used)
     assert set(used) == set(range(num_samples))

@@ -1,7 +1,7 @@
-"""Pushes that workers of a host make together: each gradient counts once, whatever is lost, and whenever.
+"""Pushes that workers of a host make together: each gradient counts once, with any loss at any time.
 
-Three workers of a host, one of them its leader, push to two shards of two copies each. The story is told once without a
-fault; then again with each fault at each of its messages. Ticket t is -1 at place t of each shard, so weights count.
+Three workers of a host, one of them its leader, push to two shards of two copies each. The story is told first without
+a fault; then again with each fault at each of its messages. Ticket t is -1 at place t of each shard, so weights count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMING = Timing(retry_s=0.1, longest_retry_s=0.3, beat_s=1e6, lost_s=2e6, deadli
 
 
 class Fault(NamedTuple):
-    """What happens at message `at`: it is lost, comes twice or at last, or `victim` ends."""
+    """A fault at message `at`: it is lost, comes twice or last, or `victim` ends."""
 
     kind: str
     at: int
@@ -154,7 +154,7 @@ class Story:
         raise AssertionError(f"{self.fault}: not ended; under way {self.under_way}")
 
     def counts(self) -> list[list[float]]:
-        """How often each ticket was applied, in each copy."""
+        """The number of applications of each ticket, in each copy."""
         return [node.shard.weights.tolist() for node in self.nodes.values()]
 
 
@@ -166,11 +166,11 @@ def holds(fault: Fault) -> Story:
 
 NO_FAULT = Fault("none", -1)
 LENGTH = Story(NO_FAULT).told().delivered
-"""How many messages the story without a fault has."""
+"""The number of messages in the story without a fault."""
 
 
 def test_without_a_fault_one_push_of_each_round_carries_all_but_in_the_first() -> None:
-    """In the first round no worker has heard of another."""
+    """No worker has heard of another in the first round."""
     story = holds(NO_FAULT)
     assert story.sums == SHARDS * (ROUNDS - 1)
     assert [node.shard.index for node in story.nodes.values()] == [1 + len(WORKERS) + ROUNDS - 1] * 4

@@ -1,4 +1,4 @@
-"""What divided layers exchange by codecs: who encodes what, how many bytes, and that identities change nothing."""
+"""Codecs of divided layers: the encoding ranks, the bytes, and that identities change nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVING = [row for row in ROWS if row.fixed and row.make().facts.memory == "none
 def passes(
     sizes: tuple[int, ...], exchange: Exchange = "joined", dtype: torch.dtype = torch.float32, **codecs: Any
 ) -> list[list[Tensor]]:
-    """Of all ranks, the output and all gradients."""
+    """All ranks' output and gradients."""
     inputs = batch("images", sum(sizes), dtype)
 
     def work(port: Port) -> list[Tensor]:
@@ -56,7 +56,7 @@ def test_an_identity_is_no_codec_to_the_bit(sizes: tuple[int, ...], exchange: Ex
 
 @pytest.mark.parametrize("row", SERVING, ids=text)
 def test_a_pass_repeats_itself_and_ranks_agree_on_gradients(row: Row) -> None:
-    """Of the parts, which `full_gradients` joins, whatever the codec draws."""
+    """`full_gradients` joins the parts, whatever the codec draws."""
     first, again = (passes((3, 2, 2), "slices", activations=row.make(), gradients=row.make()) for _ in range(2))
     assert same(first, again)
     names = [name for name, _ in made(images).named_parameters()]
@@ -76,7 +76,7 @@ def test_eight_bits_are_near(codec: Codec) -> None:
 
 
 def test_an_evaluation_takes_no_random_number() -> None:
-    """So a run that is scored draws what one draws that is not. In training a pass takes one."""
+    """So a scored run draws the same numbers as one without scores. In training a pass takes one."""
     codec = c.qsgd(127, 64)
 
     def work(port: Port) -> list[Tensor]:
@@ -97,14 +97,14 @@ def test_an_evaluation_takes_no_random_number() -> None:
 
 
 def through(codec: Codec, x: Tensor) -> Tensor:
-    """What the wire of a tensor decodes to."""
+    """The decoded wire of a tensor."""
     return codec.decode(codec.encode(x.reshape(-1))[0], x.reshape(-1)).view(x.shape) if x.numel() else x
 
 
 def oracle(
     net: nn.Linear, inputs: list[Tensor], answers: list[Tensor], exchange: Exchange, q: Codec, r: Codec
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Each rank's output, the gradients of each one's inputs, and that of the weight, of one layer, in one process."""
+    """Each rank's output, the gradients of its inputs, and the gradient of the weight, of one layer, in one process."""
     sizes, ranks = [len(each) for each in inputs], range(len(inputs))
     total = sum(sizes)
     weights = net.weight.detach().tensor_split(len(inputs))
@@ -193,7 +193,7 @@ CODECS: dict[str, Wires] = {
 def test_what_is_sent_is_what_the_plan_and_the_layers_say(
     sizes: tuple[int, ...], exchange: Exchange, name: str
 ) -> None:
-    """To the byte, besides how many samples each rank has, and by which number codecs draw."""
+    """The bytes are exact, except for each rank's number of samples, and the number by which codecs draw."""
     wires, num_ranks = CODECS[name], len(sizes)
 
     def work(step: bool) -> Callable[[Port], dict[str, list[float]]]:
@@ -218,7 +218,7 @@ def test_what_is_sent_is_what_the_plan_and_the_layers_say(
 
 
 def test_indices_travel_as_they_are() -> None:
-    """An embedding's, whatever the codec of activations is; what it makes is encoded."""
+    """An embedding's indices are not encoded by the activations' codec; its output is."""
     indices = batch("words", 4, torch.float32)
     [table, *_] = volumes(words(), indices)
     assert exchange_bytes(table, (2, 2), (3, 3), Wires(c.bf16())) == 4 * 3 * 8 + 4 * 3 * 3 * (2 + 4)

@@ -1,4 +1,4 @@
-"""Divided layers beside whole ones: gradients and training are those of one process with all samples."""
+"""Divided layers with whole ones: gradients and training are one process's with all samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ s, c = pt.strategies, pt.collectives
 
 
 def images() -> nn.Module:
-    """Convolutions, of which one can be divided, and fully connected layers of 7, 10 and 5 outputs."""
+    """Convolutions, one of them divisible, and fully connected layers of 7, 10 and 5 outputs."""
     return nn.Sequential(
         *(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4).eval(), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(4, 6, 3, stride=2, bias=False), nn.Tanh(), nn.Flatten()),
@@ -53,7 +53,7 @@ def batch(kind: str, count: int, dtype: torch.dtype, step: int = 0) -> Tensor:
 
 
 def loss(output: Tensor, inputs: Tensor) -> Tensor:
-    """The mean over samples of a loss whose gradient differs for each output and sample."""
+    """The mean over samples of a loss with different gradients for each output and sample."""
     weights = torch.linspace(-1.0, 2.0, output[0].numel(), dtype=output.dtype).view(output[0].shape)
     marks = 1.0 + inputs.flatten(1).sum(1).to(output.dtype).abs()
     return ((output * weights).flatten(1).square().sum(1) * marks).mean()
@@ -90,7 +90,7 @@ SIZES = [(2, 2), (4, 1), (3, 2, 2), (2, 0, 3), (1, 1, 1, 1), (3, 2, 1, 2)]
 def test_gradients_are_those_of_one_process(
     kind: str, model: Callable[[], nn.Module], layers: list[str], sizes: tuple[int, ...], exchange: Exchange
 ) -> None:
-    """Of the mean over all samples; layers that all ranks have leave that mean to the strategy."""
+    """Gradients of the mean over all samples; layers that all ranks have leave that mean to the strategy."""
     dtype = torch.float32 if sizes == (3, 2, 2) else torch.float64
     whole = made(model, dtype)
     inputs = batch(kind, sum(sizes), dtype)
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 2), (1, 3, 0, 2)], ids=str)
 def test_what_is_sent_is_what_the_plan_says(sizes: tuple[int, ...], exchange: Exchange) -> None:
-    """To the byte, besides the 8 bytes a rank and pass that say how many samples it has."""
+    """The bytes are exact, except for the 8 bytes a rank and pass with its number of samples."""
 
     layers = ["7", "11"]
 

@@ -1,4 +1,4 @@
-"""Laws of workers that are in step: one model for a group of them tells what each alone would."""
+"""Laws of workers in step: one model for a group of them computes the same as each alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVEN = pt.cluster.ethernet(gflops=0.2)
 
 
 class TwoDtypes(nn.Module):
-    """So that there are two buckets, the first of which is exchanged while the second is computed."""
+    """Two dtypes make two buckets; the first is exchanged while the second is computed."""
 
     def __init__(self) -> None:
         super().__init__()

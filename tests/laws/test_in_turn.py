@@ -48,7 +48,7 @@ def singles(random: int, samples: int) -> torch.utils.data.TensorDataset:
 
 
 def odd_sizes() -> nn.Module:
-    """float32, and rows that are no multiple of what memory is aligned to; draws random numbers."""
+    """float32, and rows with sizes that are not a multiple of the memory's alignment; draws random numbers."""
     return nn.Sequential(nn.Linear(9, 37), nn.Dropout(0.3), nn.GELU(), nn.Linear(37, 5, bias=False))
 
 

@@ -26,7 +26,7 @@ every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route._
 
 
 class Ran(NamedTuple):
-    """The ranks of a run, and what its world says of it."""
+    """The ranks of a run, and its world's record."""
 
     ranks: list[Rank]
     trace_hash: str
@@ -188,7 +188,7 @@ def test_diloco_with_a_plain_outer_step_equals_averaging(optimizer: str) -> None
 
 
 def test_slowmo_with_period_1_is_synchronous_sgd_with_momentum() -> None:
-    """Of plain SGD, with α = 1 and without weight decay: J. Wang et al., 2020, section 2."""
+    """Plain SGD, with α = 1 and without weight decay: J. Wang et al., 2020, section 2."""
     setting = Setting("momentum")
     expected = plain_torch(20, setting)[-1]
     OPTIMIZERS["plain"] = lambda parameters: torch.optim.SGD(parameters, lr=0.05)

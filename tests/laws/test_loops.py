@@ -23,7 +23,7 @@ def rows(loop: Loop) -> list[Row]:
 
 @cache
 def wrong_with_those_like(like: object) -> dict[str, Wrong]:
-    """What is wrong under each loop that means this. One process runs them: what they mean is run once."""
+    """The errors under each loop with the same meaning. One process runs them: their meaning is run once."""
     (found,) = wrong_on(1, rows, [loop for loop in LOOPS if loop.like is like])
     return found
 

@@ -70,7 +70,7 @@ def first(strategy: pt.Strategy, folder: Path) -> dict[str, Any]:
 
 
 def test_what_is_measured_does_not_depend_on_the_strategy(tmp_path: Path) -> None:
-    """In the first step all hold the same model and the same batches; gradients are seen before they are encoded."""
+    """All hold the same model and the same batches in the first step; gradients are seen before they are encoded."""
     strategies = [s.sync_sgd(), s.one_bit_sgd(), s.local_sgd(period=8), s.adasum()]
     found = [first(strategy, tmp_path / str(number)) for number, strategy in enumerate(strategies)]
     for row in found:

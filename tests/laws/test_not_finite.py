@@ -16,7 +16,7 @@ from laws.catalogue import HELPED, ROWS, SERVED, Row, label
 from laws.harness import OPTIMIZERS
 
 WORKERS, BATCH, STEPS = 4, 4, 4
-"""As many workers as every strategy of the catalogue can have."""
+"""Every strategy of the catalogue can have so many workers."""
 CULPRIT, BAD = 2, 2
 """The rank and its own step, both counted from 0."""
 
@@ -42,7 +42,7 @@ class Tripped(nn.Module):
 
 
 def job(way: str, made: list[Tripped]) -> pt.Job:
-    """One whose first model is the run's own, and whose others are those of the workers."""
+    """A job with the run's own model first, and then the workers'."""
 
     def make() -> nn.Module:
         made.append(Tripped(way if len(made) - 1 == CULPRIT else ""))
@@ -78,7 +78,7 @@ def test_the_error_names_the_step_the_rank_and_the_parameter(row: Row, way: str)
     if row in ROWS:
         assert error.step == BAD
     else:
-        assert error.step is not None  # that of the batch in the run: who is free takes the next one
+        assert error.step is not None  # the batch's number in the run: a free worker takes the next one
         assert 0 <= error.step < STEPS
 
 
@@ -90,7 +90,7 @@ def test_a_slice_of_a_batch_is_looked_at_by_whoever_computes_it(row: Row) -> Non
 
 
 def encodes(row: Row) -> bool:
-    """Whether a codec of the strategy has no code for NaN; a plain cast has one."""
+    """True if a codec of the strategy has no code for NaN; a plain cast has one."""
     compressed = ("dgc", "int8_sgd", "one_bit_sgd", "power_sgd", "qsgd", "sign_sgd", "terngrad", "threshold", "top_k")
     return row.name.startswith(compressed) or "codec=feedback" in label(row)
 

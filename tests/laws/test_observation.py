@@ -29,7 +29,7 @@ WATCHED_ROWS = ROWS
 
 
 class Drawing(Dataset[Any]):
-    """Samples whose noise is drawn when they are read, from each generator that a program has."""
+    """Samples with noise drawn when they are read, from each generator that a program has."""
 
     def __init__(self, held: TensorDataset) -> None:
         self._held = held
@@ -83,7 +83,7 @@ def job(test: Dataset[Any] | None) -> pt.Job:
 
 
 class Way(NamedTuple):
-    """Of watching: the test data, the steps between checkpoints, and whether the run leaves a folder."""
+    """A way of watching: the test data, the steps between checkpoints, and a folder or none."""
 
     test: str
     checkpoint_every: int | None
@@ -91,7 +91,7 @@ class Way(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a run did. The trace's hash is over every operation of every rank, with its times."""
+    """The results of a run. The trace's hash is over every operation of every rank, with its times."""
 
     parameters_sha256: str | None
     operations: str
@@ -111,7 +111,7 @@ def trained(row: Row, test: str, **options: Any) -> Seen:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """What torch imports in a process's first step draws from Python's generator, once."""
+    """Torch's imports in a process's first step draw from Python's generator, once."""
     trained(ROWS[0], "none")
 
 
@@ -128,8 +128,7 @@ IN_EVERY_WAY = {
     "local_sgd(period=4, route=native)": "the score is of a mean",
     "hogwild(update='free')": "the score is of a copy that others write to",
 }
-"""One row for each way in which a score or a checkpoint comes to be; the others are watched in pairs of settings, in
-some of them in the same one."""
+"""One row for each way of making a score or a checkpoint; the others are watched in pairs of settings."""
 
 
 @pytest.mark.parametrize("row", WATCHED_ROWS, ids=label)

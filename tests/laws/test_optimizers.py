@@ -1,7 +1,7 @@
-"""What the optimizer does is the optimizer's: rates, decay, momentum mean what they mean without a strategy.
+"""The optimizer keeps its meaning: rates, decay and momentum act as without a strategy.
 
-Held for every strategy of the catalogue that has no parameter server, and for those whose workers help each other;
-where a strategy's docstring says otherwise, against that; where it cannot be, refused when it is built.
+Every strategy of the catalogue without a parameter server obeys this, and so do strategies with helping workers;
+deviations in a docstring are tested instead, and impossible ones are refused when they are built.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polytempo.core import Strategy
 from polytempo.training.step.replica import Replica
 from some_cases import some_of
 
-# --------------------------------------------------------------------------- what docstrings say instead of plain torch
+# --------------------------------------------------------------------------- docstrings' deviations from plain torch
 
 
 def delayed(row: Row, optimized: Optimized, workers: int) -> Tensor:
@@ -119,7 +119,7 @@ INSTEAD: dict[str, Callable[[Row, Optimized, int], Tensor]] = {
 
 
 def expected(row: Row, optimized: Optimized, workers: int) -> Tensor:
-    """Where (clock, still) end."""
+    """The ends of (clock, still)."""
     if "bound=2" in label(row):
         return bounded(row, optimized, workers)
     if row.name in INSTEAD:
@@ -128,11 +128,11 @@ def expected(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 
 def tolerance(row: Row, workers: int) -> float:
-    """Of |found - expected|: codes round, and with feedback the last rounding is still residual."""
+    """The tolerance of |found - expected|: codes round, and with feedback the last rounding is still residual."""
     if workers > 1 and "bf16" in label(row):
         return 2e-2
     if workers > 1 and row.name == "hogwild":
-        return 2e-2  # who reads what others have decayed meanwhile depends on the interleaving
+        return 2e-2  # the interleaving decides which decayed weights a rank reads
     return 1e-6 if workers > 1 and row.name in ("int8_sgd", "threshold_sgd") else 1e-11
 
 

@@ -1,4 +1,4 @@
-"""Laws of strategies that cut a model into stages; those of both worlds are in `process/test_pipeline_runs`."""
+"""Laws of strategies that cut a model into stages; the laws of both worlds are in `process/test_pipeline_runs`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every = pytest.mark.parametrize("row", STAGED, ids=label)
 
 
 class Seen(NamedTuple):
-    """What a virtual run did. The trace's hash is over every operation of every rank, with its times."""
+    """The results of a virtual run. The trace's hash is over every operation of every rank, with its times."""
 
     parameters_sha256: str | None
     operations: str
@@ -51,7 +51,7 @@ def test_watching_a_pipeline_changes_nothing(row: Row, tmp_path: Path, monkeypat
 
 @every
 def test_one_stage_is_the_inner_strategy(row: Row) -> None:
-    """To the bit with one micro-batch, but where weights' gradients are computed apart. Dropout has other seeds."""
+    """To the bit with one micro-batch, except where weights' gradients are computed apart. Dropout has other seeds."""
     strategy = row.make()
     options = {"stages": 1} | ({"micro_batches": 1} if "micro_batches" in str(strategy) else {})
     alone = getattr(pt.strategies, row.name)(**options | ({"parts": 1} if row.name == "interleaved" else {}))
@@ -70,7 +70,7 @@ def test_rows_of_metrics_have_the_loss_of_the_last_stage(tmp_path: Path) -> None
 
 
 def test_rows_of_metrics_have_the_delay_of_each_stage(tmp_path: Path) -> None:
-    """Those of updates that the first stage can know of without waiting: K - 1 = 2 steps ago."""
+    """Metrics of updates that the first stage knows without waiting: K - 1 = 2 steps ago."""
     pt.simulate(job(), pt.strategies.ddg(stages=3), 6, steps=8, out=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     delays = [row["delays"] for row in rows if row["kind"] == "train"]
@@ -81,7 +81,7 @@ def test_rows_of_metrics_have_the_delay_of_each_stage(tmp_path: Path) -> None:
 
 @every
 def test_the_delay_of_each_stage_is_counted(row: Row) -> None:
-    """Once the pipeline is full it is what the schedule says."""
+    """The schedule's delay, once the pipeline is full."""
     schedule = row.make().schedule
     assert isinstance(schedule, Schedule)
     found = pt.simulate(job(tested=False), row.make(), schedule.stages, steps=8).stages

@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def placed_pass(model: Callable[[], nn.Module], inputs: Tensor, port: Port, steps: int = 1) -> FoundPass:
-    """Of one rank; of the last of some passes."""
+    """One rank's last pass."""
     net = pt.place(made(model), sample=inputs, port=port)
     for _ in range(steps):
         net.zero_grad()

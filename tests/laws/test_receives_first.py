@@ -95,7 +95,7 @@ def test_large_buffers_are_mixed_one_neighbour_after_the_other(graph: Graph) -> 
 
 
 async def send_first(port: Port, buffer: Tensor) -> None:
-    """What routes did before: wrong."""
+    """The wrong order, which routes had before."""
     sending = await port.start(port.send(buffer, (port.rank + 1) % port.size))
     await port.recv(buffer, (port.rank - 1) % port.size)
     await sending

@@ -1,4 +1,4 @@
-"""What the optimizer does is the optimizer's, with a parameter server too: no rate is lost, doubled or cancelled."""
+"""The optimizer keeps its meaning with a parameter server too: no rate is lost, doubled or cancelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMISES = {
     "ssp": Promise(factor=shared),
     "staleness_aware": Promise(scale=inverse),
 }
-"""What the docstrings say; easgd's server makes no step."""
+"""The docstrings' promises; easgd's server makes no step."""
 
 SEVERAL = [
     Row("softsync", lambda: strategies.softsync(n=1, scale="inverse")),
@@ -95,7 +95,7 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
         else:
             alone = [[update] for update in run.updates[0]]
             assert [gradient.tickets for ((gradient,),) in alone] == [(ticket,) for ticket in batches.tickets]
-            plain = Promise(adagrad=False)  # whatever the strategy: torch's optimizer on batch after batch
+            plain = Promise(adagrad=False)  # torch's optimizer on batch after batch, for each strategy
             expected = repeated(run.updates[0], plain, setting, batches)
         torch.testing.assert_close(run.weights, torch.full_like(run.weights, expected), rtol=1e-12, atol=1e-12)
 
@@ -103,12 +103,12 @@ def test_one_worker_steps_as_the_docstring_says(row: Row, optimizer: str) -> Non
 @pytest.mark.parametrize("row", [*SERVED, *SEVERAL], ids=label)
 @every_optimizer
 def test_the_server_steps_as_the_docstring_says_however_stale_gradients_are(row: Row, optimizer: str) -> None:
-    """With a slow worker, uneven batches, and a schedule that ends at 0."""
+    """One slow worker, uneven batches, and a schedule that ends at 0."""
     strategy = row.make()
     if row.name == "easgd":
         return  # the server makes no step
     promise = promise_of(row, strategy)
-    known = settings(optimizer)[: 1 if promise.adagrad else 2]  # with decay it pushes what is of its own weights
+    known = settings(optimizer)[: 1 if promise.adagrad else 2]  # with decay it pushes gradients of its own weights
     for setting in some_of(known, number_of(row, optimizer), of=len(known)):
         run = simulated(strategy, setting, WORKERS)
         check(run.updates, run.weights, promise, setting, strategy)
@@ -137,16 +137,16 @@ def test_adaptive_compensation_is_for_sgd() -> None:
 @every_row
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_a_worker_that_dies_changes_no_rate(row: Row, step: int) -> None:
-    """Its batches are dealt again, later, and each bears the rate of its place in the run."""
+    """Its batches are dealt again, later, with the rate of their place in the run."""
     strategy = row.make()
     if row.name == "easgd":
-        return  # what the dead worker had explored is lost, as its parameters are its own
+        return  # the dead worker's exploration is lost, as its parameters are its own
     setting = Setting("clock", scheduled=True)
     run = simulated(strategy, setting, WORKERS, Crash(rank=1, step=step))
     check(run.updates, run.weights, promise_of(row, strategy), setting, strategy)
     tickets = sorted(t for update in run.updates[0] for gradient in update for t in gradient.tickets)
     assert len(set(tickets)) == len(tickets)
-    if not row.drops and "softsync" not in row.name:  # whose last sum waits for one more gradient
+    if not row.drops and "softsync" not in row.name:  # its last sum waits for one more gradient
         assert tickets == list(dealt(strategy, setting, WORKERS).tickets)
 
 

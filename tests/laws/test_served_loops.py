@@ -1,4 +1,4 @@
-"""Loops of one's own with a parameter server: the laws of loops and of the optimizer's own, and what is refused."""
+"""A user's loops with a parameter server: the laws of loops and of the optimizer, and refusals."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_epochs_follow_each_other_and_each_sample_counts_once() -> None:
         loops.plain(trial)
         assert trial.dealt.state_dict()["epoch"] == epoch + 1
         with torch.no_grad():
-            assert len(list(trial.dealt)) == loops.STEPS  # a look at the data is no training
+            assert len(list(trial.dealt)) == loops.STEPS  # a look at the data is not training
     trial.handle.detach()
     (row,) = trial.handle.account["ledger"]
     assert (row["last_epoch"], row["once"], row["twice"], row["never"]) == (2, 8 * loops.STEPS, 0, 0)
@@ -256,7 +256,7 @@ def test_a_nan_is_named_before_the_server_has_it() -> None:
 @pytest.mark.parametrize("make", [momentum, adamw])
 @pytest.mark.parametrize("loop", [loops.plain, loops.accumulated, loops.kept, loops.clipped, loops.scheduled])
 def test_16_bit_parameters_mean_what_they_mean_without_a_server(loop: Any, make: Any) -> None:
-    """The masters are those of the server, which makes the step that the loop would make of them itself."""
+    """The masters are the server's, which makes the loop's step."""
     alone = Trial(s.sync_sgd(), current(), make, precision="bf16")
     loop(alone)
     assert alone.handle is not None

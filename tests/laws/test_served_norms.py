@@ -1,7 +1,7 @@
 """Running statistics of norms with a parameter server: they meet at the shards, are scored, saved and handed out.
 
-The model's score is its running mean. The data's mean is 1 in every feature and every batch, so a norm with momentum m
-that has seen k batches, each after the other, has the running mean 1 - (1 - m)^k: a clock of what it has seen.
+The model's score is its running mean. The data's mean is 1 in every feature and every batch, so after k batches a norm
+with momentum m has the running mean 1 - (1 - m)^k: a clock of its batches.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.4))
 
 @pytest.mark.parametrize("row", ONE_WORKER, ids=label)
 def test_alone_they_are_what_torch_makes_of_them(row: Row) -> None:
-    """Who pushes now and then loses what its statistics took in while a fetch was under way; elastic ones lag."""
+    """A worker that pushes now and then loses the statistics since a fetch began; elastic ones lag."""
     result = simulate(job(), row.make(), 1, CLUSTER, steps=STEPS)
     assert result.loss is not None
     lost = {"easgd": 8}.get(row.name, 0 if row.pushes_every == 1 else 2)

@@ -96,7 +96,7 @@ def test_softsync_of_two_workers_moves_nothing_that_no_batch_uses(optimizer: str
     never = nn.utils.parameters_to_vector(Net().never.parameters()).detach()
     for strategy in (s.softsync(n=1), s.async_sgd(hierarchical=True), s.downpour(2, 2), s.easgd(period=2)):
         if "downpour" in str(strategy) and optimizer == "adamw":
-            continue  # refused: its decay is no gradient
+            continue  # refused: its decay is not a gradient
         assert torch.equal(simulated(strategy, optimizer, workers=2)[30:36], never), str(strategy)
 
 

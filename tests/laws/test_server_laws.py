@@ -1,4 +1,4 @@
-"""Laws that every rule of the parameter server obeys, whatever happens in whatever order."""
+"""Laws that every rule of the parameter server obeys, under any events in any order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ happenings = st.lists(
 
 
 class Crew:
-    """Workers as their clients would be: a push is followed by a pull, and what a worker knows comes from its pulls."""
+    """Workers as their clients would be: a push is followed by a pull, and a worker's knowledge comes from its
+    pulls."""
 
     def __init__(self, rule: Rule) -> None:
         self.desk = Desk(forgetful(rule), members=(0, 1))
@@ -55,10 +56,10 @@ class Crew:
         self.open: dict[int, tuple[int, str, int]] = {}
         """Requests without an answer: number -> (worker, kind, clock)."""
         self.lost: set[int] = set()
-        """Pushes whose worker left before anything had become of them."""
+        """Pushes of workers that left before any decision."""
         self.pushes: set[int] = set()
         self.slack: list[int] = []
-        """Of each pull that was answered: by how many steps it was ahead of the slowest member."""
+        """The lead of each answered pull over the slowest member, in steps."""
 
     def happen(self, what: str, worker: int) -> None:
         desk, member = self.desk, worker in self.desk.members
@@ -104,7 +105,7 @@ class Crew:
                 self.slack.append(clock - min(self.clocks[m] for m in self.desk.members))
 
     def finish(self) -> None:
-        """Everybody is there again, and whoever is free and furthest behind makes a step, until nobody waits."""
+        """All workers are back, and the free one furthest behind makes a step, until none waits."""
         for worker in range(WORKERS):
             self.happen("join", worker)
         for _ in range(400):
@@ -151,7 +152,7 @@ def test_nobody_reads_who_is_further_ahead_than_the_bound(bound: int, story: lis
 @settings(max_examples=examples(100), deadline=None)
 @given(story=happenings)
 def test_enough_backups_are_hardsync_action_by_action(story: list[tuple[str, int]]) -> None:
-    """Among workers that wait for their answers; a push ahead of a step is late where there are backups."""
+    """The workers wait for their answers; a push ahead of a step is late where there are backups."""
     crews = Crew(hardsync()), Crew(first(WORKERS))
     for what, worker in story:
         for crew in crews:

@@ -1,5 +1,4 @@
-"""What split layers exchange by codecs: who encodes what, that all ranks hold the same bits, and that identities change
-nothing."""
+"""Codecs of split layers: the encoding ranks, that all ranks hold the same bits, and that identities change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ SERVING = [row for row in ROWS if row.fixed and row.make().facts.memory == "none
 
 
 def passes(num_ranks: int, dtype: torch.dtype, *, sequence: bool, dropout: float = 0.2, **codecs: Any) -> list[Pass]:
-    """Of all ranks, of a transformer with dropout."""
+    """All ranks' results of a transformer with dropout."""
     rules = SEQUENCE_RULES if sequence else RULES
 
     def work(port: Port) -> Pass:
@@ -74,7 +73,7 @@ def test_of_16_bit_activations_a_codec_of_16_bits_is_an_identity() -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("row", SERVING, ids=text)
 def test_all_ranks_hold_the_same_bits(row: Row, sequence: bool) -> None:
-    """Of the output, and of the gradients of parameters that all of them hold, such as norms."""
+    """The bits of the output, and of the gradients of parameters that all of them hold, such as norms."""
     ranks = passes(3, torch.float32, sequence=sequence, activations=row.make(), gradients=row.make())
     for found in ranks[1:]:
         assert_same(found, ranks[0])

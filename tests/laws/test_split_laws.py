@@ -1,4 +1,4 @@
-"""Every way to split a layer: output, loss and all gradients are those of one process."""
+"""Every way to split a layer: output, loss and all gradients are one process's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of ranks that are alike: a few of them tell what all would do."""
+"""Laws of ranks that are alike: a few of them show the results of all."""
 
 from __future__ import annotations
 

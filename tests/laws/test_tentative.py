@@ -1,4 +1,4 @@
-"""What is remembered changes once per optimizer step, by the exchange that the step uses, under the virtual clock."""
+"""A strategy's memory changes once per optimizer step, by the exchange that the step uses, under the virtual clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = [(row, *case) for number, row in enumerate(ROWS) for case in [(1, torch.
 
 
 class Undecided(Rank):
-    """Exchanges gradients that no step uses before those that the step uses."""
+    """Exchanges unused gradients before those of the step."""
 
     async def steps(self, port: Port, first: int, last: int) -> None:
         """Steps `first` to `last` - 1, remembering the parameters after each."""

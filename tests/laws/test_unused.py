@@ -1,4 +1,4 @@
-"""Parameters that steps leave out: what no rank uses stays as plain torch leaves it, under every strategy."""
+"""Parameters that steps leave out: unused ones stay as in plain torch, under every strategy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from some_cases import some_of
 STEPS, RANKS = 8, 3
 DTYPE = torch.float64
 VOTES = "sign_sgd(feedback=False"
-"""One bit has no word for zero: an odd number of ranks moves what none has used."""
+"""One bit has no word for zero: an odd number of ranks moves unused parameters."""
 
 
 class Branches(nn.Module):
-    """`sometimes` is for samples that begin with more than 1.5: in a step those of two ranks, of one, or of none."""
+    """`sometimes` is for samples that begin with more than 1.5: in a step for two ranks, one, or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_the_batches_use_the_branch_on_two_ranks_on_one_and_on_none() -> None:
 
 
 class Apart(nn.Module):
-    """What `apart` answers is used, but no gradient goes there."""
+    """The answer of `apart` is used, but no gradient goes there."""
 
     def __init__(self) -> None:
         super().__init__()

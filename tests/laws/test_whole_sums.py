@@ -1,4 +1,4 @@
-"""Laws of sums that pass at once: their times and bytes are those of their messages."""
+"""Laws of sums that pass together: their times and bytes are their messages'."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def summed(route: Any, cluster: Cluster, num_ranks: int, numel: int, late: dict[
 
 
 def totals(outcome: Outcome) -> tuple[Any, ...]:
-    """What a trace says of messages, over all events."""
+    """A trace's messages, over all events."""
     counts = {key: n for key, n in outcome.trace.messages.items() if key[1] in ("send", "recv") and n}
     return dict(outcome.trace.bytes_sent), counts, outcome.unreceived
 

@@ -12,7 +12,7 @@ Deals = Literal["freely", "evenly"]
 
 
 class Crowd:
-    """Workers that follow the scheduler, and a record of what it has told them."""
+    """Workers that follow the scheduler, and a record of its orders."""
 
     def __init__(self, scheduler: BatchScheduler, workers: Sequence[int] = ()) -> None:
         self.scheduler = scheduler
@@ -38,7 +38,7 @@ class Crowd:
         self.hear()
 
     def ask(self, worker: int, pushes: int = 0) -> str | None:
-        """Ask, having pushed the `pushes` oldest tickets held. What it was told, "wait", "train 3", "again 3" …"""
+        """Ask, having pushed the `pushes` oldest tickets held. The order: "wait", "train 3", "again 3" …"""
         done, self.held[worker] = self.held[worker][:pushes], self.held[worker][pushes:]
         self.done += done
         life = (worker, self.lives[worker])

@@ -1,4 +1,4 @@
-"""Small tensors, and what is written in a wire of a few elements."""
+"""Small tensors, and writing a wire of a few elements."""
 
 from __future__ import annotations
 

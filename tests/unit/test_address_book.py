@@ -1,4 +1,4 @@
-"""The address book of a run on several hosts: who hears of which place, and what lost and late messages do."""
+"""The address book of a run on several hosts: its readers, and lost and late messages."""
 
 from __future__ import annotations
 

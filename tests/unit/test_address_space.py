@@ -1,4 +1,4 @@
-"""Where memory is short and `ulimit -v` bounds it, the message says so."""
+"""A message names `ulimit -v` where it bounds the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a virtual world does next: the order of a plain heap, although most deadlines wait outside of it."""
+"""The agenda of a virtual world has the order of a plain heap, although most deadlines wait outside of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RANKS, ASKED = 5, 300
 
 
 class PlainAgenda(Agenda):
-    """Every deadline goes to one heap at once, with all that is done."""
+    """One heap for all deadlines, done or not."""
 
     def add_deadline(self, time_s: float, flight: Flight, action: Callable[[], None]) -> None:
         self.add(time_s, lambda: None if flight.done else action())
 
 
 def played(seed: int, agenda: Agenda) -> tuple[list[tuple[float, int]], int]:
-    """When what was done, and the most that stood in the heaps."""
+    """The times of completion, and the most entries in the heaps."""
     random, done = Random(seed), list[tuple[float, int]]()
     flights = list[Flight]()
     asked, longest, now_s = 0, 0, 0.0

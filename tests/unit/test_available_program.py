@@ -1,4 +1,4 @@
-"""A program says how many workers there may be; what it says wrongly changes nothing."""
+"""A program gives the number of available workers; wrong output changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def says(path: Path, text: str) -> None:
 
 
 def heard(available: AvailableProgram) -> int:
-    """What it says once the program has ended."""
+    """The program's number, once it has ended."""
     available()
     assert available._process is not None
     available._process.wait(30)

@@ -75,7 +75,7 @@ def test_each_sample_counts_once_an_epoch_before_and_after_a_batch_has_grown(siz
 
 
 def test_a_worker_s_pieces_make_the_gradient_of_its_batch() -> None:
-    """Plain torch on the same batches, at once; in float64 to the last digits."""
+    """Plain torch on the whole batches gives the same; in float64 to the last digits."""
     torch.set_default_dtype(torch.float64)
     try:
         double = job(data=lambda folder: pt.Data(TensorDataset(X.double(), Y.double())))

@@ -26,7 +26,7 @@ def even(batches: int, tickets: int, workers: int, **settings: int | bool | None
 def test_two_free_workers_and_an_epoch_of_three() -> None:
     crowd = free(3, 6, 2)
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(1, 1)] == ["train 0", "train 1", "train 2"]
-    assert crowd.ask(1, 1) == "train 3", "an epoch ends, worker 0 is not ready, and nobody waits"
+    assert crowd.ask(1, 1) == "train 3", "an epoch ends, worker 0 is not ready, and no other worker waits"
     assert [crowd.ask(0, 1), crowd.ask(1, 1)] == ["train 4", "train 5"]
     assert crowd.scheduler.epoch == 1
     assert crowd.ask(1, 1) is None, "nothing is left, and worker 0 is not ready"
@@ -147,7 +147,7 @@ def test_stop_tells_everybody_to_finish() -> None:
 
 
 def test_stop_ends_the_step_that_was_begun_where_tickets_are_dealt_evenly() -> None:
-    """A worker that had its ticket would wait for ever for the gradients of those that were told to finish."""
+    """A worker with a ticket would wait for ever for the gradients of workers ordered to finish."""
     crowd = even(3, 30, 3)
     assert [crowd.ask(0), crowd.ask(1), crowd.ask(2), crowd.ask(0)] == ["train 0", "train 1", "train 2", "train 3"]
     crowd.scheduler.stop()
@@ -200,7 +200,7 @@ def test_after_a_restart_what_was_dealt_comes_again() -> None:
 
 
 def test_a_restart_goes_back_to_what_every_shard_has() -> None:
-    """Shard 0's snapshot lacks ticket 3; shard 1's has 6, of which the coordinator had not heard."""
+    """Shard 0's snapshot lacks ticket 3; shard 1's has ticket 6, which the coordinator does not know."""
     crowd = free(4, 12, 1, most_held=9)
     told = [crowd.ask(0, pushes) for pushes in (0, 1, 1, 1, 1, 1)]
     assert told == ["train 0", "train 1", "train 2", "train 3", "train 4", "train 5"]
@@ -216,7 +216,7 @@ def test_a_restart_goes_back_to_what_every_shard_has() -> None:
     ("applied", "told"),
     [
         ([((0, 5),), ((0, 8),)], ["train 6", "train 7", "train 8"]),  # whole steps: one shard is a step ahead
-        ([((0, 6),), ((0, 8),)], ["again 7", "again 8", "train 11"]),  # a step in which a worker was lost
+        ([((0, 6),), ((0, 8),)], ["again 7", "again 8", "train 11"]),  # a step with a lost worker
     ],
 )
 def test_after_a_restart_whole_steps_come_as_they_came_first(

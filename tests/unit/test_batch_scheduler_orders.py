@@ -39,7 +39,7 @@ def test_every_ticket_is_done_once_whatever_happens(
         disturb(crowd, rng, workers + 2)
         if restarts and rng.random() < 0.02:
             crowd = restarted(crowd, make())
-    for worker in {*range(workers)} - crowd.held.keys():  # a place whose worker never comes is lost
+    for worker in {*range(workers)} - crowd.held.keys():  # a place without a worker is lost
         crowd.scheduler.lose(worker)
     if not crowd.held:
         crowd.join(7)
@@ -64,7 +64,7 @@ def disturb(crowd: Crowd, rng: random.Random, most_workers: int) -> None:
 
 
 def restarted(crowd: Crowd, scheduler: BatchScheduler) -> Crowd:
-    """Everybody is lost, the coordinator too."""
+    """All are lost, the coordinator too."""
     scheduler.load(crowd.scheduler.dump())
     later = Crowd(scheduler)
     later.lives, later.done = crowd.lives, crowd.done

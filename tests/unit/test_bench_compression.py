@@ -1,4 +1,4 @@
-"""`polytempo bench compression`: the formula, what is charged for each way, and what is refused."""
+"""`polytempo bench compression`: the formula, the charge of each way, and refusals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_uncompressed_is_a_ring(num_ranks: int) -> None:
 
 
 def test_each_way_is_charged_what_it_sends() -> None:
-    """Of 4 ranks: sums of halves in a ring; everybody's wires to everybody; stripes to their owners, and back."""
+    """4 ranks: sums of halves in a ring; all wires to all; stripes to their owners, and back."""
     four = gradients(4)
     bf16 = costs(compression.through(compression.bf16()), four, 1)
     assert (bf16.serial_bytes, bf16.way) == (1.5 * 2 * (WEIGHTS + SMALL), "all-reduce")
@@ -91,7 +91,8 @@ def test_each_way_is_charged_what_it_sends() -> None:
 
 
 def test_all_that_a_rank_computes_is_timed_and_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of our own: between operations, and inside `compute`; of three ranks two take ten times as long."""
+    """A clock of the test's own: between operations, and inside `compute`; two of three ranks take ten times as
+    long."""
     clock = [0.0]
     monkeypatch.setattr("polytempo.bench.compression.time.perf_counter", lambda: clock[0])
 
@@ -113,7 +114,7 @@ def test_all_that_a_rank_computes_is_timed_and_nothing_of_the_others(monkeypatch
 
 
 def test_bytes_are_those_of_the_last_step() -> None:
-    """Of a transform that sends less and less, and of a codec that adapts: what is sent fits the time of sending."""
+    """A transform that sends less and less, and a codec that adapts: bytes fit the time of sending."""
 
     async def apply(port: Port, bundle: Bundle, step: int) -> tuple[Bundle, int]:
         await port.all_gather(torch.zeros(100 // step))

@@ -1,4 +1,4 @@
-"""Branches on threads: which tasks a model has, that they run at the same time, and what is refused."""
+"""Branches on threads: the tasks of a model, their simultaneous runs, and refusals."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def threaded(model: nn.Module, inter: int = 2) -> ThreadedModel:
 
 
 def named(handle: ThreadedModel) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Of each region its tasks: the first and the last operation, and which tasks come before."""
+    """The tasks of each region: first and last operation, and the tasks before it."""
     assert handle.parts is not None
     return [[(task.name, task.needs) for task in region.tasks] for region in handle.parts.regions]
 
 
 def test_the_tasks_of_two_towers() -> None:
-    """A tower is one task; what all come before or behind is none."""
+    """A tower is one task; operations before or behind all towers are none."""
     model = Towers()
     handle = threaded(model)
     model(X)
@@ -42,7 +42,8 @@ def test_the_tasks_of_two_towers() -> None:
 
 
 def test_dropouts_draw_in_the_order_of_the_program() -> None:
-    """So the second tower's waits for the first one's, and what lies before it does not. In evaluation none draws."""
+    """So the second tower's dropout waits for the first one's, but the operations before it do not. In evaluation
+    none draws."""
     model = Towers(dropout=0.5)
     handle = threaded(model)
     model(X)
@@ -124,7 +125,6 @@ class Deciding(Towers):
     """Decides by values."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of Towers."""
         return super().forward(x if x.sum() > 0 else -x)
 
 
@@ -164,7 +164,7 @@ def test_a_second_backward_and_second_derivatives() -> None:
 
 
 def test_hooks_that_a_graph_does_not_have_are_called() -> None:
-    """Of containers, and of gradients; such a call runs as it is."""
+    """Hooks of containers and of gradients; such a call runs without the graph."""
     model = Towers()
     seen: list[str] = []
     threaded(model)
@@ -268,7 +268,7 @@ def test_a_busy_pool_leaves_the_caller_to_itself() -> None:
 
 
 def test_the_first_call_leaves_the_model_as_it_was() -> None:
-    """Modes, buffers and the generator: what tracing looks at is not changed."""
+    """Modes, buffers and the generator: tracing leaves them as they are."""
     model = nn.Sequential(nn.BatchNorm1d(8), Towers(dropout=0.5))
     model[1].eval()
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What processes measure for a cluster's description, and what their answers add up to."""
+"""Measurements of processes for a cluster's description, and their sums."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_answers_add_up_to_a_cluster(hosts: tuple[int, int], place: str) -> None
 
 
 def test_what_has_changed_since_an_earlier_file_widens_the_intervals(tmp_path: Path) -> None:
-    """Kernels take twice as long, the sum half as long: as a part of what was measured, ln 2."""
+    """Kernels take twice as long, the sum half as long: as a part of the measurement, ln 2."""
     path = tmp_path / "cluster.toml"
     answers = [told(rank) for rank in (0, 1)]
     first = assembled("here", answers)
@@ -118,7 +118,7 @@ def test_what_has_changed_since_an_earlier_file_widens_the_intervals(tmp_path: P
 
 
 def test_what_messages_take_besides_their_link() -> None:
-    """Each of two: 1 ms and 10 ns a byte more than what a simulation of the same exchange says."""
+    """Two messages: 1 ms and 10 ns a byte more than a simulation of the same exchange."""
     cluster = assembled("here", [told(rank) for rank in (0, 1)]).cluster
     undisturbed = replace(cluster, stragglers=constant())
 
@@ -135,8 +135,8 @@ def test_what_messages_take_besides_their_link() -> None:
 
 
 def test_what_a_server_costs_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By five runs that take as long as a simulation says with 1 ms a step, 2 ms an exchange and 1 ns a byte,
-    where the server shares its workers' cores."""
+    """Five runs as long as a simulation with 1 ms a step, 2 ms an exchange and 1 ns a byte, on a server that shares
+    its workers' cores."""
     speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("serve", KernelSpeed(call_s=3e-4))))
     link = Link(1e-5, 1e10)
     cluster = Cluster(link, link, 2, cores=2, speeds=speeds, stragglers=lognormal(0.2))

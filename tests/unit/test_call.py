@@ -1,4 +1,4 @@
-"""Calls as text: what parses to what, and what a mistake is told."""
+"""Calls as text: their parses, and the errors of mistakes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_mistake_is_shown_where_it_is(text: str, message: str) -> None:
 
 
 def test_length_and_depth_are_bounded() -> None:
-    """What nobody writes is refused before it costs anything."""
+    """Oversized texts are refused before they cost anything."""
     deep = "f(" * MAX_DEPTH + ")" * MAX_DEPTH
     assert parse_call(deep).name == "f"
     with pytest.raises(ValueError, match=f"nested more than {MAX_DEPTH} deep"):
@@ -180,6 +180,5 @@ def test_a_call_as_it_shows_itself_parses_back(name: str, argument: object) -> N
 
 @given(some.text(alphabet="fx(),='\"\\1.e_- \n", max_size=30))
 def test_any_text_is_a_call_or_a_value_error(text: str) -> None:
-    """Nothing else happens, whatever is written."""
     with suppress(ValueError):
         assert isinstance(parse_call(text), Call)

@@ -1,4 +1,4 @@
-"""How many workers a machine holds: what is refused, and what is only said."""
+"""The number of workers that a machine holds: refusals, and notes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def failing(out: Path, source: Callable[[], object]) -> None:
 
 
 def test_a_start_that_fails_leaves_nothing_of_its_own(tmp_path: Path) -> None:
-    """Neither the folder nor its parents; a run that has begun stays, and so does what was there before."""
+    """The folder and its new parents go; a run that has begun stays, and so do earlier files."""
     run, other = tmp_path / "runs" / "one", tmp_path / "other"
     failing(run, lambda: [(run / "logs").mkdir(), (run / "metrics.jsonl").touch()])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What a text can name, and how the command line lists it."""
+"""The names in a text, and the command line's list of them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ LEFT_OUT = {
     "gossip": {"overlap"},
     "sign_sgd": {"momentum", "scale"},
 }
-"""Arguments that were added to a strategy, and whose defaults leave its name as it was."""
+"""Later arguments with defaults that leave the strategy's name unchanged."""
 
 
 @pytest.mark.parametrize("name", strategies.__all__)
 def test_the_name_of_a_strategy_lists_all_its_arguments(name: str) -> None:
-    """In the signature's order, but for what is not there unless it is given, such as codecs."""
+    """The signature's order, except for optional parts such as codecs."""
     listed = parse_call(str(STRATEGIES[name]())).keywords
     left_out = {"correction", "inner", "hierarchical", "activations", "gradients", "codec", "pull_codec"}
     left_out |= LEFT_OUT.get(name, set())
@@ -74,7 +74,6 @@ def test_the_name_of_a_strategy_lists_all_its_arguments(name: str) -> None:
     ],
 )
 def test_routes_graphs_and_merges_are_named(text: str) -> None:
-    """Those that take arguments may be named without them."""
     assert parse_strategy(text).name.startswith(text.partition("(")[0])
 
 
@@ -97,7 +96,7 @@ def test_clusters() -> None:
 
 
 def test_the_source_is_a_paragraph() -> None:
-    """From `Source:` to the next empty line, on one line."""
+    """The text from `Source:` to the next empty line, on one line."""
     assert source_in("What.\n\nSource: A. B,\n    2020.\n\nMore.") == "A. B, 2020."
     assert source_in("What.") == ""
 
@@ -136,7 +135,6 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(CODECS) - {"feedback"}))
 def test_every_codec_can_be_named(name: str) -> None:
-    """By its name alone, inside of feedback, and as it calls itself."""
     takes = "downpour" if name == "dgc" else "local_sgd"
     strategy = parse_strategy(f"{takes}(codec={name})")
     assert f"codec={name}(" in strategy.name

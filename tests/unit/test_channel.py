@@ -91,7 +91,7 @@ def test_a_replayed_connection_and_a_spliced_message_are_refused(server: Server)
             while replay.recv(1 << 16):  # until the server hangs up
                 pass
         tap.upstream.sendall(last)
-        for _ in range(1000):  # until the server has hung up on the client as well, and that connects anew
+        for _ in range(1000):  # until the server has hung up on the client as well, which then connects again
             if len(tap.said) > 2:
                 break
             assert server.take(0.03) is None
@@ -111,7 +111,7 @@ def test_a_server_is_watched_by_tcp_alone(server: Server) -> None:
 def test_what_is_no_message_is_dropped_and_counted(server: Server) -> None:
     client: Client = connected(server)
     client.send({"type": "hello", "number": "not a number"})
-    client.send(StopProcess(1))  # what only a head says
+    client.send(StopProcess(1))  # only a head says this
     client.send(Bye())
     heard = server.take(LONG_S)
     assert heard is not None

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read is what was written, or it is refused by name; the previous one survives anything."""
+"""Checkpoints: written bytes are read back or refused by name; the previous one survives anything."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def part(value: float) -> CheckpointPart:
 
 
 def save(root: Path, step: int, ranks: int = 2) -> Path:
-    """A checkpoint in which every rank's weight is filled with the number of the step."""
+    """A checkpoint with every rank's weight set to the number of the step."""
     return commit(root, step, [write_part(root, step, rank, part(step)) for rank in range(ranks)], {"seed": 3})
 
 
@@ -318,7 +318,7 @@ def test_saving_a_step_again_replaces_it_with_other_ranks(tmp_path: Path) -> Non
 def test_a_crash_anywhere_leaves_a_loadable_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, step: int
 ) -> None:
-    """Stop at the first call of `function`, start over from what is left, stop at the second, and so on."""
+    """Stop at the first call of `function`, start again from the remaining files, stop at the second, and so on."""
     home = shutil if function == "rmtree" else os
     real = getattr(home, function)
     for crash_at in range(100):
@@ -358,7 +358,7 @@ def test_a_crash_anywhere_leaves_a_loadable_checkpoint(
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """A limit on the size of files is what the kernel offers without a file system of our own."""
+    """The kernel's limit on the size of files stands for a full disk."""
     save(tmp_path, 10)
     script = """
 import resource, sys, torch

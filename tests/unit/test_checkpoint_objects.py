@@ -1,4 +1,4 @@
-"""Checkpoints and snapshots in an object store: whatever write is the last one, an earlier one is read as it was."""
+"""Checkpoints and snapshots in an object store: after any last write an earlier one is read unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save(root: UrlPath | Path, step: int, value: float) -> None:
 
 
 def loaded(root: UrlPath) -> tuple[int, float]:
-    """Step and value of the newest checkpoint, of which every part is read."""
+    """Step and value of the newest checkpoint, with every part read."""
     folder = latest(root)
     assert folder is not None
     parts = [read_part(folder, rank) for rank in range(RANKS)]
@@ -129,7 +129,7 @@ def test_damage_is_named(root: UrlPath, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"step-00000020 to fall back to bucket://.*step-00000010"):
         loaded(root)
     found.write(content[:-9])
-    if name == "manifest.json":  # cut short, as a filesystem leaves it that is no object store: it was never complete
+    if name == "manifest.json":  # cut short, as a filesystem may leave it: it was never complete
         assert loaded(root) == (10, 10.0)
     else:
         with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
         content = found.read(100_000) if isinstance(found, UrlPath) else found.read_bytes()
         harmed = content[:50] + b"x" + content[51:] if name == "manifest.json" else content[:-9]
         _ = found.write(harmed) if isinstance(found, UrlPath) else found.write_bytes(harmed)
-        if before is None:  # what is left stays, to be looked at
+        if before is None:  # the rest stays for inspection
             with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
                 newest_undamaged(where)
             assert latest(where) == folder
@@ -192,7 +192,7 @@ def test_a_snapshot_that_fails_at_any_operation_leaves_the_former_one(root: UrlP
         untouched = Store.operations < n
         Store.fails_at = None
         number = newest_whole(root, 2)
-        assert number == 3 or (failed and number == 2), n  # what was put before the answer failed is there
+        assert number == 3 or (failed and number == 2), n  # the object written before the failed answer is there
         numbers.add(number)
         for shard in range(2):
             found = snapshot.read(root, number, shard)

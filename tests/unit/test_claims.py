@@ -1,4 +1,4 @@
-"""The table of claims: what a row rests on exists, and our figures stand there."""
+"""The table of claims: the sources of each row exist and have our figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_TESTS = [(name, c) for name, c in CLAIMS if c.rests and all("::" in each for 
 BY_PAGES = [(name, c) for name, c in CLAIMS if any("::" not in each for each in c.rests)]
 
 NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e-?\d+)?)( ?%)?")
-"""One that does not belong to a name, such as F1 or post2."""
+"""A number that is not part of a name such as F1 or post2."""
 HEADING = re.compile(r"^#+ (.*)$", flags=re.MULTILINE)
 
 
@@ -50,7 +50,8 @@ def definitions(file: str) -> dict[str, ast.stmt]:
 
 
 def figures(rests: str) -> set[float]:
-    """The numbers in a test's code, and in what it uses of its module; not in strings, so not in docstrings."""
+    """The numbers in a test's code, and in the names of its module that it uses; not in strings, so not in
+    docstrings."""
     file, _, test = rests.partition("::")
     known, todo, seen, found = definitions(file), [test], set[str](), set[float]()
     while todo:
@@ -67,7 +68,7 @@ def figures(rests: str) -> set[float]:
 
 
 def section(rests: str) -> str:
-    """What a page says under the heading that the anchor names, down to the next heading of its level or above."""
+    """A page's text under the anchor's heading, down to the next heading of its level or above."""
     file, _, anchor = rests.partition("#")
     text = (ROOT / file).read_text(encoding="utf-8")
     headings = list(HEADING.finditer(text))
@@ -80,7 +81,7 @@ def section(rests: str) -> str:
 
 
 def lacks(claim: Any, found: set[float]) -> list[float]:
-    """The numbers of `ours` that are not in what the claim rests on; of a percentage its hundredth will do."""
+    """The numbers of `ours` that are missing in the claim's source; of a percentage its hundredth will do."""
     return [
         number
         for number, percent in numbers(claim.ours)
@@ -89,7 +90,7 @@ def lacks(claim: Any, found: set[float]) -> list[float]:
 
 
 def test_the_page_is_what_the_claims_say() -> None:
-    """`python docs/claims/write.py` writes it anew."""
+    """`python docs/claims/write.py` writes the page."""
     assert (ROOT / "docs/claims.md").read_text(encoding="utf-8") == WRITER["page"]()
 
 
@@ -106,7 +107,7 @@ def test_figures_are_those_of_a_test(paper: str, claim: Any) -> None:
         file, _, test = each.partition("::")
         assert isinstance(definitions(file).get(test), ast.FunctionDef), f"{paper}: there is no {each}"
         found |= figures(each)
-    assert lacks(claim, found) == [], f"{paper}: {claim.ours!r} is not what {claim.rests} holds"
+    assert lacks(claim, found) == [], f"{paper}: {claim.rests} does not hold {claim.ours!r}"
 
 
 @pytest.mark.parametrize(("paper", "claim"), BY_PAGES, ids=label)
@@ -119,7 +120,7 @@ def test_figures_are_those_of_a_benchmarks_page(paper: str, claim: Any) -> None:
             text = section(each)
             found |= {number for number, _ in numbers(text.replace("`", " "))}
             assert claim.command in text, f"{paper}: {each} has no command {claim.command!r}"
-    assert lacks(claim, found) == [], f"{paper}: {claim.ours!r} is not what {claim.rests} says"
+    assert lacks(claim, found) == [], f"{paper}: {claim.rests} does not say {claim.ours!r}"
 
 
 @pytest.mark.parametrize(

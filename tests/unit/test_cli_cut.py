@@ -1,4 +1,4 @@
-"""`polytempo cut`: what it prints, and every way to ask wrongly."""
+"""`polytempo cut`: its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(["cut", *arguments])
     out = capsys.readouterr()

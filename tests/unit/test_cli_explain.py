@@ -1,4 +1,4 @@
-"""`polytempo explain`: what is sent, as text; and every way to ask wrongly."""
+"""`polytempo explain`: the sent messages, as text, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polytempo.spec.explanation import explain
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command prints."""
+    """The command's output."""
     with pytest.raises(SystemExit) as end:
         app(["explain", *arguments])
     out = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Where a run's files go: never over another run's."""
+"""The place of a run's files: never over another run's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leave_run(folder: Path, name: str = "result.json") -> None:
 
 
 def test_the_default_folder_is_the_first_free_one(tmp_path: Path) -> None:
-    """A finished run, and one that was cut short, keep theirs; an empty folder is free."""
+    """Finished runs and interrupted ones keep theirs; an empty folder is free."""
     assert default_folder("digits", resume=False, parent=tmp_path) == tmp_path / "digits"
     leave_run(tmp_path / "digits")
     assert default_folder("digits", resume=False, parent=tmp_path) == tmp_path / "digits-2"

@@ -108,7 +108,7 @@ def test_wrong_values(
     arguments: str,
     message: str,
 ) -> None:
-    """Each says what is wrong and what would be right."""
+    """Each error names the mistake and a remedy."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         app(arguments.split())
@@ -218,7 +218,7 @@ def test_a_rejected_argument_is_answered_without_torch(
     ],
 )
 def test_exit_codes(capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str) -> None:
-    """One message, and the code that says whose fault it was."""
+    """One message, and an exit code by the kind of mistake."""
     with pytest.raises(typer.Exit) as end, exit_code():
         raise error
     assert end.value.exit_code == code
@@ -242,7 +242,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], error: BaseException, co
 def test_a_wrong_value_in_a_worker(
     capsys: pytest.CaptureFixture[str], how: str, last_lines: list[str], code: int, message: str
 ) -> None:
-    """Is told like one in the launcher, without the worker's traceback."""
+    """The error reads like one in the launcher, without the worker's traceback."""
     with pytest.raises(typer.Exit) as end, exit_code():
         raise WorkerDied(f"rank 0 {how}; the run has ended", 0, 1, None, last_lines)
     assert end.value.exit_code == code
@@ -250,7 +250,7 @@ def test_a_wrong_value_in_a_worker(
 
 
 def test_the_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`POLYTEMPO_DEBUG=1` is for those who look for the cause."""
+    """`POLYTEMPO_DEBUG=1` serves to find the cause."""
     monkeypatch.setenv("POLYTEMPO_DEBUG", "1")
     with pytest.raises(typer.Exit), exit_code():
         raise PolytempoError("lost")

@@ -1,4 +1,4 @@
-"""Options: files, the command line over them, and what a mistake is told."""
+"""Options: files, the command line over them, and the errors of mistakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ dry-run = true
 
 
 def test_a_list_without_names_is_refused(tmp_path: Path) -> None:
-    """It would mean the usual strategies, which nobody who writes it wants."""
+    """An empty list would mean the usual strategies, by surprise."""
     path = tmp_path / "run.toml"
     path.write_text("strategies = []", encoding="utf-8")
     with pytest.raises(ValueError, match=r"strategies = \[\]: the value is empty"):
@@ -59,7 +59,7 @@ def test_epochs_are_keys_of_tables(tmp_path: Path) -> None:
 
 
 def test_the_command_line_goes_first(tmp_path: Path) -> None:
-    """What it gives replaces the file's; what it leaves out (None) does not."""
+    """A given option replaces the file's; a missing one (None) does not."""
     path = tmp_path / "run.toml"
     path.write_text("workers = 4\nlr = 0.05\nresume = true\n", encoding="utf-8")
     command, run = given_options({"workers": 3, "lr": None, "resume": False}, path)
@@ -78,7 +78,6 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
 
 
 def test_strategies_may_be_a_list(tmp_path: Path) -> None:
-    """As a list, or as on the command line."""
     path = tmp_path / "run.toml"
     path.write_text("strategies = ['sync_sgd', 'local_sgd(period=2)']\n", encoding="utf-8")
     assert given_options({}, path).command.strategies == "sync_sgd, local_sgd(period=2)"
@@ -105,7 +104,7 @@ def test_strategies_may_be_a_list(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str) -> None:
-    """File, key, value, and what would be right."""
+    """The error names file, key, value, and a remedy."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -125,13 +124,12 @@ def test_a_mistake_in_a_file(tmp_path: Path, name: str, text: str, message: str)
     ],
 )
 def test_a_mistake_on_the_command_line(given: dict[str, object], message: str) -> None:
-    """The option as it was written, and what would be right."""
+    """The error names the option as written, and a remedy."""
     with pytest.raises(ValueError, match=re.escape(message)):
         given_options(given)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """By name."""
     with pytest.raises(ValueError, match=r"missing\.toml: there is no such file"):
         given_options({}, tmp_path / "missing.toml")
 

@@ -1,4 +1,4 @@
-"""`polytempo plan layers`: what it prints, and every way to ask wrongly."""
+"""`polytempo plan layers`: its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ job = pt.Job(model=model, data=data, loss=nn.functional.cross_entropy, optimizer
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(["plan", "layers", *arguments])
     out = capsys.readouterr()
@@ -104,7 +104,7 @@ def test_codecs_make_model_parallelism_pay(alexnet: str, capsys: pytest.CaptureF
 
 
 def split(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What `plan split` prints."""
+    """The output of `plan split`."""
     with pytest.raises(SystemExit) as end:
         app(["plan", "split", *arguments])
     out = capsys.readouterr()

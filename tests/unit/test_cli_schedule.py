@@ -1,4 +1,4 @@
-"""`polytempo schedule`: what it prints, and every way to ask wrongly."""
+"""`polytempo schedule`: its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = ("--data", "correlated(rows=50, columns=20, block=4, nonzeros=3)", "--cl
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(["schedule", *arguments])
     out = capsys.readouterr()

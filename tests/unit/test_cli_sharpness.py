@@ -1,4 +1,4 @@
-"""`polytempo sharpness` on a checkpoint: what it prints, what it draws, and every way to ask wrongly."""
+"""`polytempo sharpness` on a checkpoint: its output, its picture, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 200
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(["sharpness", *arguments])
     out = capsys.readouterr()
@@ -33,7 +33,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two short runs: of ranks with equal models, and of ranks whose models differ."""
+    """Two short runs: of ranks with equal models, and of ranks with different ones."""
     folder = tmp_path_factory.mktemp("runs")
     for name, strategy in (("first", pt.strategies.sync_sgd()), ("other", pt.strategies.local_sgd(period=50))):
         pt.simulate(job, strategy, workers=2, steps=12, checkpoint_every=4, out=folder / name)

@@ -158,7 +158,7 @@ def test_the_largest_numbers_of_all_ranks_have_a_finite_sum(make: type, terms: i
 @settings(max_examples=examples(8), deadline=None)
 @given(seed=st.integers(0, 10**6), shape=st.sampled_from([(), (0,), (1,), (37,), (4, 33), (2, 3, 4), (9, 2)]))
 def test_what_is_not_sent_is_the_residual(codec: Codec, dtype: torch.dtype, seed: int, shape: tuple[int, ...]) -> None:
-    """The residual is v - decode(wire) to the bit, the loss is as declared, and add_ adds what decode gives."""
+    """The residual is v - decode(wire) to the bit, the loss is as declared, and add_ adds the decoded values."""
     generator = torch.Generator().manual_seed(seed)
     x, left = (torch.randn(shape, generator=generator).pow(3).to(dtype) for _ in range(2))
     before, residual, total = x.clone(), left.clone(), x + left
@@ -236,7 +236,7 @@ def test_a_wire_of_another_tensor_is_not_read_beyond_its_end(codec: Codec) -> No
 @every_codec
 @pytest.mark.parametrize("left", [0, 1, 3, 4, 5, 7])
 def test_a_truncated_wire_is_refused_by_its_length(codec: Codec, left: int) -> None:
-    """Whatever its parts would be seen as; and nothing is added."""
+    """The reading as parts does not matter; nothing is added."""
     x, out = torch.ones(8, 50), torch.ones(8, 50)
     wire = codec.encode(x)[0][:left]
     for decode in (lambda: codec.decode(wire, x), lambda: codec.add_(wire, out)):

@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# What all of them promise.
+# A drawn codec's promises.
 
 
 @codecs
@@ -146,7 +146,7 @@ def test_the_same_occasion_draws_the_same(codec: Any) -> None:
 
 
 def test_kernels_and_torch_write_the_same_wires(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of whole numbers are exact in float64, whatever their order; so here even steps and scalers are the same."""
+    """Sums of whole numbers are exact in float64, in any order; so here even steps and scalers are the same."""
     x = (normal(10_000) * 100).round()
     whens = (EncodeContext(2, 1, 5), EncodeContext(2, 1, 5, terms=5, agreed=1000.0))
     cases = [(codec, when) for codec in DRAWN for when in (whens if codec.facts.summable else whens[:1])]
@@ -178,7 +178,7 @@ def assert_mean(drawn: Tensor, v: Tensor) -> None:
 
 
 def test_bounds_are_reached() -> None:
-    """Vectors for which the error is nearly as large as it may be: the bounds are not just true."""
+    """Vectors with nearly the largest allowed error: the bounds are tight."""
     n = 64
     peak = torch.full((n,), 1 / (math.sqrt(n) + 1))
     peak[0] = 1.0
@@ -276,7 +276,7 @@ def test_clipping_is_at_so_many_standard_deviations() -> None:
 
 
 def test_clipping_a_gaussian_changes_length_and_direction_as_terngrads_authors_say() -> None:
-    """By 1 to 1.5 %, and by 2 to 3 degrees."""
+    """1 to 1.5 % of the length, and 2 to 3 degrees."""
     x = normal(1_000_000, seed=1).double()
     bound = terngrad(2.5).statistic(x, None)
     clipped = x.clamp(-bound, bound)
@@ -331,7 +331,7 @@ def test_only_fitting_memory_is_taken_and_gradients_stay_out(codec: Any, dtype: 
 
 
 def test_qsgd_of_the_largest_16_bit_numbers_is_finite(way: None) -> None:
-    """Its step is rounded up, so that a level may be beyond the type's last number."""
+    """The step is rounded up, so a level may be beyond the type's last number."""
     for dtype, most in ((torch.bfloat16, 3.3e38), (torch.float16, 6e4)):
         x, residual = torch.zeros(512, dtype=dtype), torch.zeros(512, dtype=dtype)
         x[:4] = most

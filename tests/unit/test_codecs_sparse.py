@@ -57,7 +57,7 @@ def test_tau_follows_the_density_and_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_gradients_that_stay_the_same_are_sent_at_an_even_rate(dtype: torch.dtype) -> None:
-    """Residuals pile up below τ: one that followed the last step's number would send all, then nothing, in turns."""
+    """Residuals pile up below τ: a threshold by the last step's number alone would send all, then nothing, in turns."""
     codec, x = c.feedback(c.threshold(density=0.01)), normal(20_000, 1).to(dtype)
     state, shares = None, []
     for step in range(40):

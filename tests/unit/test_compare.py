@@ -1,4 +1,4 @@
-"""A comparison keeps what has ended, whatever becomes of the others, and goes on from there."""
+"""A comparison keeps ended runs, whether others fail or not, and goes on from there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS = 3.0
 
 
 class Runs:
-    """Runs that train nothing; a strategy's name -> what its run raises."""
+    """Runs that train nothing; a strategy's name -> the error of its run."""
 
     def __init__(self, raised: dict[str, BaseException]) -> None:
         self.raised, self.begun = raised, list[tuple[str, bool]]()

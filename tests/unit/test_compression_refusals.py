@@ -1,4 +1,4 @@
-"""What compression cannot do is refused when it is built, in words that name the value and a remedy that works."""
+"""Impossible compression is refused when it is built, with the value and a remedy that works."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_remedies_of_a_wrong_route_are_true(build: Callable[..., Any]) -> No
 
 
 def test_what_a_rank_says_under_a_merge_and_its_residual_are_what_it_was_given() -> None:
-    """`through`'s law where the answer is no sum: of each rank's own wires."""
+    """`through`'s law for an answer that is not a sum: each rank's own wires."""
     said = torch.zeros(2, 40)
 
     def heard(buffers: Sequence[Tensor]) -> Tensor:

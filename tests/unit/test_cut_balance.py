@@ -1,4 +1,4 @@
-"""Where a chain is cut: the dynamic program against all cuts that there are."""
+"""Cuts of a chain: the dynamic program against all cuts."""
 
 from __future__ import annotations
 

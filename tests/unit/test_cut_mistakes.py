@@ -1,4 +1,4 @@
-"""What cannot be cut, and what no cut may separate."""
+"""Models that cannot be cut, and cuts that separate inseparable parts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class WithoutGradients(Follows):
 
 
 def asks_what_it_is(layers: nn.ModuleList, x: Tensor) -> Tensor:
-    """Each of these silently decides otherwise for the stand-ins of `torch.fx`."""
+    """Each branch silently takes another way for the stand-ins of `torch.fx`."""
     x = layers[0](x) if isinstance(x, Tensor) else layers[1](x)
     if hasattr(x, "quantiles"):
         x = layers[1](x)

@@ -1,4 +1,4 @@
-"""The dask engine without dask: where agents go, what it refuses, and how it follows tasks that a fake client has."""
+"""The dask engine without dask: places of agents, refusals, and tasks at a fake client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeFuture:
 
 
 class FakeClient:
-    """So much of a `distributed.Client` as `DaskStarter` calls; `run` ends a task at once."""
+    """The part of a `distributed.Client` that `DaskStarter` calls; `run` ends a task immediately."""
 
     asynchronous = False
     scheduler = SimpleNamespace(address="tcp://10.0.0.1:8786")

@@ -1,4 +1,4 @@
-"""A data set in parts: what is written is read from any file system; what is not finished, or changed, is not."""
+"""A data set in parts: complete parts are read from any file system; unfinished or changed ones are refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ def test_an_index_names_no_file_of_another_folder(tmp_path: Path) -> None:
 
 
 def test_arrays_of_objects_are_not_read(tmp_path: Path) -> None:
-    """They would be pickled."""
     place = written(str(tmp_path), [1])
     index = json.loads((tmp_path / "index.json").read_text())
     file = tmp_path / index["parts"][0]["inputs"]["name"]

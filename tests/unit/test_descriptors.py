@@ -1,4 +1,4 @@
-"""Descriptors of a process: as many as the system allows, and a reserve for what is saved when there are no others."""
+"""Descriptors of a process: as many as the system allows, and a reserve for saving when none are left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOFT, HARD = 256, 1024
 
 
 def in_child(check: object) -> bool:
-    """Whether `check` passes in a process whose soft limit is `SOFT`, and its hard one `HARD`."""
+    """True if `check` passes in a process with the soft limit `SOFT` and the hard limit `HARD`."""
 
     def child() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))

@@ -11,7 +11,7 @@ from polytempo.core import EncodeContext, Residual
 from polytempo.core.state import wide
 from unit.sparse_wires import DTYPES, every_dtype, normal, t, words
 
-# What the authors' code does with these: dgc/compression.py and the memory that it calls. With ratio 0.25 all 8
+# The authors' result for these gradients: dgc/compression.py and the memory that it calls. With ratio 0.25 all 8
 # elements are the sample (2 / ratio = 8), and 2 are sent.
 GRADIENTS = [
     [0.1, -0.5, 0.2, 0.0, 0.4, -0.3, 0.05, 0.2],

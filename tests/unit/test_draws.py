@@ -1,4 +1,4 @@
-"""What codecs draw, element by element, and the fields of a few bits in which they write codes."""
+"""Random draws of codecs, element by element, and fields of a few bits for codes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_draws_are_even_and_do_not_know_each_other() -> None:
 
 
 def test_one_element_over_many_steps_is_even() -> None:
-    """The other direction: what one element draws in steps 1, 2, …"""
+    """The other direction: the draws of one element in steps 1, 2, …"""
     drawn = torch.tensor([draw_key(0, EncodeContext(step)) for step in range(1, 4001)], dtype=torch.float64)
     firsts = torch.stack([draws(draw_key(0, EncodeContext(step)), 4, CPU) for step in range(1, 4001)]).double() / 2**32
     assert len(set(drawn.tolist())) == 4000

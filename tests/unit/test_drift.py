@@ -1,4 +1,4 @@
-"""What ranks compare of each other: slices that leave out nothing, and a majority that names who differs."""
+"""Comparisons between ranks: slices that leave out nothing, and a majority that names the rank that differs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PORT = world_port(0, [0])
 
 
 async def two_ops() -> list[Any]:
-    """What each of two operations has come to."""
+    """The outcomes of two operations."""
     said: list[Any] = []
     for op in (PORT.now(), PORT.compute(lambda: None, 1.0)):
         try:

@@ -1,4 +1,4 @@
-"""What an elastic run takes, and what it refuses before anything is started."""
+"""Options of an elastic run, and refusals before any process starts."""
 
 from __future__ import annotations
 

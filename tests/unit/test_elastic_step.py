@@ -22,7 +22,7 @@ from polytempo.worlds import ProcessWorld
 
 STEPS = 12
 BROKEN = 5
-"""In this step the commit point raises."""
+"""The commit point raises in this step."""
 
 
 def spec(precision: str | None = None) -> RunSpec:
@@ -72,7 +72,7 @@ def trained(training: ElasticTraining) -> dict[str, Tensor]:
 def test_a_broken_step_is_finished_or_undone(
     precision: str | None, finished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 16-bit parameters the step is finished on the masters, by the gradient without its scale."""
+    """A step with 16-bit parameters is finished on the masters, by the gradient without its scale."""
     calm = trained(begun(precision))
     training = begun(precision)
     committed: list[Any] = []
@@ -99,7 +99,7 @@ def test_a_broken_step_is_finished_or_undone(
 
 
 def test_a_group_that_breaks_as_it_begins_leaves_the_training_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its members have hooks of the new group already, and not yet their state in it."""
+    """The members have hooks of the new group, but not yet their state in it."""
     calm = trained(begun())
     training = begun()
     sent = elastic_training.broadcast_json

@@ -1,4 +1,4 @@
-"""What each launcher leaves in the environment, and the place that it means."""
+"""The environment of each launcher, and the place that it means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing in a run's folder is followed: a link's target is neither written to nor emptied, whatever it is called."""
+"""A run's folder follows no links: the target of a link is neither written nor emptied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PART = CheckpointPart({"weight": torch.ones(3)}, {"epoch": 1})
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """A folder of somebody else, with a file in it."""
+    """Another user's folder with a file in it."""
     folder = tmp_path / "foreign"
     (folder / "deeper").mkdir(parents=True)
     (folder / "thesis.tex").write_text("years of work")

@@ -18,7 +18,7 @@ DTYPES = [
 
 
 def flipped(tensor: torch.Tensor, bit: int) -> torch.Tensor:
-    """A copy in which one bit of the memory is another."""
+    """A copy with one flipped bit."""
     copy = tensor.clone()
     memory = (torch.view_as_real(copy) if copy.is_complex() else copy).view(-1).view(torch.uint8)
     memory[bit // 8] ^= 1 << (bit % 8)

@@ -1,4 +1,4 @@
-"""What is not finite: found in tensors of any kind, named, and told to another process."""
+"""Values that are not finite: found in tensors of any kind, named, and sent to another process."""
 
 from __future__ import annotations
 

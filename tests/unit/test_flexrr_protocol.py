@@ -25,7 +25,7 @@ from polytempo.server.message import Message, Ticket
 
 TENTHS = Reassignment(helpers=1, grain=0.1, first_offer=0.1, later_offers=0.2, patience=2.0)
 HELPEE, HELPER = 0, 1
-"""Of two workers each is the other's helper."""
+"""Each of two workers is the other's helper."""
 
 AT = Position(1, 5, 0.5)
 PIECE = Slice(HELPEE, 1, 5, 9, 90, 100)
@@ -70,7 +70,7 @@ def test_each_worker_helps_as_many_as_help_it() -> None:
     assert all(a in helpees_of(b, range(8), 3) for a in range(8) for b in helpers_of(a, range(8), 3))
 
 
-# ----------------------------------------------------------------------------------- what a helper does: the table
+# ----------------------------------------------------------------------------------- the helper's table
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_a_helper_answers(known: str, to_do_this: list[str], to_cancel: lis
     assert said(helper().do_this(HELPEE, DoThis(life, (PIECE,)), AT)) == to_do_this
     cancelled = helper()
     assert said(cancelled.cancel(HELPEE, Cancel(life, PIECE), AT)) == to_cancel
-    assert cancelled.begin() is None  # whatever was granted is never begun
+    assert cancelled.begin() is None  # a granted slice is never begun
     assert said(cancelled.do_this(HELPEE, DoThis(life, (PIECE,)), AT)) == to_cancel
 
 
@@ -167,13 +167,13 @@ def test_who_is_offered_something(done: int, helper_clock: int, helper_fraction:
 
 def test_offers_grow_once_the_helper_has_begun() -> None:
     peer, piece = helpee_with_offer()
-    assert peer.receive(2.0, HELPER, Progress(1, 5, 1.0)) == []  # it has one that it has not begun
+    assert peer.receive(2.0, HELPER, Progress(1, 5, 1.0)) == []  # it has one unbegun slice
     (offer,) = sent(peer.receive(2.0, HELPER, BegunHelping(piece, 1, 5, 1.0)), DoThis)
     assert [piece.number for piece in offer.slices] == [8, 7]
 
 
 def out_of_work(peer: Peer, at_s: float) -> tuple[float, list[Cancel]]:
-    """Do all that is left of one's own; when that is done, and what was asked back."""
+    """Do all remaining own slices; then ask for the lent ones back."""
     cancels: list[Cancel] = []
     while True:
         cancels += sent(peer.tick(at_s), Cancel)
@@ -218,7 +218,8 @@ def test_begin_and_cancel_cross(story: str, answers: list[type[Message]], does_i
 
 
 def test_a_helper_that_finishes_in_time_ends_a_contest() -> None:
-    """1. Impatient, the helpee contests. 2. Before it begins, the helper is done after all. 3. Nobody does it again."""
+    """1. Impatient, the helpee contests. 2. Before it begins, the helper is done after all. 3. No worker does the
+    slice again."""
     peer, piece = helpee_with_offer()
     now_s, _ = out_of_work(peer, 2.0)
     peer.tick(now_s)

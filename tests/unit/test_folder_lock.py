@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder: who comes second, whose owner is gone, and who stood still too long."""
+"""One run at a time writes to a folder: a second run, a lost owner, and an owner that stood still too long."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def locks(out: Place) -> list[str]:
 
 
 def left(out: Place, number: int, owner: Owner | bytes) -> None:
-    """A lock whose owner writes no more."""
+    """A lock of an owner that writes no more."""
     content = owner if isinstance(owner, bytes) else msgspec.json.encode(owner)
     path = out / f".lock-{number:08d}.json"
     _ = path.write(content) if isinstance(path, UrlPath) else path.write_bytes(content)

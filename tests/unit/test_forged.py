@@ -1,4 +1,4 @@
-"""Checkpoints, snapshots and records whose hashes are right and whose content is nonsense: refused by name."""
+"""Checkpoints, snapshots and records with right hashes and nonsensical content are refused by name."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_forged_part_of_a_launcher_is_refused(tmp_path: Path, entries: dict[st
         run_snapshot.read_run_snapshot(tmp_path, 1)
 
 
-# ---- what a finished run has left, and a run says of itself
+# ---- the files of a finished run, and the run's facts
 
 ODD: list[Any] = [None, -1, 2**70, 1e308, "x", "\x1b[2J", [], {}, [{}], {"a": 1}]
 

@@ -19,7 +19,7 @@ def shards(data: TensorDataset, gathered: Gathered | None, *, shuffle: bool) -> 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_see_the_same_batches_with_it_and_without(shuffle: bool) -> None:
-    """Of 9,001 samples: batches lie in blocks of 4,096 rows or across two, and the last ones are smaller."""
+    """9,001 samples: batches in blocks of 4,096 rows or across two, and smaller last ones."""
     data = TensorDataset(torch.arange(9001.0), torch.arange(18002).reshape(-1, 2))
     for one, other in zip(shards(data, Gathered(), shuffle=shuffle), shards(data, None, shuffle=shuffle), strict=True):
         for _ in range(3):  # epochs
@@ -38,7 +38,7 @@ def test_data_that_are_seen_in_turns_are_not_mixed_up() -> None:
 
 
 def test_a_stand_in_has_memory_of_its_own() -> None:
-    """With more ranks than samples are left, those without one get a copy of the first."""
+    """With more ranks than remaining samples, ranks without one get a copy of the first."""
     data, gathered = TensorDataset(torch.arange(6.0)), Gathered()
     found = []
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""Connections of a group end from another thread; those that were there before, and what listens, stay."""
+"""Another thread ends a group's connections; earlier ones and listeners stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a run's processes is told at once, counted, and kept up to a bound."""
+"""Events of a run's processes are told immediately, counted, and kept up to a bound."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FUNCTIONS |= {name: getattr(hvd.elastic, name) for name in ("ElasticSampler", "T
 
 
 def given() -> dict[str, set[str]]:
-    """By function the arguments that calls in the tests give, by position or by name."""
+    """The arguments in the tests' calls, by function, by position or by name."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in TESTS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""`GradientArrivals`: when gradients are submitted, as a table of what comes and what is answered."""
+"""`GradientArrivals`: a table of arrivals and answers, with the time of each submission."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_groups_are_taken_once_enough_bytes_are_complete_and_the_rest_at_the_end
 def test_without_a_spare_core_all_wait_for_the_end() -> None:
     arrivals = begun(overlaps=False)
     assert [arrivals.arrived(place) for place in (4, 3, 2)] == [False] * 3
-    assert arrivals.take_rest() == [3, 2, 1, 0], "first what is complete, in the order of completion"
+    assert arrivals.take_rest() == [3, 2, 1, 0], "complete ones first, in the order of completion"
     assert arrivals.take_rest() == []
 
 

@@ -1,6 +1,6 @@
-"""Operations on tensors that are not on the CPU: their order on streams, and what ranks that disagree are told.
+"""Operations on tensors outside the CPU: their order on streams, and the errors of ranks that disagree.
 
-No GPU is needed: streams and events are lists that note what is asked of them.
+Streams and events are lists of calls, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Streams:
-    """Stands for `torch.cuda`: `now` is the current stream, `said` what came on which."""
+    """Stands for `torch.cuda`: `now` is the current stream, `said` each stream's calls."""
 
     def __init__(self) -> None:
         self.now, self.said, self.reached = "program", list[str](), set[str]()

@@ -1,4 +1,4 @@
-"""Another rank is lost while this one begins: what it has begun is left, and there is an end to trying again."""
+"""Another rank is lost while this one begins: begun work is left, and retries are bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/horovod.md says what there is; and Horovod's settings, encodings and links by themselves."""
+"""The table of docs/horovod.md is complete; and Horovod's settings, encodings and links alone."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_links_carry_messages_longer_than_a_socket_holds_and_tell_of_a_rank_that
     for rank in range(2):
         ends[rank].send(1 - rank, large)
         ends[rank].send(1 - rank, b"")
-    for rank in (1, 0):  # the other end sends what is left without being waited for, as if it were in a collective
+    for rank in (1, 0):  # the other end sends the rest without being waited for, as in a collective
         heard: list[bytes | None] = []
         while len(heard) < 2:
             heard += [message for _, message in ends[rank].wait(20.0)]
@@ -143,7 +143,7 @@ def test_links_carry_messages_longer_than_a_socket_holds_and_tell_of_a_rank_that
 
 
 def test_strangers_that_greet_slowly_never_or_wrongly_delay_no_rank() -> None:
-    """Each of them has connected before the rank comes, and none of them has been dismissed for its silence by then."""
+    """Each stranger connects before the rank, and none has been dismissed for its silence by then."""
     store, strangers, kept, ends = HashStore(), [], [], {}
 
     def join() -> None:

@@ -1,4 +1,4 @@
-"""States of Horovod's elastic API in one process: what is saved comes back; without a launcher there is one call."""
+"""States of Horovod's elastic API in one process: saved values come back; without a launcher there is one call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def everything(state: Any) -> tuple[list[float], float, list[int], int, list[int]]:
-    """What a test compares."""
+    """The compared values."""
     (moment,) = [each["exp_avg"] for each in state.optimizer.state.values()][:1] or [torch.zeros(1)]
     values = [value for p in state.model.state_dict().values() for value in p.flatten().tolist()]
     return values, moment.sum().item(), sorted(state.sampler.processed_indices), state.epoch, list(state.seen)
@@ -99,7 +99,7 @@ def test_without_a_launcher_the_function_is_called_once_and_raises() -> None:
 
 
 class Wishing:
-    """A place whose launcher wants the group to stop."""
+    """A place with a launcher that wants the group to stop."""
 
     def __init__(self, steps: list[str], stops: bool) -> None:
         self.steps, self.stops = steps, stops

@@ -63,7 +63,7 @@ def test_warm_up_is_forgotten_and_samples_are_counted() -> None:
     options = AutotuneOptions(warmup_samples=2, steps_per_sample=4, max_samples=3)
     tuner = Autotuner(START, options)
     changes = [operation for operation in range(1, 200) if tuner.performed(["a"], 1, float(operation))]
-    assert changes == [61, 82, 103]  # 3 · 5 · 4 operations, and one that starts the clock of each setting
+    assert changes == [61, 82, 103]  # 3 · 5 · 4 operations, and one more for the clock of each setting
     assert tuner.done
     assert [row[0] for row in tuner.rows].count(tuner.settings) >= 1
     assert len(tuner.rows) == 4

@@ -1,4 +1,4 @@
-"""Pushes that workers of a host make together: who may ask for them, what they cost, and what becomes of a sum."""
+"""Pushes that workers of a host make together: their conditions, their costs, and the outcomes of a sum."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ def test_pushes_between_hosts_are_divided_by_their_workers() -> None:
     assert each is not None
     assert together is not None
     assert each["updates"] == 90
-    assert together["updates"] == 46  # the first of each worker by itself: no worker has heard of another
+    assert together["updates"] == 46  # the first of each worker alone: no worker has heard of another
     assert sum(worker["samples"] for worker in together["workers"]) == sum(w["samples"] for w in each["workers"])
 
 
 def test_the_traffic_model_says_what_is_sent() -> None:
-    """Of each worker a gradient; over the network one of each host."""
+    """Each worker sends a gradient; each host sends one over the network."""
     found = pt.explain(s.async_sgd(shards=2, hierarchical=True), 4, NUMEL, hosts=[0, 0, 1, 1]).at(1)
     assert found[:3] == (2 + 4 + 8, 4 * 4 * NUMEL, 4 * 4 * NUMEL)
     alone = pt.explain(s.async_sgd(shards=2, hierarchical=True), 4, NUMEL).at(1)

@@ -1,4 +1,4 @@
-"""A mistake in a job is answered by what is wrong with which of its functions, before a worker starts."""
+"""The error of a mistake in a job names its function, before a worker starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ JOB = pt.Job(
 
 
 def rehearsed(job: pt.Job, strategy: Any = None, **options: Any) -> None:
-    """What is made before the workers start, in this process."""
+    """The objects made before the workers start, in this process."""
     _rehearsed([RunSpec.of(job, strategy or pt.strategies.sync_sgd(), 1, RunOptions(**options))])
 
 
@@ -60,8 +60,6 @@ def indirect(output: Any, target: Any) -> Any:
 
 
 class Broken(nn.Module):
-    """Its forward fails in torch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES + 1, CLASSES)

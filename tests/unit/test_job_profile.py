@@ -1,4 +1,4 @@
-"""A worker's memory, reckoned from shapes."""
+"""The estimate of a worker's memory from shapes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_memory_is_a_sum_of_parts() -> None:
 
 
 LAYER, KEPT = 4 * (64 * 64 + 64), 4 * 8 * 64
-"""Bytes of a layer of `layers`, and of what its forward pass keeps of 8 samples."""
+"""Bytes of a layer of `layers`, and of its forward pass's memory for 8 samples."""
 
 
 def layers() -> pt.Job:

@@ -1,4 +1,4 @@
-"""The jobs that ship fit together and learn; your own are found; what is wrong is said."""
+"""Shipped jobs fit together and learn; a user's own are found; mistakes are named."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_housing_has_no_accuracy() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_digits_reaches_97_percent_within_its_epochs(seed: int) -> None:
-    """At the global batch of two workers."""
+    """The global batch is two workers'."""
     job = jobs.find("digits")
     data = job.data(None)
     assert isinstance(data.test, TensorDataset)

@@ -1,4 +1,4 @@
-"""The store that only those with its keys can use: as torch's stores, and closed to strangers."""
+"""A store for owners of its keys: it behaves as torch's stores, and is closed to strangers."""
 
 from __future__ import annotations
 

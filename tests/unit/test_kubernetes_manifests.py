@@ -1,4 +1,4 @@
-"""The manifests that start a run's pods: literal tables, and what holds for whatever options are given."""
+"""The manifests that start a run's pods: literal tables, and laws for any options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the starter of pods asks the API for, in which order, and what is left when that is refused. No cluster."""
+"""The API requests of the starter of pods, their order, and the rest when one is refused. No cluster."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_pod_that_is_replaced_has_not_ended() -> None:
 
 
 def test_a_spare_agent_is_the_pod_that_the_job_makes() -> None:
-    """The Job replaces pods by itself: a later `start` creates nothing, and says so where no pod can come."""
+    """The Job replaces pods: a later `start` creates nothing, and says so where no pod can come."""
     api = Api()
     started = starter(api)
     started.start([0], TICKET)

@@ -1,4 +1,4 @@
-"""What the API says about pods, in words and decisions: literal tables."""
+"""The API's facts about pods, in words and decisions: literal tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that one command starts: how the ticket gets to them, what is said of their ends, and how they end."""
+"""Agents that one command starts: the way of the ticket, the words about their ends, and their ends."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_when_the_command_ends_all_agents_have_ended_and_it_is_quoted(ticket: Ag
 
 
 def test_one_agent_that_fails_leaves_the_others_and_a_line(ticket: AgentTicket) -> None:
-    """As a launcher sees it, the shell around it has ended well."""
+    """For the launcher the shell around the agent has ended well."""
     both = " ".join("'" + word.replace("'", "'\"'\"'") + "'" for word in in_shell(["sh", "-c", "kill -9 $$"]))
     starter = LaunchedAgents(["sh", "-c", f"{both} || exit 1; echo the other goes on"], WHERE)
     with started(starter, ticket) as process:

@@ -21,7 +21,7 @@ COPY, COORDINATOR = 2, 9
 
 
 class Processes:
-    """Two workers and one copy of a shard, of which some are stopped; they start and end by name only."""
+    """Two workers and one copy of a shard, some of them stopped; they start and end by name only."""
 
     def __init__(self) -> None:
         self.running = [Role("worker", 0, 0), Role("worker", 1, 1), Role("copy", COPY, 2, shard=0)]
@@ -63,7 +63,7 @@ def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
 
 
 def answered(launcher: Launcher, out: Outbox) -> None:
-    """The shard takes notice of whatever it is told of."""
+    """The shard takes notice of any message."""
     for to, message in out:
         if to == COPY and isinstance(message, Members):
             reply = Noted(0, message.worker, message.incarnation, message.sequence)
@@ -71,7 +71,7 @@ def answered(launcher: Launcher, out: Outbox) -> None:
 
 
 def pass_time(launcher: Launcher, begin_s: int, end_s: int) -> None:
-    """In steps of 0.4 s; the copy beats."""
+    """Advance in steps of 0.4 s; the copy beats."""
     for tick in range(begin_s * 5 // 2, end_s * 5 // 2):
         launcher.receive(0.4 * tick, COPY, Beat(COPY, 1, 1))
         launcher.tick(0.4 * tick)

@@ -1,4 +1,5 @@
-"""A run's folder on the launcher's host, read and written from elsewhere: what a Path does, and no way out of it."""
+"""A run's folder on the launcher's host, read and written from elsewhere: the methods of a Path, confined to the
+folder."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_volumes_of_embeddings_attention_and_layers_called_twice() -> None:
 
 
 class Told(logging.Handler):
-    """What a logger was told."""
+    """A logger's messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_what_cannot_be_planned_is_refused(request: pytest.FixtureRequest) -> No
         volumes(nn.Linear(2, 2), 3)
     with pytest.raises(ValueError, match=r"cannot be seen on the sample, without values: RuntimeError: .*"):
         volumes(nn.Linear(2, 2), torch.ones(3, 5))
-    assert not stack.told, "torch would log its own stack besides"
+    assert not stack.told, "torch would also log its own stack"
     with pytest.raises(ValueError, match="no layers with parameters"):
         volumes(nn.ReLU(), torch.ones(3, 5))
     common = {"latency_s": 0.0, "bytes_per_s": 1.0, "reduction": RING}

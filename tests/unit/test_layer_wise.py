@@ -82,7 +82,6 @@ named = pytest.mark.parametrize(("make", "options", "by_hand"), BOTH, ids=["LARS
 def test_small_tensors_are_stepped_together_and_large_ones_by_the_core(
     make: Make, options: dict[str, Any], by_hand: object
 ) -> None:
-    """As all by torch, in one optimizer."""
     drawn = torch.Generator().manual_seed(4)
     shapes = ((100, 100), (7,), (3, 5), (5000,))
     values = [torch.randn(shape, generator=drawn, dtype=torch.float64) for shape in shapes]
@@ -119,7 +118,7 @@ def test_the_kernels_and_torch_agree_in_float32(make: Make, options: dict[str, A
 def test_a_layers_step_does_not_depend_on_the_scale_of_the_loss(
     make: Make, options: dict[str, Any], by_hand: object
 ) -> None:
-    """Of a matrix, without weight decay (and with an ε that is nothing). A bias's step under LARS does."""
+    """For a matrix, without weight decay (and with a negligible ε). A bias's step under LARS does."""
     free = options | {"weight_decay": 0.0} | ({"eps": 0.0} if make is LAMB else {})
     once, often = trained(make, **free), trained(make, times=1000.0, **free)
     for place in (0, 2):

@@ -1,4 +1,4 @@
-"""Sandblaster L-BFGS: operations against a textbook's recursion, and machines whose mail comes in any order."""
+"""Sandblaster L-BFGS: operations against a textbook's recursion, and machines with mail in any order."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Net:
                 self.lines[source, to].append(message)
 
     def kill(self, replica: int) -> None:
-        """It is gone in the middle of what it sends: what is under way from it may be lost in part."""
+        """The node dies while it sends: part of its mail under way may be lost."""
         for line in [each for each in self.lines if replica in each]:
             for _ in range(self.random.randint(0, len(self.lines[line]))):
                 self.lines[line].pop()
@@ -260,7 +260,7 @@ def test_portions_are_dealt_to_those_without_work_and_then_twice() -> None:
     assert portions.deal([0, 1]) == [(0, 0), (1, 1)]
     assert portions.deal([0, 1]) == []
     portions.computed(0, 0, 0.5)
-    assert portions.deal([0, 1, 2]) == [(0, 2), (2, 1)]  # replica 2 copies what was dealt first and is not done
+    assert portions.deal([0, 1, 2]) == [(0, 2), (2, 1)]  # replica 2 copies the earliest unfinished deal
     assert portions.copies == 1
     assert portions.deal([3]) == [(3, 2)]
     assert portions.deal([4]) == []  # all have two

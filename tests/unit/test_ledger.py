@@ -123,7 +123,7 @@ def test_the_ledger_counts_as_one_would_by_hand(seed: int, shards: int) -> None:
 
 
 def test_a_long_epoch_in_any_order_takes_little_memory() -> None:
-    """What is out of order are the tickets in flight; the rest is one range."""
+    """The tickets in flight are out of order; the rest is one range."""
     ledger = Ledger(range(0, 100_001, 10), 1)
     for ticket in range(0, 10_000, 2):
         ledger.applied(0, ticket + 1)
@@ -139,7 +139,7 @@ def test_ranges_merge() -> None:
     ranges = Ranges([(0, 3), (6, 8)])
     assert ranges.add(5) == []
     assert ranges.tuples == ((0, 3), (5, 8))
-    assert ranges.add(2, 6) == [(2, 3), (5, 6)], "what was there already"
+    assert ranges.add(2, 6) == [(2, 3), (5, 6)], "present from the start"
     assert (ranges.tuples, len(ranges)) == (((0, 8),), 9)
     assert Ranges([(4, 4), (0, 3)]) == Ranges([(0, 4)])
     with pytest.raises(ValueError, match="got 3 to 2"):

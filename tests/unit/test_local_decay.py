@@ -1,4 +1,4 @@
-"""Whose the weight decay is where workers step by themselves and push what they did."""
+"""The owner of the weight decay where workers step and push gradients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def sgd(**options: Any) -> Optimizer:
     ("options", "optimizer", "expected"),
     [
         ({}, sgd(), UpdateRule("adagrad")),
-        ({}, sgd(weight_decay=0.1), UpdateRule("adagrad")),  # it is in what is pushed
+        ({}, sgd(weight_decay=0.1), UpdateRule("adagrad")),  # the push contains it
         ({"optimizer": "sgd", "lr": 0.5}, sgd(maximize=True), UpdateRule("sgd", 0.5, maximize=True)),
         ({"optimizer": "job"}, sgd(momentum=0.9, weight_decay=0.1), UpdateRule("sgd", momentum=0.9)),
         ({"optimizer": "job"}, AdamW(parameters(), weight_decay=0.1), UpdateRule("adamw", weight_decay=0.1)),

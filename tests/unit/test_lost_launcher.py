@@ -1,4 +1,4 @@
-"""When the launcher's part of a snapshot is written, and when parts that hosts have left are removed."""
+"""The times of the launcher's part of a snapshot, and of the removal of parts that hosts have left."""
 
 from __future__ import annotations
 

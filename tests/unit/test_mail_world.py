@@ -1,4 +1,4 @@
-"""The mail world: who waits serves all, messages go to those that take in the order of asking, and nothing spins."""
+"""The mail world: a waiting program serves all, messages go to takers in the order of asking, and nothing spins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.worlds.process.mail import MailWorld
 
 
 class Letters:
-    """A mailbox that holds `letters` already, and nothing else will ever come. Writes down what it is asked."""
+    """A mailbox that holds `letters` already, and nothing else will ever come. Records its calls."""
 
     def __init__(self, *letters: Any) -> None:
         self.letters = deque((1, letter) for letter in letters)
@@ -80,7 +80,7 @@ def test_whoever_waits_serves_those_that_have_asked_before() -> None:
 
     async def program() -> Any:
         work = await own.port.start(beside())
-        assert mail.waits_s == []  # nobody has waited yet
+        assert mail.waits_s == []  # before any wait
         seen.append(("main", await own.port.take()))
         return await work, await work
 

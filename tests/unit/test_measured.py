@@ -1,4 +1,4 @@
-"""What is measured of real hosts, the file that holds it, and the cluster that a simulation takes for them."""
+"""Measurements of real hosts, their file, and the cluster that a simulation uses for them."""
 
 from __future__ import annotations
 

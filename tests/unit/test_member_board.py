@@ -17,7 +17,7 @@ from polytempo.runs.elastic.member_board import Formed, LauncherBoard, MemberBoa
 
 @contextmanager
 def rendezvous() -> Iterator[tuple[Rendezvous, Rendezvous]]:
-    """As its holder has it, and as others do."""
+    """The holder's view, and the others'."""
     with closing(Rendezvous.held("127.0.0.1")) as held, closing(Rendezvous.joined(held.url)) as joined:
         yield held, joined
 

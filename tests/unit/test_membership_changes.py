@@ -1,4 +1,4 @@
-"""What a coordinator announces of its members, against a plain model that looks at all of them each time."""
+"""A coordinator's announcements of members, against a plain model that looks at all of them each time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Plain:
         self.admitted: dict[int, int] = {}
 
     def counts(self, worker: int) -> bool:
-        """Whether it was announced in its present life, and does not rest."""
+        """True if it was announced in its present life, and does not rest."""
         return self.announced.get(worker) == self.members[worker] and worker not in self.resting
 
     def change(self, resting: set[int], busy: set[int]) -> tuple[list[tuple[int, int]], list[int]] | None:

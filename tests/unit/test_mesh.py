@@ -17,12 +17,12 @@ meshes = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(
 
 
 def ports(mesh: Mesh) -> list[Port]:
-    """Of every rank of a world that is laid out so."""
+    """The ports of every rank of a world with this layout."""
     return [world_port(rank, [0] * mesh.size).meshed(**mesh.lengths) for rank in range(mesh.size)]
 
 
 def subsets(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Of its axes."""
+    """All subsets of the mesh's axes."""
     names = list(mesh.lengths)
     return [axes for n in range(len(names) + 1) for axes in combinations(names, n)]
 

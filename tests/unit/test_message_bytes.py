@@ -1,4 +1,4 @@
-"""What a message of the parameter server costs a link."""
+"""The cost of a parameter server's messages on a link."""
 
 from __future__ import annotations
 

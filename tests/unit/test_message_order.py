@@ -1,4 +1,4 @@
-"""The order of messages in a replay: each machine takes what its record says, whatever the order of arrival."""
+"""The order of messages in a replay: each machine follows its record, not the order of arrival."""
 
 from __future__ import annotations
 

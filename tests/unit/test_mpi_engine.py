@@ -1,4 +1,4 @@
-"""What the mpi engine asks of mpirun, whose three kinds are stand-ins here."""
+"""The mpi engine's calls of mpirun, with stand-ins of its three kinds."""
 
 from __future__ import annotations
 

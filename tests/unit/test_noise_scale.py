@@ -1,4 +1,4 @@
-"""The gradient noise scale: its estimators against Gaussians whose noise is known, and what refuses to measure it."""
+"""The gradient noise scale: its estimators against Gaussians with known noise, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIMS = 3000
 
 
 def test_equal_batches_give_the_paper_s_two_estimates() -> None:
-    """Of one worker's batch and of all workers' together."""
+    """One worker's batch, and all workers' together."""
     gradients = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     norms = gradients.square().sum(1).tolist()
     found = of_workers([8] * 4, norms, gradients)
@@ -150,7 +150,7 @@ def test_the_noise_scale_of_a_gaussian_is_found_within_3_percent() -> None:
 
 
 def test_means_are_divided_not_averaged() -> None:
-    """One step in which the gradient is not seen does not spoil what the others have found."""
+    """One step without the gradient does not spoil the other steps' findings."""
     found = NoiseScale(keeps=0.5)
     for step in (Squares(1.0, 10.0), Squares(-0.25, 10.0), Squares(1.0, 10.0)):
         found.add(step)

@@ -1,4 +1,4 @@
-"""Ports: who is where in a group, and which operations a port builds."""
+"""Ports: the places in a group, and the operations that a port builds."""
 
 from __future__ import annotations
 

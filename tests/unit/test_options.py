@@ -109,7 +109,7 @@ NUMBERS = {"int", "float", "bool", "int | None", "float | None", "Strategy | Non
 
 @pytest.mark.parametrize("name", pt.strategies.__all__)
 def test_arguments_of_another_type_are_refused_by_every_strategy(name: str) -> None:
-    """When the strategy is made, and not in a worker."""
+    """The strategy's constructor refuses, not a worker."""
     function = getattr(pt.strategies, name)
     for argument in signature(function).parameters.values():
         for given in ("exponential", [1], object):
@@ -119,7 +119,7 @@ def test_arguments_of_another_type_are_refused_by_every_strategy(name: str) -> N
 
 
 def test_what_a_run_raises_can_be_caught_by_name() -> None:
-    """And what only the inside needs is not offered."""
+    """Internal errors are not offered."""
     others = [name for name in pt.errors.__all__ if not issubclass(getattr(pt.errors, name), pt.errors.PolytempoError)]
     assert others == ["Incompatible", "Preempted"]  # a wrong argument, and an end that was asked for
     assert set(dir(pt)) == set(pt.__all__)

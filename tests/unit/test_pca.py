@@ -94,7 +94,7 @@ def test_pca_of_rows_that_are_zero_or_alike(num_rows: int, rank: int, repeats: i
 @pytest.mark.parametrize("shape", [(2, 100), (3, 100), (4, 64), (100, 3), (64, 4), (1, 50)], ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 3, 100])
 def test_pca_of_more_components_than_there_are(shape: tuple[int, int], rank: int) -> None:
-    """In float64, which it halves even so; the law holds but for the rounding to float32."""
+    """Float64, which it halves even so; the law holds except for the rounding to float32."""
     for scale in (1.0, 1e-30, 1e30):
         x, codec = normal(*shape, seed=rank).double() * scale + scale, pca(rank)
         assert codec.encoding.num_components(x) == max(1, min(rank, shape[0] - 1, shape[1]))

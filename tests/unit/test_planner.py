@@ -28,7 +28,7 @@ SEEDS = range(20)
 def found(
     seconds: float, hosts: int, memory_bytes: int = 1, family: str = "a", drawn: tuple[float, ...] = ()
 ) -> RunForecast:
-    """A forecast of which only time and money matter."""
+    """A forecast with time and money alone."""
     run = PlannedRun(f"{family}()", hosts, round(1e6 * seconds), hosts, family)
     return RunForecast(run, RunPrice(1.0, 1.0, 0.0), hosts, memory_bytes, 1.0, seconds, seconds, seconds, drawn)
 
@@ -111,7 +111,7 @@ def trials(*samples: tuple[int, int]) -> list[SamplesTrial]:
 
 
 def test_runs_on_their_law_leave_the_guess() -> None:
-    """Of 15 % as two of six degrees of freedom: sqrt(2 · 0.15² / 6)."""
+    """15 % as two of six degrees of freedom: sqrt(2 · 0.15² / 6)."""
     exact = trials((100, 1050), (200, 1050), (300, 1050), (400, 1050), (500, 1050))
     assert deviation([exact]) == pytest.approx(math.sqrt(2 * 0.15**2 / 6))
     assert deviation([]) == pytest.approx(0.15)
@@ -298,7 +298,7 @@ def test_a_server_is_a_host_of_its_own() -> None:
 
 
 def test_where_cores_are_counted_a_server_is_on_a_workers_host() -> None:
-    """As it is simulated there, so it is not paid for."""
+    """The simulation places it there, so it costs nothing more."""
     pricer = Pricer(job(), None, replace(CLUSTER, cores=2))
     assert pricer.hosts(PlannedRun(pt.parse_strategy("async_sgd(shards=2)").name, 4, 8, 4)) == 4
 
@@ -371,7 +371,7 @@ def test_a_run_that_diverges_has_not_reached_the_target() -> None:
 
 
 def test_what_a_job_does_wrong_in_a_trial_is_said() -> None:
-    """It is no strategy's fault, so no strategy may be given up for it."""
+    """The job is at fault, so no strategy may be given up for it."""
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a loss that is broken")

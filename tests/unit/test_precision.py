@@ -231,7 +231,7 @@ def test_an_optimizers_state_is_loaded_in_float32() -> None:
 
 
 def test_a_change_in_place_is_a_movement_of_the_step() -> None:
-    """Clipped weights: those that were changed begin the next step where they were put; the others keep their bits."""
+    """Clipped weights: changed ones begin the next step at their new place; the others keep their bits."""
     net = trained(BF16, 1)
     before = net.state_dict()["0.weight"].clone()
     with torch.no_grad():
@@ -304,7 +304,7 @@ def test_clipping_is_by_the_norm_of_what_the_optimizer_sees(precision: Precision
 
 
 class Tied(nn.Module):
-    """A table that is also the last layer, and two layers of which autocast knows nothing."""
+    """A table that is also the last layer, and two layers unknown to autocast."""
 
     def __init__(self) -> None:
         super().__init__()

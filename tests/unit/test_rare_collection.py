@@ -17,7 +17,7 @@ def many() -> list[list[int]]:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Nothing is frozen, but what the tests' set-up froze is so again afterwards."""
+    """Nothing is frozen inside; the objects frozen by the tests' set-up are frozen again afterwards."""
     gc.unfreeze()
     yield
     gc.freeze()

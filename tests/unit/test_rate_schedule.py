@@ -47,7 +47,7 @@ def options(of: Optimizer) -> list[tuple[Any, ...]]:
 
 
 def plain(make: Callable[[Optimizer, int], LRScheduler], kind: Any) -> list[list[tuple[Any, ...]]]:
-    """What the loop that everybody writes has in each step."""
+    """The usual loop's rate in each step."""
     own = optimizer(kind)
     schedule, found = make(own, STEPS), []
     for step in range(STEPS):

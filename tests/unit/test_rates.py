@@ -41,7 +41,7 @@ def rates(*factors: Any, steps: int, steps_per_epoch: int = 2) -> list[float]:
 
 
 def test_rates_warm_up_and_fall_step_by_step() -> None:
-    """Goyal: from η to kη in equal increments; what falls counts from the beginning of the run."""
+    """Goyal: from η to kη in equal increments; falls count from the beginning of the run."""
     assert rates(lb.warm_up(2, start=0.2), steps=6) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
     assert rates(lb.warm_up(1, start=0.2, constant=True), lb.falling([1.5]), steps=5) == pytest.approx(
         [0.2, 0.2, 1, 0.1, 0.1]

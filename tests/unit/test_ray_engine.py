@@ -1,4 +1,4 @@
-"""The Ray engine without Ray: what actors reserve, what it refuses, and how it follows the actors of a fake Ray."""
+"""The Ray engine without Ray: reservations of actors, refusals, and the actors of a fake Ray."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Lost(Exception):
 
 
 class FakeActor:
-    """What `poll` asks for: `node` and `over` are futures, texts once they are there."""
+    """The attributes for `poll`: `node` and `over` are futures, and texts once they are there."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options, self.tickets, self.killed = options, list[dict[str, Any]](), False

@@ -1,4 +1,4 @@
-"""The readers: small files written out here, real files where they lie, and what is refused."""
+"""The readers: small files written here, real files in place, and refusals."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_text_that_is_too_short_or_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_table_becomes_numbers(tmp_path: Path) -> None:
-    """10 rows, of which 8 are drawn for training: a column with a gap, a constant one, and text."""
+    """10 rows, 8 of them drawn for training: a column with a gap, a constant one, and text."""
     rows = "".join(f"{i if i != 4 else ''},7,{'ab'[i % 2]},{2 * i}\n" for i in range(10))
     split = csv_regression(written(tmp_path / "t.csv", "n,constant,letter,y\n" + rows), target="y")
     assert shapes(split.train) == [(8, 4), (8, 1)]

@@ -1,4 +1,4 @@
-"""What README and documentation say: their code runs, their commands parse, and what they point to exists."""
+"""README and documentation: their code runs, their commands parse, and their links exist."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = tuple(sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md") if "generated" not in page.parts))
-"""Of the documentation, as they are written; `make docs` adds pages that it generates."""
+"""The documentation's pages as written; `make docs` adds generated pages."""
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES)
 RUNS = ("train", "compare", "simulate")
 
-# Where a file that a document names may lie; a folder is written with a slash at its end.
+# The possible places of a file that a document names; a folder ends with a slash.
 PLACES = (ROOT, ROOT / "src", ROOT / "src/polytempo", ROOT / "tests", ROOT / "benchmarks")
 NAMED = re.compile(r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w-]+\.(?:py|md|txt|toml|css|js))`")
 MADE_LATER = ("checkpoint/", "logs/", "runs/", "own_job.py", "docs/generated/")
@@ -53,7 +53,7 @@ COMMANDS = [(document, command) for document in DOCUMENTS for command in command
 
 
 def in_a_folder(tmp_path: Path) -> Path:
-    """A folder with what commands of the documents find there."""
+    """A folder with the files that the documents' commands need."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_code_runs(code: str, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("page", [page for page in PAGES if set(blocks("python", read(page))) - set(blocks("python"))])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    """Its blocks one after the other: later ones may use what earlier ones have defined."""
+    """A page's blocks run one after the other: later ones may use names of earlier ones."""
     script = tmp_path / "from_page.py"
     script.write_text("\n".join(blocks("python", read(page))), encoding="utf-8")
     done = warm.run([script.name], tmp_path)
@@ -78,7 +78,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", ["README.md", *PAGES])
 def test_a_console_block_has_only_commands_that_are_checked(document: str) -> None:
-    """Those of `polytempo`; a block with others says why it is not run."""
+    """A console block has only `polytempo`'s commands, or a reason for not running."""
     lines = [line for block in blocks("console", read(document)) for line in block.splitlines()]
     assert [line for line in lines if line.startswith("$ ") and not line.startswith("$ polytempo ")] == []
 
@@ -120,7 +120,7 @@ def run_in_one_folder(document: str) -> list[str]:
 @pytest.mark.process
 @pytest.mark.parametrize("document", [document for document in DOCUMENTS if run_in_one_folder(document)])
 def test_the_commands_work_one_after_the_other(document: str, tmp_path: Path) -> None:
-    """In one folder that is empty at first."""
+    """The folder is empty at first."""
     in_a_folder(tmp_path)
     if EVERY:
         (tmp_path / "path/to").mkdir(parents=True)
@@ -175,7 +175,7 @@ def test_the_readme_is_read_in_a_minute() -> None:
 
 
 def test_every_strategy_is_in_the_table() -> None:
-    """Of the page that lists them, and in no other row."""
+    """The page that lists them has one row for each."""
     listed = re.findall(r"^\| `(\w+)` \|", read("docs/strategies/index.md"), flags=re.MULTILINE)
     wrong = set(listed) ^ set(strategies.__all__)
     assert sorted(listed) == sorted(strategies.__all__), f"docs/strategies/index.md: {wrong or 'a row is there twice'}"
@@ -195,14 +195,14 @@ def test_every_page_is_in_a_contents() -> None:
 
 
 def test_the_pictures_are_what_the_simulator_draws() -> None:
-    """`python docs/pictures/draw.py` draws them anew."""
+    """`python docs/pictures/draw.py` draws the pictures."""
     drawn = runpy.run_path(str(DOCS / "pictures/draw.py"))["pictures"]()
     committed = {file.stem: file.read_text(encoding="utf-8") for file in (DOCS / "pictures").glob("*.svg")}
     assert [name for name in {**drawn, **committed} if drawn.get(name) != committed.get(name)] == []
 
 
 def test_the_caption_has_the_numbers_of_the_picture() -> None:
-    """`python docs/pictures/compare.py` draws it anew; its steps, bytes and virtual seconds are the same everywhere."""
+    """`python docs/pictures/compare.py` draws it; its steps, bytes and virtual seconds are the same everywhere."""
     drawn = runpy.run_path(str(DOCS / "pictures/compare.py"))
     caption = " ".join(README.partition("docs/compare.png)\n\n*")[2].partition("*")[0].split())
     found = re.search(

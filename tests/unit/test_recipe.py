@@ -1,4 +1,5 @@
-"""FireCaffe's recipe, and what goes with a large batch: weight decay, zero gains, norms over few samples."""
+"""FireCaffe's recipe, and the parts of training with a large batch: weight decay, zero gains, norms over few
+samples."""
 
 from __future__ import annotations
 

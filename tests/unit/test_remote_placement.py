@@ -1,4 +1,4 @@
-"""Where the remote engine has processes started: on which agent, and what becomes of those that wait for one."""
+"""The remote engine's places for processes: their agent, and the fate of processes that wait for one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG_S = 30.0
 
 
 class Pretended:
-    """An agent that says hello, notes what it is asked to start, and starts nothing."""
+    """An agent that says hello, notes its orders, and starts nothing."""
 
     def __init__(self, ticket: AgentTicket, number: int, host: str) -> None:
         self.started: list[str] = []
@@ -193,7 +193,7 @@ def test_an_agent_that_was_taken_for_lost_and_comes_back_is_ended() -> None:
 
 
 def test_an_agent_that_comes_long_before_the_last_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing until it is welcome: here for 20 s, in which the other one loads torch."""
+    """It says nothing until it is welcome: here for 20 s, while the other one loads torch."""
     admit, ahead_s = RemoteEngine._admit, [0.0]
 
     def admitted(engine: RemoteEngine, peer: bytes, hello: Hello) -> None:

@@ -1,4 +1,4 @@
-"""The report: how runs are read, what it says about them in numbers and words, the page and the picture."""
+"""The report: reading runs, their numbers and words, the page and the picture."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_the_page_is_one_file_that_escapes_what_it_is_told(tmp_path: Path) -> No
 
 
 def unpacked(written: str, part: str) -> str:
-    """What the page carries gzipped."""
+    """The page's gzipped content."""
     found = re.search(rf'<script type="text/plain" id="{part}">([^<]*)</script>', written)
     assert found is not None
     return gzip.decompress(base64.b64decode(found[1])).decode()
@@ -289,7 +289,7 @@ def test_the_legend_stands_once_with_short_names_and_the_calls_in_full() -> None
 
 
 def test_one_image_makes_no_run_the_best() -> None:
-    """Of 360: bold is what lies further apart than chance, and whoever is level with it."""
+    """360 images: bold marks differences beyond chance, and rows level with the best."""
     level = [record("one", accuracy=0.9806, bytes_sent_per_rank=1), record("two", accuracy=0.9833)]
     assert Cells(summary_table(level).partition("</table>")[0]).best == ["1 B"]
     found = Cells(summary_table([*level, record("three", accuracy=0.95)]).partition("</table>")[0]).best

@@ -1,4 +1,4 @@
-"""Axes of curves, and the colors of both modes: what must be seen can be seen."""
+"""Axes of curves, and the colors of both modes: all marks are visible."""
 
 from __future__ import annotations
 

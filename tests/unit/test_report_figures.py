@@ -158,7 +158,7 @@ def test_the_timeline_draws_every_event_once() -> None:
 
 
 def test_layers_in_parts() -> None:
-    """Who holds which share of which layer, and what is sent for it; a layer without parts is whole on all."""
+    """The ranks' shares of each layer, and their messages; a layer without parts is whole on all."""
     split = {"kind": "ColumnLinear", "parameters": 70, "sizes": [4, 3], "dim": 0}
     layers = [
         {"layer": "up", **split, "forward_bytes": 0.0, "backward_bytes": 2_000_000.0},

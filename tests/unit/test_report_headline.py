@@ -1,4 +1,4 @@
-"""The headline: what a comparison found, no more than its runs bear out."""
+"""The headline: a comparison's finding, no more than its runs support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: lines or a bar, and the time that is left."""
+"""A run's output while it goes on: lines or a bar, and the time left."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_moment_in_words() -> None:
 
 
 def lines_of_a_run(reports: list[tuple[float, int, float]], **options: Any) -> list[str]:
-    """What is said of a run that reports (second, step, epoch)."""
+    """The output of a run that reports (second, step, epoch)."""
     stream, now = io.StringIO(), [0.0]
     with Progress(stream, lambda: now[0]) as progress:
         progress.start(None, "ring", **options)
@@ -125,7 +125,7 @@ def test_the_runs_of_a_comparison_are_counted_and_those_to_come_take_their_time(
     ("reports", "left_s"),
     [
         ([(0.0, 0.0), (10.0, 0.25)], 30.0),
-        ([(10.0, 0.0), (20.0, 0.25)], 30.0),  # what came before the first report is not counted
+        ([(10.0, 0.0), (20.0, 0.25)], 30.0),  # the steps before the first report are not counted
         ([(0.0, 0.5), (10.0, 0.75)], 10.0),  # a resumed run
         ([(0.0, 0.0), (10.0, 0.5), (20.0, 0.4)], 20.0),  # two workers report out of order
         ([(0.0, 0.0), (0.5, 0.5)], None),  # too early

@@ -58,7 +58,7 @@ NAMES = {"route": ROUTES, "between": ROUTES}
     ],
 )
 def test_a_call_is_resolved(text: str, value: object) -> None:
-    """Functions are called; names stand for what their parameter's table holds."""
+    """Functions are called; names stand for entries of their parameter's table."""
     assert resolve(parse_call(text), FUNCTIONS, NAMES) == value
 
 
@@ -104,7 +104,7 @@ def test_an_int_for_a_float_becomes_one() -> None:
     ],
 )
 def test_a_wrong_call_is_told_what_is_right(text: str, message: str) -> None:
-    """The argument by name, and what would be right."""
+    """The error names the argument, and a remedy."""
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(parse_call(text), FUNCTIONS, NAMES)
 

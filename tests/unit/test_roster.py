@@ -1,4 +1,4 @@
-"""The workers that a shard serves and counts, after any changes, and what is said of each."""
+"""The workers that a shard serves and counts, after any changes, and the reported changes."""
 
 from __future__ import annotations
 

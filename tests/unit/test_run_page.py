@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: its rows as progress that knows where the run ends."""
+"""A run's output while it goes on: its rows as progress towards a known end."""
 
 from __future__ import annotations
 

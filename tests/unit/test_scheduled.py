@@ -30,7 +30,7 @@ def test_a_set_is_kept_greedily_in_the_candidates_order() -> None:
 
 
 def test_small_correlations_of_many_do_not_add_up_to_one() -> None:
-    """12 columns, all correlated 0.099: 11 at once would have a sum of 0.99, 12 one of 1.089."""
+    """12 columns, all correlated 0.099: 11 together would have a sum of 0.99, 12 a sum of 1.089."""
     same = torch.full((12, 12), 0.099, dtype=torch.float64).fill_diagonal_(1.0)
     assert compatible(same, 32, 0.1) == list(range(11))
 
@@ -145,7 +145,7 @@ def test_readers(tmp_path: Path) -> None:
 
 
 def test_a_play_becomes_documents(tmp_path: Path) -> None:
-    """Without speakers, and without words that are rare or everywhere."""
+    """Speakers, rare words and ubiquitous words are left out."""
     play = tmp_path / "play.txt"
     play.write_text("Ann:\nA rose, a rose!\n\nBob:\nA thorn: a rose.\n\nAnn:\nThorn.\n\nBob:\nLeaf and leaf.\n")
     documents = scenes(str(play), speeches=1, least=2)

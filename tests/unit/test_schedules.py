@@ -1,4 +1,4 @@
-"""Schedules as tables: what each stage does, when, how long a bubble is, how much it holds, how late it updates."""
+"""Schedules as tables: each stage's actions and their times, bubbles, memory and delays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process is told that is started while a run with a parameter server goes on: it travels as JSON."""
+"""The orders of a process that starts during a run with a parameter server: they travel as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What met a shard, from the records of its copies: the stories of chains, as tables."""
+"""A shard's entries, from the records of its copies: the stories of chains, as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def entry(name: int) -> Entry:
 
 
 def record(node: int, first: int, names: list[int], torn: bool = False) -> Record:
-    """What `node` recorded from entry number `first` on."""
+    """The record of `node` from entry number `first` on."""
     return Record("shard 0", [entry(name) for name in names], torn, node, first)
 
 
@@ -29,7 +29,7 @@ STORIES: dict[str, tuple[list[Record], set[int], list[int], bool]] = {
         [1, 2, 3, 4],
         True,
     ),
-    "copy after copy, with what the first ones had": (
+    "copy after copy, with the first ones' entries": (
         [record(4, 1, [1, 2, 3]), record(5, 1, [1, 2, 3, 4, 5]), record(9, 4, [4, 5, 6])],
         {4, 5},
         [1, 2, 3, 4, 5, 6],

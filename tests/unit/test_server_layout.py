@@ -1,4 +1,4 @@
-"""Shards of the flat vector: every element once, sizes nearly equal, and only what must move moves."""
+"""Shards of the flat vector: every element once, sizes nearly equal, and few elements move."""
 
 from __future__ import annotations
 

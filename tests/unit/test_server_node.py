@@ -1,4 +1,4 @@
-"""Chains of copies as numbered stories: what is acknowledged is in all of them, whoever dies when."""
+"""Chains of copies as numbered stories: all of them have each acknowledged entry, even when copies die."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SERVICE = Service(on_arrival(), UpdateRule("sgd"))
 
 
 class Chain:
-    """Copies on nodes 1, 2, …; a message is delivered at once, unless `lost(message, to)` says that it is not."""
+    """Copies on nodes 1, 2, …; a message arrives immediately, unless `lost(message, to)`."""
 
     def __init__(self, nodes: tuple[int, ...], blank: tuple[int, ...] = ()) -> None:
         self.nodes = {node: Node(node, shard(), LAUNCHER, Timing(), blank=node in blank) for node in nodes}
         self.now_s = 0.0
         self.heard: list[Message] = []
-        """What workers and the coordinator have heard."""
+        """The messages to workers and the coordinator."""
         self.lost = lambda message, to: False
         self.epoch = 0
 

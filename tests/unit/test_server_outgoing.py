@@ -9,7 +9,7 @@ from polytempo.server.worker.host.lent_gradients import LentGradients
 
 
 class Room:
-    """Memory that shards can read, and what was cut from it."""
+    """Memory that shards can read, and its cuts."""
 
     def __init__(self) -> None:
         self.cut: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""A batch of which several workers push parts is one update, when it is closed, whatever happens meanwhile."""
+"""A batch with parts from several workers is one update, when it is closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMEL, SLICES, CLOSING = 6, 4, 4
 WHOLE: Spans = (Span(0, NUMEL),)
 SERVICE = Service(covered(SLICES, bound=1), UpdateRule("adam", betas=(0.5, 0.9)))
 PARTS = torch.randn(2, 3, NUMEL, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-"""Of two batches three parts each; the third closes."""
+"""Two batches of three parts each; the third closes."""
 
 
 def shard(number: int = 0, spans: Spans = WHOLE) -> Shard:
@@ -36,7 +36,7 @@ STORY = [
     push(1, 1, 0, (3,), PARTS[0, 0]),  # worker 1 helps with batch 0
     push(0, 1, 1, (3,), PARTS[1, 0]),  # worker 0 helps with batch 1
     push(1, 2, 0, (2,), PARTS[0, 1]),
-    push(1, 3, 1, (0, 1, CLOSING), PARTS[1, 2]),  # what worker 0 did of it is there
+    push(1, 3, 1, (0, 1, CLOSING), PARTS[1, 2]),  # worker 0's parts are there
     push(0, 2, 0, (0, 1, CLOSING), PARTS[0, 2]),
 ]
 

@@ -1,4 +1,4 @@
-"""Which of a launcher's processes serve, and how they get at a run's ticket."""
+"""The serving processes of a launcher, and their way to a run's ticket."""
 
 from __future__ import annotations
 

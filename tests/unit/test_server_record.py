@@ -1,4 +1,4 @@
-"""Records: read in the order in which they were written, whatever the crash; damage is named by its line."""
+"""Records: read in the order of writing after any crash; damage is named by its line."""
 
 from __future__ import annotations
 

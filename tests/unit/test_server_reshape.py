@@ -77,7 +77,7 @@ class Learner:
 
 
 class Net:
-    """Everybody, a clock, and a network that drops 10 %, repeats 10 % and delays by up to 50 ms."""
+    """All nodes, a clock, and a network that drops 10 %, repeats 10 % and delays by up to 50 ms."""
 
     def __init__(self, seed: int, copies: int) -> None:
         self.random, self.now_s, self.copies = Random(seed), 0.0, copies
@@ -104,7 +104,7 @@ class Net:
         self.events.append(event)
 
     def start(self, shard: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
-        """Processes for copies of a shard that holds what the present layout says."""
+        """Processes for copies of a shard with the present layout's elements."""
         spans = self.hub.reshaper.spans[shard] if shard < len(self.hub.reshaper.spans) else ()
         for node in nodes:
             weights = torch.zeros(numel_of(spans))
@@ -146,7 +146,7 @@ class Net:
         return sum(last - first + 1 for first, last in self.scheduler.done)
 
     def weights(self) -> torch.Tensor:
-        """What the heads hold, put together; every copy holds the same."""
+        """The heads' elements, put together; every copy holds the same."""
         flat = torch.full((TICKETS * REPEATS,), -1.0)
         for shard, chain in enumerate(self.hub.chains):
             for node in chain:

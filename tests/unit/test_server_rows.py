@@ -1,4 +1,4 @@
-"""Tables by rows: what of them lies where, what travels, and what a shard makes of it."""
+"""Tables by rows: their places, their messages, and a shard's use of them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def pulled(server: Shard, worker: int, sequence: int, basis: int = -1) -> dict[i
     return {one.piece: dict(zip(one.rows.tolist(), one.values.tolist(), strict=True)) for one in answer.rows}
 
 
-# ---------------------------------------------------------------------------------------------------- what lies where
+# ---------------------------------------------------------------------------------------------------- places
 
 
 def test_spans_are_taken_apart_into_dense_ranges_and_pieces_of_tables() -> None:
@@ -163,7 +163,7 @@ def test_what_was_pulled_stays_as_it_is() -> None:
 
 
 def test_long_ago_is_known_too() -> None:
-    """Pulls from any version on bring what a look at every row's last change brings, also after a restart."""
+    """Pulls from any version on bring the rows that a look at every row's last change brings, also after a restart."""
     server, again = shard(), shard()
     touched = [sorted({step % 10, step * step % 10}) for step in range(150)]
     for step, numbers in enumerate(touched, start=1):
@@ -233,7 +233,7 @@ def test_a_state_of_other_tables_is_refused() -> None:
 
 
 def test_clipping_has_the_norm_of_all() -> None:
-    """That of a shard's dense part is √(10·1²), that of the rows √(8·2²), and that of both √42."""
+    """The norm of a shard's dense part is √(10·1²), of the rows √(8·2²), of both √42."""
     server = shard("on_arrival", UpdateRule("sgd", lr=1.0), clip(1.0))
     server.apply(push(0, 1, words(1, 2, value=2.0), dense=1.0))
     assert server.weights[0].item() == pytest.approx(0.0 - 1.0 / math.sqrt(42))
@@ -318,7 +318,7 @@ class Line:
         self.client = Client(0, 1, spans, [(1 + i,) for i in range(num_shards)], 9, form=VectorFormat(parameters=model))
 
     def run(self) -> list[Message]:
-        """Deliver everything; what went either way."""
+        """Deliver everything; return the messages of both directions."""
         sent: list[Message] = []
         out = self.client.outbox(0.0)
         while out:

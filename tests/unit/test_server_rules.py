@@ -1,4 +1,4 @@
-"""Rules of the parameter server as tables: what arrives, and what the rule says."""
+"""Rules of the parameter server as tables: arrivals, and the rule's actions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def left(worker: int) -> Arrival:
 
 
 def holds(rule: Rule, members: int, table: list[Line]) -> None:
-    """The rule says what the table says; workers 0 … members-1 joined before."""
+    """The rule acts as the table says; workers 0 … members-1 joined before."""
     state, version, present = rule.init(), 0, set(range(members))
     for worker in range(members):
         state, actions = rule.receive(state, joined(worker), Situation(0, tuple(range(worker + 1))))
@@ -128,7 +128,7 @@ def test_hardsync_when_workers_come_and_go() -> None:
             (pull(3), []),
             (push(1), []),
             (left(2), [*mean_of(0, 1), *answers(0, 1, 3)]),  # the last one missing is gone
-            (joined(2), []),  # between two steps: it counts at once
+            (joined(2), []),  # between two steps: it counts immediately
             (pull(2), answers(2)),
             (push(0, 2, 1), []),
             (push(1, 2, 1), []),
@@ -139,7 +139,7 @@ def test_hardsync_when_workers_come_and_go() -> None:
 
 
 def test_whoever_pushes_what_is_there_already_has_done_its_part_of_the_step() -> None:
-    """At one shard of two: a lost worker's batch, which this shard has and the other one lacks, comes again."""
+    """One shard of two has a lost worker's batch and the other lacks it: it comes again."""
     had = Arrival("had", 0, 2)
     for rule in (hardsync(), first(2)):
         holds(rule, 2, [(push(1), []), (had, [*mean_of(1), *answers(0, 1)]), (pull(0), answers(0))])
@@ -222,7 +222,7 @@ def test_softsync_with_a_fixed_number_of_workers() -> None:
             (push(0), [Add(0), Answer(0)]),
             (push(0), [Add(0), Update(2.0), Answer(0)]),
             (push(0), [Add(0), Answer(0)]),
-            (left(0), [Update(1.0)]),  # nobody is there to complete it
+            (left(0), [Update(1.0)]),  # no worker is there to complete it
         ],
     )
 
@@ -327,7 +327,7 @@ def test_elastic_mixes() -> None:
 
 
 CLOSING = 4
-"""Of batches in four slices: the numbers of batch b are 5 b … 5 b + 4."""
+"""Batches in four slices: the numbers of batch b are 5 b … 5 b + 4."""
 
 
 def part(worker: int, *tickets: int, samples: int, clock: int = 1) -> Arrival:

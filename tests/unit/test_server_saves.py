@@ -22,7 +22,7 @@ SHARDS = (10, 11)
 
 
 class Team:
-    """Two workers, each of which does its tickets one by one, and two shards that answer when the test lets them."""
+    """Two workers, each with one ticket at a time, and two shards that answer when the test lets them."""
 
     def __init__(self) -> None:
         chains = [(node,) for node in SHARDS]
@@ -47,7 +47,7 @@ class Team:
                 self.unanswered.append((to, message))
 
     def work(self) -> list[int]:
-        """Each worker does what it was dealt, and calls for more; the tickets that this was."""
+        """Each worker does its tickets and calls for more; returns these tickets."""
         done, self.dealt = self.dealt, []
         for worker, ticket in done:
             self.call(worker, ticket)
@@ -100,7 +100,7 @@ def test_a_resume_takes_the_snapshot_that_is_of_one_step(
             part(tmp_path, number, shard, batches[shard])
     found = resumed(tmp_path, 2, {}, even=even)
     assert (found.run_snapshot.number, found.batches) == chosen
-    assert newest_whole(tmp_path, 2) == chosen[0], "what is newer is gone"
+    assert newest_whole(tmp_path, 2) == chosen[0], "newer entries are gone"
 
 
 def test_where_no_snapshot_is_of_one_step_the_newest_is_taken(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is scored of a parameter server: the shards' parts of one snapshot, in whatever order they come."""
+"""Scores of a parameter server: the shards' parts of one snapshot, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shown(shard: int, number: int) -> Shown:
 
 
 def test_the_running_statistics_are_the_first_shards_whichever_comes_first() -> None:
-    """A replay could not tell otherwise; and what workers pull is the first one's, too."""
+    """A replay could not tell otherwise; and workers pull the first one's, too."""
     scored: list[tuple[int, list[float], Tensor | None]] = []
 
     def score(number: int, seconds: float, flat: Tensor, running: Tensor | None) -> bytes:
@@ -38,7 +38,7 @@ def test_the_running_statistics_are_the_first_shards_whichever_comes_first() -> 
 
 
 def done() -> BatchScheduler:
-    """A scheduler whose only ticket, of one batch, is done."""
+    """A scheduler with its only ticket, of one batch, done."""
     scheduler = BatchScheduler(batches_per_epoch=1, num_tickets=1, deals="freely", workers=1)
     scheduler.join(0, incarnation=1)
     scheduler.ask(0, incarnation=1, sequence=1, done=())
@@ -48,7 +48,7 @@ def done() -> BatchScheduler:
 
 
 def test_a_score_that_comes_when_all_is_done_stops_nothing() -> None:
-    """Else the run would end with an older score than that of its final weights."""
+    """Otherwise the run would end with an older score than its final weights'."""
     scheduler = done()
     scheduler.stop()
     assert not scheduler.stopped

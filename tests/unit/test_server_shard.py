@@ -371,7 +371,7 @@ def test_memory_is_used_again() -> None:
 
 @both_ways
 def test_gradients_are_only_lent(native: bool) -> None:
-    """A sum over entries does not hang on gradients whose push was answered; and none is ever written to."""
+    """A sum over entries does not depend on answered pushes' gradients; and no gradient is ever written to."""
     server, gradient = shard(service("in_pairs"), native=native), torch.full((NUMEL,), 2.0)
     pushed(server, push(0, 1, gradient))
     assert gradient.tolist() == [2.0] * NUMEL

@@ -1,4 +1,4 @@
-"""Who is given up for silence: workers, and copies that another one can stand in for; never the last copy."""
+"""Nodes given up for silence: workers, and copies with a stand-in; never the last copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMING = Timing(beat_s=0.1, lost_s=1.0, worker_lost_s=5.0, starting_s=10.0)
 
 
 def events_of(chain: tuple[int, ...], silent: set[int]) -> tuple[Coordinator, list[tuple[str, int]]]:
-    """What happens in 8 seconds in which all copies beat, but for the `silent` ones after their first word."""
+    """The events of 8 seconds with beats of all copies, except for the `silent` ones after their first word."""
     events: list[tuple[str, int]] = []
     scheduler, listeners = BatchScheduler(4, 8, "freely", 1), Listeners(on_event=events.append)
     coordinator = Coordinator(Nodes(9, [0], [chain]), scheduler, TIMING, listeners=listeners)

@@ -1,4 +1,4 @@
-"""Snapshots of shards: what is read is what was written, or it is refused by name; earlier ones survive anything."""
+"""Snapshots of shards: written bytes are read back or refused by name; earlier ones survive anything."""
 
 from __future__ import annotations
 

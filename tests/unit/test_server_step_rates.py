@@ -42,14 +42,14 @@ RULES = {
     [
         ([(1, (0.5,))], [Multiples(1)], (0.5,), 2),
         ([(1, (0.5,)), (1, (0.5,))], [Multiples(1), Multiples(1)], (0.5,), 2),
-        ([(3, (0.5,)), (1, (0.5,))], [Multiples(3), Multiples(1)], (0.5,), 2),  # weights of a mean are no rates
+        ([(3, (0.5,)), (1, (0.5,))], [Multiples(3), Multiples(1)], (0.5,), 2),  # weights of a mean are not rates
         ([(1, (0.5,)), (1, (0.25,))], [Multiples(1), Multiples(0.5)], (0.375,), 1.5),
         ([(1, (0.25,)), (1, (0.5,))], [Multiples(1), Multiples(1.0, 0.5)], (0.375,), 1.5),
         ([(3, (0.25,)), (1, (0.5,))], [Multiples(3), Multiples(1.0, 0.5)], (0.3125,), 1.25),
         ([(1, (0.0,)), (1, (0.0,))], [Multiples(1), Multiples(1)], (0.0,), 2),
         ([(1, (0.0,)), (1, (0.5,))], [Multiples(1), Multiples(1.0, 0.0)], (0.25,), 1),
         ([(1, (0.5,)), (1, (0.0,))], [Multiples(1), Multiples(0.0)], (0.25,), 1),
-        ([(0, (4.0,)), (2, (0.5,))], [Multiples(0), Multiples(2)], (0.5,), 2),  # what weighs nothing has no say
+        ([(0, (4.0,)), (2, (0.5,))], [Multiples(0), Multiples(2)], (0.5,), 2),  # a weight of 0 has no effect
         ([(1, (0.5, 1.0)), (1, (0.25, 0.5))], [Multiples(1), Multiples(0.5)], (0.375, 0.75), 1.5),
         (
             [(1, (0.5, 1.0)), (1, (0.25, 2.0))],
@@ -150,7 +150,7 @@ def test_staleness_divides_the_rate_of_every_optimizer(optimizer: UpdateRule, na
 def test_an_update_of_several_has_their_mean_rate_and_each_counts_by_its_own(
     optimizer: UpdateRule, native: bool
 ) -> None:
-    """Pairs whose rates differ by staleness and by schedule, and not alike in the two parameter groups."""
+    """Pairs with rates that differ by staleness and by schedule, and not alike in the two parameter groups."""
     found = shard(softsync(1, inverse, workers=2), optimizer, native)
     lrs = [(0.1, 0.02), (0.05, 0.03), (0.2, 0.02), (0.0, 0.01), (0.0, 0.0), (0.3, 0.0), (0.1, 0.01), (0.1, 0.01)]
     bases = [0, 0, 0, 1, 0, 0, 3, 3]

@@ -1,4 +1,4 @@
-"""Strategies with a parameter server: how they are written, what they ask of it, and what they refuse."""
+"""Strategies with a parameter server: their text, their services, and their refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.spec.text.catalogue import parse_strategy
 
 
 class Row(NamedTuple):
-    """What a strategy is called with its defaults, and what it asks for."""
+    """A strategy's name with its defaults, and its service."""
 
     name: str
     rule: str
@@ -196,7 +196,7 @@ def test_what_cannot_work_is_refused_when_it_is_written(written: str, says: str)
 
 
 def verdicts(rule: Rule, pushes: list[tuple[int, int]], members: tuple[int, ...]) -> list[str]:
-    """What the rule does at each push (worker, basis), the version counting its updates."""
+    """The rule's verdict at each push (worker, basis), with the version counting its updates."""
     state, version, out = rule.init(), 0, []
     for worker in members:
         state, _ = rule.receive(state, Arrival("joined", worker), Situation(0, members))

@@ -1,4 +1,4 @@
-"""What a shard remembers: requests, so that none is done twice; tickets, as ranges."""
+"""A shard's memory: requests, so that none is done twice; tickets, as ranges."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_answers_are_kept_for_a_window() -> None:
 
 
 def test_answers_that_come_late_or_never_leave_nothing_behind() -> None:
-    """Of 50 requests every fifth is answered only when the next five have been taken."""
+    """Every fifth of 50 requests is answered only when the next five have been taken."""
     known = table(1)
     for sequence in range(1, 51):
         known.take(request(sequence))

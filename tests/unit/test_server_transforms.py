@@ -1,4 +1,4 @@
-"""The worker's transforms, driven by hand: which ops they ask for in which step, and what they make of the answers.
+"""The worker's transforms, driven by hand: their ops in each step, and their use of the answers.
 
 A script of ops reads "push 3 [4.0]" (of step 3), "begin push 3 [4.0]" (not waited for) and "await push 3 [4.0]".
 """
@@ -43,7 +43,7 @@ class Hand:
         self.script: list[str] = []
         self._difference = difference
         self.lent = torch.zeros(1, dtype=torch.float64)
-        """What pulls are answered with: the same memory each time."""
+        """The answer to pulls: the same memory each time."""
 
     def run(self, program: Program[Any]) -> Any:
         answer: Any = None
@@ -137,7 +137,7 @@ def test_a_local_step_gets_the_gradient_unchanged_and_cannot_reach_what_is_pushe
         answer, state = hand.run(transform.apply(PORT, given, state))
         assert answer is given
         assert given.flat.tolist() == [step]
-        given.flat.fill_(float("nan"))  # whatever the worker does with its gradient now
+        given.flat.fill_(float("nan"))  # the worker may do anything with its gradient now
     assert state.under_way[-1].work.handle.gradient.tolist() == [sum(range(1, every + 1))]
 
 
@@ -234,7 +234,7 @@ def test_a_push_that_the_server_had_already_moves_nobody() -> None:
     ids=["push", "push 3", "push 3 overlap", "push 2 local", "pull 2", "pull 2 overlap", "pull overlap", "exchange"],
 )
 def test_saved_and_restored_equals_never_having_stopped(transform: Transform, stop_after: int) -> None:
-    """The same answers, and the same requests; only what was under way has been waited for before the stop."""
+    """The same answers, and the same requests; exchanges under way end before the stop."""
     layout = Bundle({"w": torch.zeros(1, dtype=torch.float64)})
 
     def after(stop: int | None) -> tuple[list[float | None], list[str]]:

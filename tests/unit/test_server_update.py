@@ -110,7 +110,7 @@ def test_torch_ops_give_the_bits_of_plain_torch(rule: UpdateRule) -> None:
 @kernel
 @every_rule
 def test_the_kernel_is_near_plain_torch(rule: UpdateRule) -> None:
-    """As near as plain torch in f64, rounded, is to it; the largest elements move by 100 and more."""
+    """In f32 the largest elements move by 100 and more; plain torch in f64, rounded, is as near."""
     torch.testing.assert_close(in_shard(rule, native=True), alone(rule), rtol=1e-5, atol=1e-6)
 
 
@@ -124,7 +124,8 @@ def test_in_f64_both_ways_agree(rule: UpdateRule) -> None:
 @kernel
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_large_weights_get_the_same_bits_past_the_caches(kind: Literal["sgd", "adam"]) -> None:
-    """From 24 MiB on `out` is written past the caches where it is not the weights; here it begins between two lines."""
+    """Large outputs, from 24 MiB on, are written past the caches where they are not the weights; here one begins
+    between two lines."""
     numel = (24 << 20) // 4 + 1000
     optimizer = Optimizer(UpdateRule(kind, lr=0.1), [part_of(0, numel, 0)], torch.float32, native=True)
     weights = torch.linspace(-3, 5, numel)

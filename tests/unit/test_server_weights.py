@@ -35,7 +35,7 @@ def gradients(count: int) -> list[Tensor]:
 
 
 def step(held: Weights, gradient: Tensor, factor: float = 1.0, *, looks: bool = True) -> Tensor:
-    """What a shard does with a push that is an update of its own."""
+    """A shard's step by a push that is an update of its own."""
     if looks:
         assert held.examine(gradient, LRS) == -1
     held.add(gradient, held.weigh(Add(0, factor), LRS))
@@ -49,7 +49,7 @@ def in_use(held: Weights) -> int:
 
 
 def test_looking_changes_no_bit() -> None:
-    """Nor does it where a factor is not what it was, which is found out at the fourth."""
+    """Nor does it where a factor changes, which the fourth one shows."""
     looking, blind = weights(), weights()
     for gradient, factor in zip(gradients(8), (1, 1, 1, 0.5, 1, 1, 1, 1), strict=True):
         assert torch.equal(step(looking, gradient, factor), step(blind, gradient, factor, looks=False))

@@ -1,4 +1,4 @@
-"""`DataShard`: every sample once an epoch, whatever the number of workers and however often it stops."""
+"""`DataShard`: every sample once an epoch, with any number of workers and stops."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_state_saved_after_the_last_step_goes_on_with_the_next_epoch(kind: typ
 
 
 def test_more_workers_than_samples_left_get_a_stand_in_that_counts_nothing() -> None:
-    """5 samples, of which 4 are used up by one worker; three workers go on."""
+    """5 samples, 4 of them used up by one worker; three workers go on."""
     first = DataShard(numbers(5), rank=0, size=1, batch_size=4, shuffle=False)
     next(iter(first))
     ranks = [first.at(rank=rank, size=3) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""`pt.shard(loader)` answers what scripts ask of a loader, so that a script's other lines stay as they are."""
+"""`pt.shard(loader)` answers a script's calls of a loader, so that its other lines stay the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loader(DataLoader[Any]):
 
 
 def part(source: Any, rank: int = 1, **options: Any) -> WorldShard:
-    """What rank 1 of two has."""
+    """The part of rank 1 of two."""
     return pt.shard(source, world=ProcessWorld(rank, [0, 0]), **options)
 
 

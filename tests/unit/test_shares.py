@@ -1,4 +1,4 @@
-"""Which share a batch has, when batches are taken before their turn: literal stories."""
+"""The share of a batch, when batches are taken before their turn: literal stories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured around a minimum, against quadratics whose answers are known."""
+"""Measurements around a minimum, against quadratics with known answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_neighbourhood_loss_is_one_step_of_length_rho_along_the_gradient() -
     ids=["largest in size", "a larger negative one", "all negative", "flat"],
 )
 def test_power_iteration_finds_the_largest_eigenvalue(bends: list[float], largest: float) -> None:
-    """Not the one of largest size: a saddle's steepest way down is no sharpness."""
+    """The largest value is not the one of largest size: a saddle's steepest way down is not sharpness."""
     x = at()
     found = lb.top_eigenvalue(quadratic(x, torch.tensor(bends).double()), [x], steps=500, tolerance=1e-7)
     assert found.value == pytest.approx(largest, abs=1e-4)

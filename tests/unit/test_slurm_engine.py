@@ -1,4 +1,4 @@
-"""What the slurm engine asks of Slurm, as words and as a script; its commands are stand-ins here."""
+"""The slurm engine's requests, as words and as a script; Slurm's commands are stand-ins here."""
 
 from __future__ import annotations
 

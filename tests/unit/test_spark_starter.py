@@ -1,4 +1,4 @@
-"""Agents in tasks of Spark, without Spark: what a task does, and what is made of a stage's end."""
+"""Agents in tasks of Spark, without Spark: a task's actions, and the outcomes of a stage's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speeds of kernels: what they charge, how they are fitted, and the file that holds them."""
+"""Speeds of kernels: their charges, their fit, and their file."""
 
 from __future__ import annotations
 
@@ -148,7 +148,6 @@ def test_a_file_holds_all_that_was_measured() -> None:
 
 
 def test_a_collective_with_one_latency_is_read() -> None:
-    """As files of version 3 have it."""
     row = '[[collectives]]\nname = "network all_reduce"\nlatency_s = 2e-3\nbytes_per_s = 1e8\n\n[end]'
     text = to_toml(Cluster(Link(1e-4, 1e8), name="old")).replace("version = 4", "version = 3").replace("[end]", row)
     assert from_toml(text).collectives == (("network all_reduce", CollectiveLink(1e8, (0.0,), (2e-3,))),)

@@ -1,4 +1,4 @@
-"""What cannot be split is refused with the names and the remedy."""
+"""Impossible splits are refused with the names and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State: saved by parameter, restored into whatever buckets there are next time."""
+"""State: saved by parameter, restored into the next run's buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parameters(*names: str) -> Bundle:
 
 
 def fresh(layout: Bundle) -> Any:
-    """What a transform's `init` would make."""
+    """The value of a transform's `init`."""
     return (Momentum(0, layout.map(torch.zeros_like)), {"inner": (0.0, "", True)}, None)
 
 
@@ -51,7 +51,7 @@ def test_leaves_are_named_by_path_and_parameter() -> None:
 
 
 def merged_states(layouts: list[Bundle]) -> Saved:
-    """What a replica saves: every bucket's leaves under one path."""
+    """A replica's saved state: every bucket's leaves under one path."""
     found = Saved({}, {})
     for layout in layouts:
         tensors, scalars = saved(used(layout), "g")

@@ -78,7 +78,7 @@ def test_a_strategy_does_nothing_unless_told() -> None:
 
 
 def test_a_call_lists_the_arguments_of_the_signature_and_nothing_else() -> None:
-    """In the signature's order; a codec that is not given is left out, and so is what `brief` names."""
+    """The signature's order; missing codecs and `brief` names are left out."""
 
     def recipe(period: int = 8, codec: object = None, seed: int = 0) -> str:
         twice = 2 * period

@@ -1,4 +1,4 @@
-"""A linear layer in stripes of rows: the same function, the same state, and what cannot be striped."""
+"""A linear layer in stripes of rows: the same function, the same state, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions that are declared are those that are tested, and `doctor` names any other."""
+"""The declared versions are the tested ones, and `doctor` names any other."""
 
 from __future__ import annotations
 

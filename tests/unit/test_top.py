@@ -1,4 +1,4 @@
-"""`polytempo top`: what it shows of a run, and where that comes from."""
+"""`polytempo top`: its view of a run, and the sources of that."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_whether_the_launcher_lives_is_known_on_its_host_alone() -> None:
 
 
 class Engine:
-    """Starts what the test ends."""
+    """Starts the processes that the test ends."""
 
     address: Any = None
 
@@ -190,7 +190,7 @@ def test_a_launcher_writes_at_most_once_a_second(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_pipeline_show_their_delay_as_staleness(tmp_path: Path) -> None:
-    """Rank r is stage r mod K; a row that knows nothing of a stage leaves what an earlier one said."""
+    """Rank r is stage r mod K; a row without a stage leaves an earlier row's numbers."""
     spec = RunSpec.of(find("digits"), pt.strategies.ddg(stages=2), 4, RunOptions(out=tmp_path))
     with LiveRun(tmp_path, ShownRun.of(spec), RunEvents()) as live:
         engine, note = live.watching(Engine()), live.noting(lambda row: None)

@@ -1,4 +1,4 @@
-"""Which nodes a run has: literal tables."""
+"""The nodes of a run: literal tables."""
 
 from __future__ import annotations
 

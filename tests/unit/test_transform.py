@@ -84,7 +84,7 @@ def test_an_empty_chain_is_the_identity() -> None:
 def test_a_step_without_update_ends_the_chain_for_that_step_only() -> None:
     answers, state = steps(chain(add(1), skips(0, 2), times(10)), 4)
     assert answers == [None, [20, 30, 40, 50], None, [20, 30, 40, 50]]
-    assert state == (4, 4, 2), "what comes after the gap has not been called"
+    assert state == (4, 4, 2), "the part after the gap has not been called"
 
 
 # tensors: a = 1 2, b = 3, c = 4

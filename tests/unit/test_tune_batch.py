@@ -1,4 +1,4 @@
-"""`polytempo tune batch`: what it finds where that is known, what it prints, and every way to ask wrongly."""
+"""`polytempo tune batch`: its result in a known case, its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_losses_below_zero_are_advised_on_as_those_above(tmp_path: Path) -> None
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(["tune", "batch", *arguments])
     out = capsys.readouterr()

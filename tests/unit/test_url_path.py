@@ -1,4 +1,4 @@
-"""Places by URL: what is a URL, what a run does with one, and the errors that name it."""
+"""Places by URL: their syntax, a run's use of one, and the errors that name it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def batches(samples: int = 10, batch_size: int = 4) -> Batches:
 
 
 def test_a_sample_counts_where_every_shard_has_its_gradient() -> None:
-    """Of two epochs, batch 1 (4 samples) is lacking at shard 0, batch 5 (2 samples) at shard 1."""
+    """Two epochs: batch 1 (4 samples) is lacking at shard 0, batch 5 (2 samples) at shard 1."""
     assert of_tickets(batches(), [(0, 5)], [[(0, 0), (2, 5)], [(0, 4)]]) == [
         row(0, 0, 10, 6, dropped=4),
         row(1, 1, 10, 8, dropped=2),
@@ -58,7 +58,7 @@ def test_what_was_never_dealt_is_not_dropped() -> None:
 
 
 def test_a_batch_of_slices_counts_with_its_last_one() -> None:
-    """Three numbers a batch, of which a batch of two slices has the first and the last; batch 1 is not closed."""
+    """Three numbers a batch; a batch of two slices has the first and the last; batch 1 is not closed."""
     assert of_tickets(batches(), [(0, 2)], [[(0, 0), (2, 4), (6, 8)]], numbers_per_batch=3) == [
         row(0, 0, 10, 6, dropped=4)
     ]

@@ -14,7 +14,7 @@ from polytempo.runs.own_loop.loop_link import WatchedMail
 
 
 class Silent:
-    """A mailbox to which nothing comes; a wait lets its clock go on."""
+    """A mailbox without mail; a wait advances its clock."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""A moving average of weights: its formula, what it leaves alone, and that a run with it is the run without it."""
+"""A moving average of weights: its formula, its limits, and that a run with it is the run without it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_model_borrows_the_average_and_has_its_own_memory_back() -> None:
 
 
 def _borrowed(net: nn.Module, average: WeightAverage) -> None:
-    """Inside: the model has the average, and what is written to it reaches no one."""
+    """The model has the average inside; writes to it reach no other tensor."""
     for name, weight in net.named_parameters():
         assert torch.equal(weight, average.tensors[name])
     before = average.tensors["0.weight"].clone()

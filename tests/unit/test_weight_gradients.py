@@ -64,7 +64,7 @@ def test_what_a_late_weight_gradient_needs_is_free_once_it_is_there(kind: str) -
 
 
 class _Scaled(nn.Module):
-    """Changes what it is given, as `nn.ReLU(inplace=True)` does."""
+    """Changes its argument, as `nn.ReLU(inplace=True)` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2.0)

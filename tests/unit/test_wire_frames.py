@@ -1,4 +1,4 @@
-"""Frames: every message there and back, tensors in place; whatever else arrives is `Malformed`, and costs nothing."""
+"""Frames: every message there and back, tensors in place; other bytes are `Malformed`, and cost nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """What a field of this type may hold."""
+    """The possible values of a field of this type."""
     if hint is Tensor:
         return tensors()
     if get_origin(hint) is Literal:
@@ -114,7 +114,7 @@ def test_every_message_comes_back_as_it_was(kind: type[Message]) -> None:
 
 
 def test_a_kind_below_another_one_is_read_also_if_it_is_imported_later() -> None:
-    """A decoder has been made by then, and the number of kinds directly below `Message` stays what it was."""
+    """A decoder has been made by then, and the number of kinds directly below `Message` stays the same."""
     assert same(pushed(torch.ones(2)), decode(arrived(encode(pushed(torch.ones(2)))), LIMITS))
 
     class Later(Request, frozen=True, eq=False):
@@ -242,7 +242,7 @@ def test_what_is_wrong_is_named(what: str) -> None:
 
 
 class Shared:
-    """One arena that holds whatever is asked for, all ones."""
+    """One arena with any requested memory, all ones."""
 
     def reference(self, tensor: Tensor) -> tuple[int, int]:
         return 0, 0
@@ -253,7 +253,7 @@ class Shared:
 
 @pytest.mark.parametrize(("code", "dtype"), list(enumerate(DTYPES)))
 def test_all_but_bools_may_be_referred_to(code: int, dtype: torch.dtype) -> None:
-    """What lies in shared memory can become another number than 0 or 1 at any time."""
+    """Shared memory can become another number than 0 or 1 at any time."""
     message = Pulled(0, 0, 0, 1, 1, torch.ones(2, dtype=dtype))
     frames = encode(message, Shared())
     assert len(frames) == (2 if dtype is torch.bool else 1)
@@ -267,7 +267,7 @@ def test_all_but_bools_may_be_referred_to(code: int, dtype: torch.dtype) -> None
 
 
 def refused(frames: Sequence[Frame]) -> bool:
-    """Whether they are `Malformed`. A message that comes of them must be whole; any other error fails the test."""
+    """True if they are `Malformed`. A message that comes of them must be whole; any other error fails the test."""
     try:
         message = decode(frames, LIMITS)
     except Malformed:

@@ -48,7 +48,7 @@ def client(codec: Codec | None, shards: Sequence[Spans] = ((Span(0, NUMEL),),), 
 
 
 def delivered(worker: Client, machines: Sequence[Shard], now_s: float = 0.0) -> list[Message]:
-    """Everything that `worker` has to send, answered by the shards; what was sent."""
+    """Deliver all messages of `worker` to the shards, with their answers; returns these messages."""
     sent = worker.outbox(now_s)
     for to, request in sent:
         assert isinstance(request, Push | Pull)

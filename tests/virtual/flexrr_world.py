@@ -1,7 +1,7 @@
 """A small world for FlexRR: workers, a network that loses and doubles, one shard with a ledger, and a barrier.
 
-It drives the production loop, `flexrr.protocol.covered_step`. What `VirtualWorld` lacks and this needs: a bad network,
-and pauses at any moment.
+It drives the production loop, `flexrr.protocol.covered_step`. Features that `VirtualWorld` lacks: a bad network, and
+pauses at any moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polytempo.flexrr.slices import DoThis, Slice, cut
 MOST_EVENTS = 1_000_000
 
 Delays = Callable[[Random], Sequence[float]]
-"""After which times copies of one message arrive: none is a loss, two are a doubled message."""
+"""The arrival times of copies of one message: none is a loss, two are a doubled message."""
 
 
 class Hand(Op[None], frozen=True, eq=False):
@@ -51,15 +51,15 @@ class Scene:
     delays: Delays = lambda random: [random.uniform(0.0002, 0.001)]
     push_s: float = 0.001
     message_s: float = 20e-6
-    """What sending or reading one message costs its worker."""
+    """A worker's time to send or read one message."""
     slice_s: float = 100e-6
-    """What one slice costs beside its samples."""
+    """The time of one slice other than its samples'."""
     seed: int = 0
 
 
 @dataclass
 class World:
-    """Runs a scene. `ledger` counts what was applied for each slice, `seconds` is when the last worker had finished."""
+    """Runs a scene. `ledger` counts the applications of each slice, `seconds` is the time of the last worker's end."""
 
     scene: Scene
     reassignment: Reassignment | None
@@ -67,7 +67,7 @@ class World:
     seconds: float = 0.0
     ledger: Counter[Slice] = field(default_factory=Counter)
     executed: Counter[tuple[Slice, bool]] = field(default_factory=Counter)
-    """How often each slice was computed (alone or not)."""
+    """The number of computations of each slice (alone or not)."""
     applied: list[tuple[int, tuple[Slice, ...]]] = field(default_factory=list)
     """Pushes as the shard took them: (worker, slices)."""
     dropped: int = 0
@@ -75,7 +75,6 @@ class World:
     offers: int = 0
 
     def __post_init__(self) -> None:
-        """Lay everything out."""
         size = len(self.scene.speeds)
         self._random = Random(self.scene.seed)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -133,7 +132,7 @@ class World:
         self.executed[do.slice, do.alone] += 1
         await port.compute(lambda: None, do.slice.samples / self.scene.samples)
 
-    # ------------------------------------------------------------------ what the world does
+    # ------------------------------------------------------------------ the world's actions
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
         self._serial += 1
@@ -166,7 +165,7 @@ class World:
                 raise TypeError(f"no such operation here: {op!r}")
 
     def _computed_s(self, worker: int, share: float) -> float:
-        """When it is done, if it begins now: pauses that fall into it make it longer."""
+        """The time of its end, if it begins now: pauses in between make it longer."""
         end_s = self.now_s + share / self.scene.speeds[worker] + (self.scene.slice_s if self.reassignment else 0.0)
         for paused, from_s, seconds in sorted(self.scene.pauses, key=lambda pause: pause[1]):
             if paused == worker and from_s < end_s and from_s + seconds > self.now_s:
@@ -207,7 +206,7 @@ class World:
     # ------------------------------------------------------------------ the shard
 
     def _apply(self, push: Hand) -> None:
-        """A shard's rule for tickets: a push whose tickets have all been applied is dropped."""
+        """A shard's rule for tickets: a push is dropped when all of its tickets have been applied."""
         known = [piece for piece in push.pieces if self.ledger[piece]]
         if len(known) == len(push.pieces):
             self.dropped += 1

@@ -1,4 +1,4 @@
-"""Learners that compute, push and pull, and a desk that does what a rule says: a shard without tensors."""
+"""Learners that compute, push and pull, and a desk that obeys a rule: a shard without tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from polytempo.core.rule import Action, Add, Answer, Arrival, Mix, Rule, Situation, Update
 
 Average = Callable[[list[tuple[float, Any]], float], None]
-"""What an update does: ((weight times rate, gradient) of all that was added, divisor)."""
+"""An update: ((weight times rate, gradient) of all added gradients, divisor)."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Desk:
     """Requests so far; they are named by it."""
     requests: dict[int, deque[Request]] = field(default_factory=dict)
     verdicts: dict[int, str] = field(default_factory=dict)
-    """What became of which push: "added", "mixed" or the reason why it was dropped."""
+    """Push -> its verdict: "added", "mixed" or the reason of its drop."""
     summed: list[tuple[float, Any]] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
     """All that the rule ever said."""
@@ -48,7 +48,7 @@ class Desk:
             self.join(worker)
 
     def updates(self) -> int:
-        """How often the rule has said so."""
+        """The number of the rule's updates."""
         return sum(isinstance(action, Update) for action in self.actions)
 
     def join(self, worker: int) -> list[tuple[int, int]]:
@@ -95,7 +95,7 @@ class Desk:
         return []
 
     def answered(self, worker: int) -> list[Request]:
-        """The worker's requests, oldest first, up to the first push whose gradient still waits."""
+        """The worker's requests, oldest first, up to the first push with a waiting gradient."""
         waiting, found = self.requests[worker], []
         while waiting and (waiting[0].kind == "pull" or waiting[0].verdict):
             found.append(waiting.popleft())
@@ -104,7 +104,7 @@ class Desk:
 
 @dataclass
 class Learner:
-    """What one learner is at."""
+    """The state of one learner."""
 
     clock: int = 0
     basis: int = 0
@@ -112,12 +112,12 @@ class Learner:
     """The pull that it waits for, or 0."""
     gradient: Any = None
     life: int = 0
-    """Counts its computations, so that one that was given up is known."""
+    """Counts its computations, so that an abandoned one is known."""
 
 
 @dataclass
 class Run:
-    """What a simulation saw."""
+    """The results of a simulation."""
 
     desk: Desk
     seconds: float = 0.0

@@ -1,7 +1,7 @@
 """A storm over an elastic run: processes die, stop, come and leave at random, and groups break on some members alone.
 
-One event at a time, drawn from a seed. What a process applies is a list of (step, first sample, end), so that a step
-that is applied by halves, twice, or with another deal of samples shows.
+One event at a time, drawn from a seed. A process's applications are a list of (step, first sample, end), which shows a
+step applied by halves, twice, or with another deal of samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Gathering:
-    """One generation's collectives: which members have come to which, and which of them asked to stop."""
+    """One generation's collectives: the members in each, and the members that asked to stop."""
 
     members: tuple[int, ...]
     came: dict[tuple[str, int], dict[int, bool]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Gathering:
 
 @dataclass(eq=False)
 class Process:
-    """One life. `place`: what it does next."""
+    """One life. `place`: its next action."""
 
     member: ElasticMember
     place: str = "making"
@@ -69,7 +69,7 @@ class Storm:
         self.processes: dict[int, Process] = {}
         self.gatherings: dict[int, Gathering] = {}
         self.outbox: list[Ready | Report | int] = []
-        """On their way to the machine; a number is a process that has ended."""
+        """Messages on their way to the machine; a number is an ended process."""
         self.now_s = 0.0
         self.ended_well = False
         self.failed = ""
@@ -94,7 +94,7 @@ class Storm:
         for process in done:
             self._check_log(process)
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
     def _happen(self) -> None:
         draw = self.random.random()
@@ -129,7 +129,7 @@ class Storm:
             self._kill(process)
 
     def _deliver(self) -> None:
-        """Messages of one process keep their order; those of several do not."""
+        """Messages of one process keep their order; messages of several do not."""
         said = self.random.choice(self.outbox)
         life = said if isinstance(said, int) else said.life
         first = next(m for m in self.outbox if (m if isinstance(m, int) else m.life) == life)
@@ -247,7 +247,7 @@ class Storm:
             self._report(process)
 
     def _apply(self, process: Process, view: GroupView | None) -> None:
-        """The members of `view`, in which the step began, have dealt two samples each."""
+        """The members of `view`, the view at the step's begin, have dealt two samples each."""
         assert view is not None
         begin = process.log[-1][2] if process.log else 0
         process.log.append((process.member.applied // self.steps, begin, min(SAMPLES, begin + 2 * len(view.members))))

@@ -1,4 +1,4 @@
-"""Adasum in 16 bits and of huge numbers, and of what optimizers did, against its definition in float64."""
+"""Adasum in 16 bits, of huge numbers, and of optimizers' steps, against its definition in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIXTEEN = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1000.0])
 def test_16_bits_are_rounded_once(dtype: torch.dtype, size: float) -> None:
-    """In float16 the square of 1000 is no number any more, and that of 0.0001 is 0."""
+    """The square of 1000 overflows in float16, and the square of 0.0001 is 0."""
     random = torch.Generator().manual_seed(7)
     a, b = ((size * torch.randn(2000, generator=random)).to(dtype) for _ in range(2))
     b = (b + a / 2).to(dtype)
@@ -59,7 +59,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 def horovods(num_ranks: int, num_steps: int, optimizer: str) -> Tensor:
-    """Every rank's own optimizer makes its step from the common model; what they moved is merged, layer by layer."""
+    """Every rank's own optimizer makes its step from the common model; their movements are merged, layer by layer."""
     nets = [model(torch.float64) for _ in range(num_ranks)]
     optimizers = [OPTIMIZERS[optimizer](net.parameters()) for net in nets]
     for step in range(num_steps):

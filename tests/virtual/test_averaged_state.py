@@ -1,4 +1,4 @@
-"""Parameter averaging averages an optimizer's state whatever its dtype and shape, or says that it cannot."""
+"""Parameter averaging averages an optimizer's state of any dtype and shape, or refuses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 3
 
 
 class Kept(Optimizer):
-    """SGD whose momentum is in `dtype`, beside the mean square of each row, and a count."""
+    """SGD with a momentum in `dtype`, the mean square of each row, and a count."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""A job's batch may be anything: the same samples in another form train to the same bits, whatever the strategy."""
+"""A job's batch may have any form: the same samples train to the same bits, under every strategy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Texts(Dataset[Any]):
 
 
 class Bag(nn.Module):
-    """The mean of a text's words, and what it says of the class; texts one behind the other, or padded with 0."""
+    """The mean of a text's words, as logits of the class; texts one behind the other, or padded with 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Bag(nn.Module):
 
 
 class Form(NamedTuple):
-    """Of batches: how a sample is given and collated, and the job's loss and accuracy."""
+    """A form of batches: a sample's form, its collation, and the job's loss and accuracy."""
 
     sample: Callable[[Tensor, int], Any]
     collate: Callable[[list[Any]], Any] | None

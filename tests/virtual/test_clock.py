@@ -18,7 +18,7 @@ X = payload(100)
 
 
 def times(num_ranks: int, story: Story, workers_per_host: int = 1) -> list[float | None]:
-    """When each rank has finished its part of the story."""
+    """The time of each rank's end of its part of the story."""
 
     async def program(port: Port) -> float:
         await story(port)
@@ -70,7 +70,7 @@ def test_messages_queue_at_the_receivers_end_while_their_senders_go_on() -> None
 
 
 def test_the_message_whose_first_byte_is_there_first_goes_first() -> None:
-    """Rank 1 computes 0.5 s and then sends; rank 2 sends at once; rank 0 waits for rank 1 first."""
+    """Rank 1 computes 0.5 s and then sends; rank 2 sends immediately; rank 0 waits for rank 1 first."""
 
     async def story(port: Port) -> None:
         if port.rank == 0:

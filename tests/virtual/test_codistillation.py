@@ -1,4 +1,4 @@
-"""Codistillation by hand: who learns from whose model, how old it is, and what is left without it."""
+"""Codistillation by hand: the teacher of each group, the age of its model, and the training without it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ends(strategy: Any, workers: int, steps: int, seed: int = 0) -> list[Tensor]
 
 
 def alone(group: int, steps: int) -> Tensor:
-    """A group by itself, as one worker trains on its half, from where it begins."""
+    """A group alone, as one worker trains on its half, from the same begin."""
     models: list[nn.Module] = []
     images, labels = (tensor[group::2] for tensor in batches().tensors)
     half = replace(job(models), data=lambda path: pt.Data(TensorDataset(images, labels)))

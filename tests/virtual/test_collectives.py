@@ -135,7 +135,7 @@ def test_star_bytes(num_ranks: int) -> None:
 
 @every_size
 def test_halving_doubling_bytes(num_ranks: int) -> None:
-    """2(P-1)/P · K from each of the first P ranks, K more from those with a partner beyond P, K from the partner."""
+    """2(P-1)/P · K from each of the first P ranks, K more from ranks with a partner beyond P, K from the partner."""
     power = 2 ** floor(log2(num_ranks))
     counted = sent(exchanged(halving_doubling, num_ranks, 40), num_ranks)
     extra = num_ranks - power

@@ -50,7 +50,7 @@ def loss_of(strategy: Strategy, lr: float = 0.2, epochs: int = 25) -> float:
 
 
 def ratio(strategy: Strategy, lr: float = 0.2) -> float:
-    """How many times the uncompressed loss."""
+    """The factor of the uncompressed loss."""
     return loss_of(strategy, lr) / exact_loss()
 
 
@@ -112,7 +112,7 @@ def test_a_thousandth_learns_with_momentum_corrected() -> None:
 
 
 def distance(strategy: Strategy, reference: Strategy, num_ranks: int = 4) -> float:
-    """Of the weights after 20 steps on uneven batches, in float64, relative to their norm."""
+    """The distance of the weights after 20 steps on uneven batches, in float64, relative to their norm."""
     setting = Setting("sgd", torch.float64)
     found, _ = run(strategy, num_ranks, 20, setting, uneven=True)
     expected, _ = run(reference, num_ranks, 20, setting, uneven=True)
@@ -139,7 +139,7 @@ TWICE = r"applies momentum 0.9 itself, and SGD would apply its momentum 0.8 once
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_momentum_is_applied_once(size: int) -> None:
-    """By dgc or by the optimizer; also alone, or a run would fail only when it grows."""
+    """dgc or the optimizer applies it; also alone, or a run would fail only when it grows."""
     net = torch.nn.Linear(3, 2)
     groups = [{"params": [net.weight], "momentum": 0.0}, {"params": [net.bias], "momentum": 0.8}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -153,7 +153,7 @@ def test_momentum_is_applied_once(size: int) -> None:
 
 
 def test_momentum_is_applied_once_by_a_server() -> None:
-    """Where the shards apply the job's optimizer to what `dgc` sends; not where they have one of their own."""
+    """The shards apply the job's optimizer to `dgc`'s messages; not where they have one of their own."""
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.8)
     with pytest.raises(ValueError, match=TWICE):

@@ -1,4 +1,4 @@
-"""Hosts whose ranks share cores, and messages that take the processor of the rank that receives them."""
+"""Hosts with ranks that share cores, and messages that take the processor of their receiver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEEDS = Speeds(
 
 
 def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
-    """When each rank is done with a computation of so many seconds, which all begin at once."""
+    """The end of each rank's computation of so many seconds, all from one begin."""
 
     async def program(port: Port) -> float:
         await port.compute(lambda: None, seconds[port.rank] * 1e9)
@@ -96,7 +96,7 @@ def test_a_machine_has_a_core_and_a_host() -> None:
 @pytest.mark.parametrize("cores", [None, 1])
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_a_message_takes_the_processor_of_its_receiver(factor: float, cores: int | None) -> None:
-    """250 bytes: 0.25 s, and 0.25 s for the message itself, once the receiver is done with what it computes.
+    """250 bytes: 0.25 s, and 0.25 s for the message itself, once the receiver has finished its computation.
 
     A straggler computes for longer, and takes no longer for a message.
     """

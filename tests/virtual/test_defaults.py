@@ -1,4 +1,4 @@
-"""Every strategy, by its defaults, learns the job that ships, at the job's own learning rate, or says what it needs."""
+"""Every strategy, by its defaults, learns the shipped job, at the job's own learning rate, or names its needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_defaults_learn_what_ships(name: str) -> None:
 
 
 def test_estimates_that_grow_without_end_name_the_rate_to_take() -> None:
-    """A fifth of the job's 0.1, by which it learns."""
+    """It is a fifth of the job's 0.1, and it learns."""
     strategy = pt.strategies.synthetic_gradients()
     with pytest.raises(NotFinite, match=r"learning rate: a fifth of this one is 0\.02"):
         pt.simulate(JOB, strategy, workers=2, epochs=8)

@@ -1,4 +1,4 @@
-"""Delayed answers: what they hide in virtual time, and their state when it is saved in mid-flight."""
+"""Delayed answers: the virtual time that they hide, and their state when it is saved in mid-flight."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Dean et al. 2012, section 4.1: with Adagrad in the shards Downpour SGD learns as if alone, at a fixed rate not.
 
-Digits, plain SGD, 20 epochs, 8 replicas whose steps take exponential times, and a sum of 5 gradients in each push. The
-rate α = 0.2 is the best for one replica (of 0.1, 0.2, 0.4 and 0.8, three seeds: 1.1 to 2.2 % error).
+Digits, plain SGD, 20 epochs, 8 replicas with exponential step times, and a sum of 5 gradients in each push. The rate α
+= 0.2 is the best for one replica (of 0.1, 0.2, 0.4 and 0.8, three seeds: 1.1 to 2.2 % error).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUSY = Cluster(Link(latency_s=1e-5, bytes_per_s=1e10), flops_per_s=1e8, straggle
 
 
 def error(strategy: Strategy, replicas: int, seed: int) -> float:
-    """On the test set, after as many samples whatever the replicas."""
+    """The error on the test set, after equally many samples for any number of replicas."""
     accuracy = simulate(JOB, strategy, replicas, BUSY, seed=seed).accuracy
     assert accuracy is not None
     return 1 - accuracy

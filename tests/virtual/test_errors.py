@@ -1,4 +1,4 @@
-"""Ranks that disagree are told so by name before a wrong value is used; errors are raised at the `await`."""
+"""Ranks that disagree get errors with names before a wrong value is used; errors are raised at the `await`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_message_of_another_shape_or_dtype_is_refused_by_name() -> None:
 def test_ranks_that_disagree_are_all_told_and_none_gets_an_answer(
     calls: list[Callable[[Port], Op[object]]], text: str
 ) -> None:
-    """Rank 2 agrees with rank 0, comes later, and is told all the same."""
+    """Rank 2 agrees with rank 0, comes later, and gets the error all the same."""
 
     async def program(port: Port) -> str:
         await port.mark(6)

@@ -19,7 +19,8 @@ Heard = tuple[float, str] | None
 def told(
     story: Callable[[Port], Awaitable[object]], *faults: Fault, num_ranks: int = 2, after_s: float = 0.0
 ) -> Outcome[Heard]:
-    """When each living rank heard of a loss, and the error's words. The story begins at `after_s`, in step 7."""
+    """The time of each living rank's news of a loss, and the error's words. The story begins at `after_s`, in step
+    7."""
 
     async def program(port: Port) -> Heard:
         await port.mark(7)

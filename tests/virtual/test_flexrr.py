@@ -1,4 +1,4 @@
-"""FlexRR under a virtual clock: what reassignment gains, what it costs, and that every sample counts once.
+"""FlexRR under a virtual clock: the gain and the cost of reassignment, and that every sample counts once.
 
 Training by it is in `test_flexrr_training`.
 """
@@ -35,11 +35,11 @@ def assert_once(world: World) -> None:
     assert set(world.ledger.values()) == {1}, f"seed {world.scene.seed}"
 
 
-# ---------------------------------------------------------------------------------------------------- what it gains
+# ---------------------------------------------------------------------------------------------------- the gain
 
 
 def test_one_worker_of_eight_at_half_speed() -> None:
-    """Ideal is 8 / 7.5 = 1.067 with everybody's help, and 5 / 4.5 = 1.111 with that of four."""
+    """Ideal is 8 / 7.5 = 1.067 with help from all, and 5 / 4.5 = 1.111 with help from four."""
     assert per_clock_s(Scene(ONE_SLOW, clocks=4), None) == pytest.approx(2.0, abs=0.01)
     assert 8 / 7.5 < per_clock_s(Scene(ONE_SLOW, clocks=4), FLEXRR) <= 1.15
     assert 8 / 7.5 < per_clock_s(Scene(ONE_SLOW, clocks=4), replace(FLEXRR, helpers=7)) <= 1.115
@@ -105,7 +105,7 @@ COARSE = Reassignment(grain=0.05, first_offer=0.05, later_offers=0.1, helpers=3,
 
 
 def test_every_slice_counts_once_whatever_the_network_does() -> None:
-    """More than 10⁴ random delays. The shards drop what was done twice; `World` refuses a push that is half known."""
+    """More than 10⁴ random delays. The shards drop doubled work; `World` refuses a half-known push."""
     messages, twice = 0, 0
     for seed in range(55):
         random = Random(seed)

@@ -54,12 +54,12 @@ def job(samples: int = EPOCH_STEPS * WORKERS * SHARE, dropout: float = 0.0) -> J
 
 
 class Ran(NamedTuple):
-    """What a run left."""
+    """The results of a run."""
 
     result: Result
     weights: Tensor
     verdicts: list[Verdict]
-    """Of each epoch, from the tickets that the shards have applied."""
+    """The verdicts of each epoch, from the tickets that the shards have applied."""
 
     @property
     def server(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_without_stragglers_it_costs_at_most_2_percent() -> None:
 
 
 def test_whoever_computes_a_slice_draws_the_same_random_numbers() -> None:
-    """With dropout, and batches of unequal size at the end of an epoch."""
+    """Dropout, and batches of unequal size at the end of an epoch."""
     random = job(samples=WORKERS * SHARE + 1003, dropout=0.5)
     strategy = strategies.flexrr(grain=0.025)
     alone, helped = (trained(strategy, cluster, of=random) for cluster in (EVEN, ONE_SLOW))

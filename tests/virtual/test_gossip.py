@@ -59,7 +59,7 @@ def test_weights_are_doubly_stochastic_for_50_steps(graph: Graph, num_ranks: int
         weights = torch.tensor(graph(step, num_ranks), dtype=torch.float64)
         assert weights.shape == (num_ranks, num_ranks)
         assert (weights >= 0).all()
-        assert (weights.diagonal() > 0).all(), "everybody keeps a part of its own"
+        assert (weights.diagonal() > 0).all(), "every rank keeps a part of its own"
         torch.testing.assert_close(weights.sum(0), torch.ones(num_ranks, dtype=torch.float64), rtol=0, atol=1e-15)
         torch.testing.assert_close(weights.sum(1), torch.ones(num_ranks, dtype=torch.float64), rtol=0, atol=1e-15)
 
@@ -174,7 +174,7 @@ def test_pushes_are_the_matrix_of_numerators_over_that_of_weights() -> None:
 
 
 def test_what_moves_parameters_between_pushes_moves_their_sum() -> None:
-    """Each rank adds 1 to z, so the mean of x = w z must be 1 more, whatever the weights."""
+    """Each rank adds 1 to z, so the mean of x = w z must be 1 more, with any weights."""
     graph, moved = random_targets(seed=2), 3
 
     async def move(port: Port, given: Bundle, state: None) -> tuple[Bundle, None]:
@@ -223,7 +223,7 @@ def test_overlapped_gossip_is_the_paper_s() -> None:
 
 
 def test_overlapped_gossip_hides_behind_the_computation() -> None:
-    """On a network where mixing takes about as long as computing."""
+    """Mixing takes about as long as computing on this network."""
     seconds = []
     for overlap in (False, True):
         result = simulate(digits, gossip(overlap=overlap), 4, SLOW, steps=12, batch_size=8)

@@ -54,7 +54,7 @@ JOB = Job(
 
 
 def alone_spans(world_cluster: Cluster, seconds: list[float]) -> list[tuple[int, float, float]]:
-    """(rank, start, end) of the computations of ranks that all want to be alone at once."""
+    """(rank, start, end) of the computations of ranks that want to be alone at the same time."""
 
     async def program(port: Port) -> None:
         await port.alone(lambda: None, 1000.0 * seconds[port.rank])
@@ -102,7 +102,7 @@ def test_who_gives_up_waiting_is_passed_over() -> None:
     assert done == [0, 2]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["the one inside dies", "one that waits dies"])
+@pytest.mark.parametrize("inside", [True, False], ids=["the one inside dies", "a waiting rank dies"])
 def test_the_others_go_on_when_a_rank_dies(inside: bool) -> None:
     dies = 0 if inside else 1
     faulty = replace(HOST, faults=(cluster.Crash(rank=dies, at_s=0.5),))

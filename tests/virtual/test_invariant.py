@@ -1,4 +1,4 @@
-"""`sync_sgd(route=invariant)`: the same bits for any number of workers, and what cannot be so is refused."""
+"""`sync_sgd(route=invariant)`: the same bits for any number of workers, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def job(body: Callable[[], nn.Module] = lambda: nn.Dropout(0.3), dtype: torch.dt
 
 
 def hashes(job: pt.Job, workers: tuple[int, ...]) -> set[str | None]:
-    """Of the final parameters, by each number of workers."""
+    """The hashes of the final parameters, by number of workers."""
     results = [pt.simulate(job, INVARIANT, n, global_batch_size=20) for n in workers]
     assert len({(result.steps, result.samples) for result in results}) == 1
     return {result.parameters_sha256 for result in results}

@@ -1,4 +1,4 @@
-"""What a virtual world charges where kernels were measured, links that two directions share, slow spells."""
+"""A virtual world's charges by measured kernels, links shared by two directions, and slow spells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polytempo.training.step.job_profile import profiled
 from polytempo.worlds import VirtualWorld
 
 BASE = {"elementwise": KernelSpeed()}
-"""Nothing costs anything but what a test says."""
+"""Nothing costs anything except for a test's own entries."""
 FREE = Link(0.0, 1e30)
 PARAMETERS = 64 * 128 + 128 + 128 * 10 + 10
 
@@ -102,7 +102,7 @@ def test_a_profile_names_the_operators_of_both_passes() -> None:
     assert forward["aten.addmm"][:2] == ("product", 2)
     assert forward["aten.addmm"].flops == 2 * 16 * (64 * 128 + 128 * 10)
     assert {each.operator: each.use.calls for each in found.backward}["aten.mm"] == 3
-    assert found.saved_bytes >= 4 * 16 * 128, "what the first layer has computed"
+    assert found.saved_bytes >= 4 * 16 * 128, "the first layer's result"
     [product] = [use for use in found.uses("forward", 32) if use.kernel == "product"]
     assert (product.calls, product.flops) == (2, 2 * forward["aten.addmm"].flops)
     assert all(parameter.grad is None for parameter in model.parameters())

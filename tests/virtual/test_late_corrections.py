@@ -38,12 +38,12 @@ def test_a_correction_is_the_rule_written_by_hand(name: str, make: str, stages: 
     for mine, other in zip(ours.model.parameters(), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-13)
     uncorrected = trained(schedule(stages, None), steps=STEPS, lr=LR, momentum=MOMENTUM)
-    late_by_one = distance * (stages - 1) == 1  # for which PipeMare's rates are the optimizer's own
+    late_by_one = distance * (stages - 1) == 1  # PipeMare's rates are then the optimizer's own
     assert (uncorrected.losses != ours.losses) == (name != "rates" or not late_by_one)
 
 
 class Layer:
-    """W and b after 0, 1, 2, … updates, and what is remembered of them; pairs are of W and of b."""
+    """W and b after 0, 1, 2, … updates, and the memory of them; pairs are of W and of b."""
 
     def __init__(self, w: Tensor, b: Tensor, delay: int) -> None:
         self.versions, self.delay = [(w, b)], delay

@@ -32,7 +32,7 @@ class OneByOne(Dataset[int]):
 
 
 class Storm:
-    """Rounds of 1 to 6 ranks, some of which break off, until all epochs are over. `used`: how often a sample counted.
+    """Rounds of 1 to 6 ranks, some of them broken off, until all epochs are over. `used`: how often a sample counted.
 
     `forgets`: the places of lost ranks are not dealt again, which must be found.
     """
@@ -46,7 +46,7 @@ class Storm:
         self.shard = self.dealt_to(0, 1)
 
     def run(self) -> None:
-        """To the end; the account closes there."""
+        """Run to the end and close the account."""
         while not over(self.shard):
             self.round(self.random.randint(1, 6), self.random.randint(1, 9))
         self.account.check(self.shard.epoch, self.shard.consumed, self.shard.left)
@@ -90,7 +90,7 @@ class Storm:
 
 
 def over(shard: DataShard) -> bool:
-    """Whether a run of so many epochs ends here."""
+    """True if a run of so many epochs ends here."""
     assert shard.num_samples is not None
     left = shard.consumed - num_places(shard.left)
     return shard.epoch + left / shard.num_samples >= EPOCHS

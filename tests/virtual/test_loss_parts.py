@@ -1,4 +1,4 @@
-"""Parts of a batch, each with its own loss, add up to the batch's loss, whatever the loss divides by: plain torch's."""
+"""Parts of a batch, each with its own loss, add up to the batch's loss, with any divisor of the loss: plain torch's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ random = torch.Generator().manual_seed(2)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Targets of which some are -100, and some 0; all of the first samples' are -100."""
+    """Targets, some of them -100, and some 0; all of the first samples' are -100."""
     x = torch.randn(SAMPLES, 4, generator=random, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (SAMPLES, PLACES), generator=random)
     y[torch.rand(y.shape, generator=random) < 0.3] = -100
@@ -86,13 +86,13 @@ def test_micro_batches_add_up_to_the_loss_of_the_batch(name: str, strategy: Stra
 
 @pytest.mark.parametrize("loss", [summed, padded])
 def test_a_loss_that_is_no_mean_over_samples_is_warned_of(loss: Callable[[Any, Any], Tensor]) -> None:
-    """Where it is a function, of which nothing is known."""
+    """A function as loss, about which nothing is known."""
     with pytest.warns(UserWarning, match=r"pt\.divided_by"):
         staged(model, s.gpipe(2, 2), loss, BATCHES)
 
 
 def test_a_mean_over_samples_is_not_warned_of() -> None:
-    """In parts of other lengths, and computed again; nor a loss of what is not in rows of samples."""
+    """Parts of other lengths, and computed again; and a loss of values without rows of samples."""
     staged(model, s.gpipe(2, 4), lambda output, y: functional.mse_loss(output[:, 0], y.double()), BATCHES)
 
     def turned() -> nn.Module:

@@ -32,7 +32,7 @@ def stepped(
     shares: Sequence[float] | None = None,
     begin: Any = None,
 ) -> tuple[list[list[dict[str, Tensor]]], list[Any], Outcome[Any]]:
-    """The answers [step][rank], each rank's last state, and the run; `steps[t][i]` is what rank i brings to step t."""
+    """The answers [step][rank], each rank's last state, and the run; `steps[t][i]` is rank i's input of step t."""
     num_ranks = len(steps[0])
 
     async def program(port: Port) -> tuple[list[dict[str, Tensor]], Any]:
@@ -68,9 +68,9 @@ def gram_schmidt(left: Tensor) -> Tensor:
 
 
 def as_published(steps: Sequence[Sequence[Tensor]], right: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The authors' `RankKReducer` with `reuse_query`, and error feedback around it, for one tensor: what it says.
+    """The result of the authors' `RankKReducer` with `reuse_query`, and error feedback around it, for one tensor.
 
-    Every rank keeps `memory`, adds it to its gradient, and is left with what the *mean's* approximation left out of it.
+    Every rank keeps `memory`, adds it to its gradient, and keeps the error of the *mean's* approximation.
     """
     memories = [torch.zeros_like(gradient) for gradient in steps[0]]
     answers = []
@@ -101,7 +101,7 @@ def test_it_is_the_published_algorithm(rank: int) -> None:
 
 
 def test_a_step_by_hand() -> None:
-    """Rank 1 on a mean of rank 1, whatever Q: [1, 2, 3]ᵀ [4, 0, 4] comes back whole, without a residual of it."""
+    """Rank 1 on a mean of rank 1, with any Q: [1, 2, 3]ᵀ [4, 0, 4] comes back whole, without a residual."""
     column, row = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), torch.tensor([4.0, 0.0, 4.0], dtype=torch.float64)
     product, other = torch.outer(column, row), torch.diag(torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64))
     given = [{"w": product + other}, {"w": product - other}]
@@ -132,7 +132,7 @@ def test_nothing_is_lost_over_the_steps(shares: tuple[float, ...] | None, warm_s
 def test_what_is_finite_in_16_bits_stays_finite(num_ranks: int) -> None:
     """Three thirds of 65504 come to more than float16 has, for they are rounded up: the answer is its largest number.
 
-    What that leaves is residual. It holds for matrices and for what travels as it is.
+    The rest is residual. It holds for matrices and for unencoded tensors.
     """
     most = {name: torch.full(shape, 65504.0, dtype=torch.float16) for name, shape in SHAPES.items()}
     answers, states, _ = stepped(low_rank(1, exact_below=0), [[most] * num_ranks] * 2)
@@ -181,7 +181,7 @@ def test_with_the_full_rank_it_is_the_mean_without_a_residual(rank: int) -> None
 
 @pytest.mark.parametrize("directions", [1, 2, 3])
 def test_a_mean_of_few_directions_arrives_whole(directions: int) -> None:
-    """Whatever the ranks' own matrices are; also where P's columns depend on each other."""
+    """The ranks may have any matrices; also where P's columns depend on each other."""
     random = torch.Generator().manual_seed(directions)
     steps = []
     for t in range(4):
@@ -206,7 +206,7 @@ def test_gradients_of_zeros_are_zeros_and_end_nothing() -> None:
 
 
 def test_warm_steps_approach_the_best_approximation() -> None:
-    """Of a gradient that stays: each step's subspace is the last one's, turned by ΣM ΣMᵀ."""
+    """A constant gradient: each step's subspace is the last one's, turned by ΣM ΣMᵀ."""
     matrix = torch.diag(torch.tensor([8.0, 4.0, 1.0, 0.5, 0.25, 0.125], dtype=torch.float64))
     best = matrix.clone()
     best[2:] = 0
@@ -240,7 +240,7 @@ def test_gradients_of_any_scale_are_approximated_alike(dtype: torch.dtype, scale
     assert errors == pytest.approx([0.096, 0.096, 0.064, 0.064, 0.064, 0.064], abs=0.003)
 
 
-# ------------------------------------------------------------------------------------------------------ what is sent
+# ------------------------------------------------------------------------------------------------------ messages
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_two_all_reduces_a_step_and_what_they_carry(exact_below: int, expected: 
 
 
 def test_the_cost_is_that_of_two_thin_sums() -> None:
-    """P and what is small, then Q; M stays here, with Q."""
+    """P and small tensors, then Q; M stays here, with Q."""
     parameters = Bundle({"w": torch.zeros(1000, 1000), "b": torch.zeros(1000)})
     cost = low_rank(4).cost
     assert cost is not None
@@ -287,7 +287,7 @@ def test_the_first_q_depends_on_the_seed_and_the_name_alone() -> None:
 
 
 def test_residuals_go_to_ranks_that_go_on_and_alone_they_are_given() -> None:
-    """Four ranks become two, and then one: sums stay, and the one begins with what was left."""
+    """Four ranks become two, and then one: sums stay, and the one begins with the rest."""
     transform = low_rank(1, exact_below=0)
     steps = [[gradients(t, i) for i in range(4)] for t in range(3)]
     _, states, _ = stepped(transform, steps)

@@ -28,7 +28,7 @@ class Letter:
 
 
 Taken = tuple[float, int, str]
-"""When a message was taken, who posted it, and what it said."""
+"""The time at which a message was taken, its sender, and its text."""
 
 
 async def taken(port: Port, wait_s: float | None = None) -> Taken | None:
@@ -180,7 +180,7 @@ def test_within_a_host_it_goes_through_memory() -> None:
     [(0.0, [(0.875, 1, "near"), (1.25, 2, "far")]), (9.0, [(9.0, 1, "near"), (9.0, 2, "far")])],
 )
 def test_messages_are_taken_in_the_order_of_delivery(asks_s: float, order: list[Taken]) -> None:
-    """What comes from another host was posted first and is there last."""
+    """The message from another host was posted first and is there last."""
 
     async def program(port: Port) -> object:
         if port.rank == 0:
@@ -292,7 +292,7 @@ def test_who_waits_for_mail_that_nobody_posts_is_in_a_deadlock(wait_s: float | N
     ]
 
 
-# ---------------------------------------------------------------------- nobody there
+# ---------------------------------------------------------------------- an absent receiver
 
 
 def test_what_is_posted_to_a_finished_node_is_lost_and_nobody_hears_of_it() -> None:

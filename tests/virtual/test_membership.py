@@ -1,4 +1,4 @@
-"""Who takes part in an elastic run: stories of the machine, and a storm over it."""
+"""The members of an elastic run: stories of the machine, and a storm over it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEDS = 200
 
 
 def begun(minimum: int = 1, maximum: int = 4, wanted: int = 3, restarts: int = 0) -> RunMembership:
-    """A run whose first view has the lives 0, 1 and 2."""
+    """A run with the lives 0, 1 and 2 in its first view."""
     machine = RunMembership(minimum, maximum, wanted, restarts=restarts, answer_s=10.0)
     assert machine.tick(0.0) == [Begin(life) for life in range(wanted)]
     orders: list[Order] = []
@@ -37,7 +37,7 @@ def begun(minimum: int = 1, maximum: int = 4, wanted: int = 3, restarts: int = 0
 
 
 def report(life: int, applied: int, *, holds: bool = False, **more: bool) -> Report:
-    """What a member with the state says of generation 1."""
+    """The report on generation 1 of a member with the state."""
     return Report(life, 1, applied, holds, stateful=True, **more)
 
 
@@ -194,7 +194,7 @@ def test_a_storm_loses_no_step_and_applies_none_by_halves() -> None:
 
 
 class Forgetful(RunMembership):
-    """Takes the least step that a survivor has applied for the one that all have."""
+    """Takes the least step of any survivor for the step of all."""
 
     def _next(self, view: GroupView, reports: list[Report], late: bool) -> list[Order]:
         least = min((r.applied for r in reports), default=0)
@@ -210,7 +210,7 @@ class Hasty(RunMembership):
 
 
 def finds(storm: Storm) -> bool:
-    """Whether the storm notices."""
+    """True if the storm notices."""
     try:
         storm.run()
     except AssertionError:

@@ -35,7 +35,7 @@ s = pt.strategies
 
 
 def context(port: Port, strategy: Strategy, options: RunOptions, observer: VirtualObserver) -> TrainingContext:
-    """What a virtual rank of the mesh needs: its half, and its data rank's samples."""
+    """A virtual rank's context on the mesh: its half, and its data rank's samples."""
     job, data_port = half_job(port.coordinates["model"]), ports_of(port).data
     spec = RunSpec.of(job, strategy, port.size, options)
     model, optimizer = replica_of(spec)
@@ -76,7 +76,7 @@ def test_each_half_trains_as_if_it_were_alone(strategy: Strategy) -> None:
 
 
 def test_all_halves_end_at_one_step() -> None:
-    """`until` is what the first half's score says, and all ranks end at one step."""
+    """`until` looks at the first half's score, and all ranks end at one step."""
     options = RunOptions(epochs=30, until={"loss": 1.25})
     summaries = simulated(s.local_sgd(period=3, route=pt.collectives.ring), MESH, options)
     assert len({summary.steps for summary in summaries}) == 1
@@ -99,7 +99,7 @@ def test_a_checkpoint_has_every_half(strategy: Strategy, tmp_path: Path) -> None
 
 
 def entries(part: Any) -> Any:
-    """What a rank has saved, but for the time that it took."""
+    """A rank's saved entries, except for its time."""
     scalars = {name: value for name, value in part.scalars.items() if name != "seconds"}
     return scalars, {name: tensor.tolist() for name, tensor in part.tensors.items()}
 

@@ -1,4 +1,4 @@
-"""The outer optimizer: Nesterov as torch.optim.SGD has it, on what moved since the anchor."""
+"""The outer optimizer: torch.optim.SGD's Nesterov, on the movement since the anchor."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_the_anchor_is_memory_of_its_own() -> None:
         return given, None
 
     in_place = chain(from_anchor(nesterov(0.5, 0.0)), Transform(lambda parameters: None, spoil))
-    # half of what moved counts, then +1 by the spoiler:
-    # 5 moved 0 -> 5, spoiled 6; from anchor 5 moved 1 -> 5.5, spoiled 6.5; from anchor 5.5 moved 1 -> 6, spoiled 7
+    # half of the movement counts, then +1 by the spoiler: 5 moved 0 -> 5, spoiled 6; from anchor 5 moved 1 -> 5.5,
+    # spoiled 6.5; from anchor 5.5 moved 1 -> 6, spoiled 7
     assert [float(values) for values in after_steps(in_place, 3, [bundle(5.0)])[0]] == [6, 6.5, 7]
 
 

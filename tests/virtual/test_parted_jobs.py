@@ -1,4 +1,4 @@
-"""Jobs whose layers lie in parts, in the virtual world: what one worker trains, its scores and its checkpoints."""
+"""Jobs with layers in parts, in the virtual world: one worker's training, scores and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(strategy: Strategy, workers: int, plain: Strategy, plain_workers: int,
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_split_model_becomes_that_of_one_worker(parts: int, tmp_path: Path) -> None:
-    """With dropout, momentum, a schedule, and classes whose logits are never gathered for the loss."""
+    """Dropout, momentum, a schedule, and classes with logits that are never gathered for the loss."""
     check(split(parts), parts, s.sync_sgd(), 1, job(), tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_a_part_of_the_ranks_counts_its_share_of_the_operations(tmp_path: Path) 
 
 
 def test_the_bytes_of_each_layer_are_those_that_its_shapes_say() -> None:
-    """Of a step of twelve samples, or of twelve of each of three workers."""
+    """A step of twelve samples, or of twelve of each of three workers."""
     sample, the_job = torch.zeros(2, 4, dtype=torch.float64), job()
     plan = split_plan(classifier(), sample, 3)
     found = pt.simulate(the_job, s.split(parts=3), 3, steps=3).layers
@@ -120,7 +120,7 @@ def test_without_values_times_and_bytes_are_those_with_values(name: str) -> None
 
 
 def test_a_transformer_in_parts_is_priced() -> None:
-    """Embeddings, attention heads, sequences and dropout, none of which may look at a value."""
+    """Embeddings, attention heads, sequences and dropout, none of them with a look at a value."""
     cluster = pt.cluster.ethernet(gbit_per_s=1, gflops=0.1)
     for strategy in (split_text(2), split_text(2, sequence=True)):
         computed, priced = (
@@ -131,7 +131,7 @@ def test_a_transformer_in_parts_is_priced() -> None:
 
 
 def test_many_models_in_parts_take_the_time_of_their_parts_and_the_exchange_between_them() -> None:
-    """64 models of four ranks: a step takes longer than that of one, by what the replicas exchange."""
+    """64 models of four ranks: a step takes longer than one model's, by the replicas' exchange."""
     untested = job(data=lambda folder: pt.Data(classes(96, 0)))
     cluster = pt.cluster.ethernet(gbit_per_s=1, gflops=0.1)
     alone, many = (pt.simulate(untested, split(4), n, cluster, steps=2, meta=True) for n in (4, 256))

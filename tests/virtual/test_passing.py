@@ -1,4 +1,4 @@
-"""What passes between stages: exact bytes, values as the codec has them, forward and backward."""
+"""Messages between stages: exact bytes, values as the codec has them, forward and backward."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_codec_that_draws_draws_anew_at_every_step() -> None:
 
 
 def test_activations_forward_and_gradients_backward() -> None:
-    """Two stages of one layer each. The gradients are those of the function with the codec inside, straight through."""
+    """Two stages of one layer each. The gradients of the function with the codec inside, straight through."""
     torch.manual_seed(0)
     first, second = torch.randn(32, 6, requires_grad=True), torch.randn(6, 2, requires_grad=True)
 

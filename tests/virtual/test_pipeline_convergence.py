@@ -50,7 +50,7 @@ def test_estimated_gradients_learn_with_labels_nearly_as_well_as_true_ones_and_b
 
 
 def test_estimated_gradients_correlate_with_true_ones_on_digits_that_were_not_trained_on() -> None:
-    """By more than 0.5, where the estimators know the labels, at each of two hidden layers."""
+    """More than 0.5, where the estimators know the labels, at each of two hidden layers."""
     by_adam = SETTING._replace(layers=(64, 48, 48, 10), optimizer=convergence.MNIST.optimizer)
     schedule = MAKES["synthetic_gradients, labels"](3)
     model, parts, stages = convergence.trained_by(by_adam, schedule, 0.001, EPOCHS, seed=0)

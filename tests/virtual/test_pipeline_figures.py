@@ -25,7 +25,7 @@ from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
 from polytempo.worlds import VirtualWorld
 
 FLOPS = 1e12
-"""Of a sample's passes through the whole model."""
+"""The operations of a sample's passes through the whole model."""
 
 
 def step_s(whole: Cut, schedule: Schedule, cut_batches: list[list[MicroBatch]]) -> float:
@@ -136,7 +136,7 @@ def speech(schedule: Schedule, begins: list[str], operations: Sequence[float]) -
 
 
 def test_msras_pipeline_is_as_much_faster_as_its_paper_says() -> None:
-    """1.9 on two workers; 3.3 on four, whose last two have half of the top layer each."""
+    """1.9 on two workers; 3.3 on four, with half of the top layer on each of the last two."""
     two = speech(pipelined_backprop(2), ["12"], [INPUT + 5 * HIDDEN + 2 * COPY, HIDDEN + TOP + 2 * COPY])
     assert two == pytest.approx(1.9, rel=0.02)
     stripe = TOP / 2 + 2 * COPY

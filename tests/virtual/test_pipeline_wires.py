@@ -1,4 +1,4 @@
-"""What passes between stages by codecs: what is computed with it, what is encoded, and how many bytes travel."""
+"""Codecs between stages: the computation with them, the encoded tensors, and the bytes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Crossing(nn.Module):
 
 @dataclass(frozen=True)
 class Counting:
-    """bf16 that keeps what it was given to encode."""
+    """bf16 that keeps its inputs."""
 
     given: list[tuple[Tensor, EncodeContext]] = field(default_factory=list)
     facts = c.bf16().facts
@@ -117,7 +117,7 @@ class Counting:
 
 
 def test_a_tensor_is_encoded_once_for_all_who_use_it_and_numbers_and_masks_travel_as_they_are() -> None:
-    """h crosses to stages 1 and 2, so does nothing else that can be encoded but what stage 1 gives."""
+    """h crosses to stages 1 and 2; the only other encodable tensor that crosses is stage 1's output."""
     torch.manual_seed(0)
     model, x = Crossing(), torch.randn(SAMPLES, WIDTH, dtype=torch.float64)
     whole = cut(model, sample=x, by=["second", "third"])

@@ -1,4 +1,4 @@
-"""Pipelines at work in the virtual world: what they compute, against one process and against rules written by hand."""
+"""Pipelines at work in the virtual world, against one process and against rules written by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every = pytest.mark.parametrize("name", EVERY)
 
 @every
 def test_one_stage_is_plain_back_propagation(name: str) -> None:
-    """To the bit where a batch is not cut; else as precisely as sums in another order are."""
+    """To the bit where a batch is not cut; else to the rounding of sums in another order."""
     schedule = EVERY[name](1)
     ours, plain = trained(schedule), plainly_trained()
     assert ours.losses == pytest.approx(plain.losses, abs=1e-14)
@@ -103,7 +103,7 @@ def by_hand(stages: int, steps: int, lr: float, distance: int, weights: str) -> 
 
 @every
 def test_two_pipelines_of_a_world_send_each_other_nothing(name: str) -> None:
-    """Behind one that is left with messages under way a pipeline is what it would be alone."""
+    """Behind a pipeline that is left with messages under way another one works as if alone."""
     schedule, models = EVERY[name](2), (perceptron(), perceptron())
     strategy = strategy_of(schedule, None)
     sgd = partial(SGD, lr=0.05, momentum=0.9)
@@ -156,7 +156,7 @@ def test_the_virtual_world_takes_the_time_of_the_timetable(name: str) -> None:
 
 
 def test_stripes_of_a_layer_are_trained_as_the_layer_is() -> None:
-    """Without delay: the bits of a sum differ, nothing else."""
+    """Without delay: only the bits of a sum differ."""
 
     def order(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
         return Action("forward"), Action("backward"), Action("update")
@@ -201,7 +201,7 @@ def stepping(optimizer: SGD) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("strategy", [pt.strategies.gpipe(2, 1), pt.strategies.zero_bubble(2, 1)], ids=str)
 def test_stages_of_16_bits_with_norms_that_stay_float32_are_the_whole_model(strategy: pt.Strategy) -> None:
-    """To the bit, where no batch is cut and what crosses the cut has 16 bits anyway."""
+    """To the bit, where no batch is cut and crossing tensors have 16 bits anyway."""
     x, y = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(0)).unbind()
 
     def model() -> nn.Module:

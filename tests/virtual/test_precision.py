@@ -70,7 +70,7 @@ def is_refused(strategy: Strategy) -> bool:
 
 
 DECIDES = ("sign_sgd", "krum", "terngrad", "pipemare", "spectrain", "synthetic_gradients")
-"""Which decide by gradients or predict them, so that a little rounding may lead elsewhere."""
+"""Strategies that decide by gradients or predict them, so that a little rounding may lead elsewhere."""
 
 
 @pytest.mark.parametrize("row", [*ROWS, *SERVED, *STAGED, *GROUPED], ids=label)
@@ -100,7 +100,7 @@ def test_layers_in_parts_exchange_16_bits() -> None:
     assert low.bytes_sent_per_rank < 0.6 * whole.bytes_sent_per_rank
     eight = trained(pt.strategies.split(activations=int8(), gradients=int8()), "bf16", workers=2, steps=8)
     assert eight.loss == pytest.approx(whole.loss, rel=0.02)
-    assert eight.bytes_sent_per_rank < 0.8 * low.bytes_sent_per_rank, "half of what layers of 8 features send"
+    assert eight.bytes_sent_per_rank < 0.8 * low.bytes_sent_per_rank, "half of the bytes for layers of 8 features"
     divided = pt.strategies.hybrid(layers="2")
     whole, low = (trained(divided, precision, workers=2, steps=8) for precision in (None, "bf16"))
     assert low.loss == pytest.approx(whole.loss, rel=0.02)
@@ -160,7 +160,7 @@ def test_means_of_gradients_send_half_and_means_of_parameters_all(meta: bool) ->
 
 
 def test_a_message_of_half_the_bytes_takes_half_the_links_time() -> None:
-    """On a link that is slow beside the computation."""
+    """A link that is slow against the computation."""
     wide = job(model=lambda: nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)))
     cluster = pt.cluster.ethernet(gbit_per_s=0.01)
     whole, low = (
@@ -222,7 +222,7 @@ def test_what_diverges_ends_a_run_with_a_dynamic_scale_too() -> None:
 
 
 def test_pieces_and_running_statistics() -> None:
-    """Batches that grow, a batch norm whose statistics stay float32, an average of the masters."""
+    """Batches that grow, a batch norm with float32 statistics, an average of the masters."""
     normed = job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)))
     options: dict[str, Any] = {"epochs": 3, "batch_growth": {1: 2}, "ema": 0.9}
     whole, low = (trained(pt.strategies.sync_sgd(), p, of=normed, workers=2, **options) for p in (None, "bf16"))

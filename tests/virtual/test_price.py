@@ -37,7 +37,7 @@ def test_the_virtual_clock_agrees_about_the_gathering() -> None:
 
 
 def test_gibiansky_2017_ring() -> None:
-    """2.4 GB through each link at 6 GB/s: 400 ms; that is 2(N-1)/N · 1.2 GB for many GPUs, whatever their number."""
+    """2.4 GB through each link at 6 GB/s: 400 ms; that is 2(N-1)/N · 1.2 GB for any large number of GPUs."""
     assert ring_price(10**6, 1.2 * GB, 0, 6 * GB).seconds == pytest.approx(0.4, rel=1e-5)
     assert ring_price(10**6, 1.2 * GB, 0, 6 * GB).busiest_bytes == pytest.approx(2.4 * GB, rel=1e-5)
     assert ring_price(40, 1.2 * GB, 0, 6 * GB).seconds == pytest.approx(0.39)
@@ -52,7 +52,7 @@ def test_goyal_2017_peak_rate() -> None:
 
 @pytest.mark.parametrize("period", [1, 2, 4, 8, 16])
 def test_local_sgd_sends_one_hth_of_the_bytes(period: int) -> None:
-    """Of synchronous SGD's, among 8 workers in 16 steps."""
+    """The bytes of synchronous SGD, among 8 workers in 16 steps, divided by h."""
 
     def sent(strategy: Strategy) -> float:
         return simulate(find("digits"), strategy, 8, steps=16, batch_size=4, meta=True).bytes_sent_per_rank

@@ -70,7 +70,7 @@ def test_stages_with_parameter_servers_are_priced(name: str) -> None:
 
 
 def test_many_replicas_of_stages_with_servers() -> None:
-    """Twice as many workers at servers whose link is the bottleneck take about twice as long for a step of each."""
+    """Twice as many workers at servers with the link as bottleneck take about twice as long for a step of each."""
     narrow = pt.cluster.ethernet(gbit_per_s=0.01, latency_us=0, gflops=0.1)
     times = [
         pt.simulate(untested(), SERVED["asynchronous"], workers, narrow, steps=3, meta=True).seconds

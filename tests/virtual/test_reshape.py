@@ -1,4 +1,4 @@
-"""A run whose shards come and go takes the steps of one whose shards stay, to the bit where the schedule is fixed."""
+"""A run with shards that come and go takes the steps of one with fixed shards, to the bit under a fixed schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that leaves politely hands its residuals on, and their sum stays what it was."""
+"""A rank that leaves politely hands its residuals on, and their sum stays the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polytempo.worlds import VirtualWorld
 
 
 def state_of(rank: int) -> Any:
-    """As codecs with feedback keep it: a residual for each tensor, beside numbers. Rank 3 has only just joined."""
+    """The state of codecs with feedback: a residual for each tensor, and numbers. Rank 3 has only just joined."""
     if rank == 3:
         return (7, {"w": Residual(), "b": Residual()})
     return (7, {"w": Residual(torch.full((2, 3), 1.0 + rank)), "b": Residual(torch.tensor([10.0 * rank]))})

@@ -76,7 +76,7 @@ def leaves(state: Any) -> list[Residual]:
 
 
 def total_residual(states: list[State]) -> Tensor:
-    """What all ranks together hold back, over all parameters."""
+    """The total of all ranks' residuals, over all parameters."""
     total = gradient(0, 0)
     total.flat.zero_()
     for state in states:
@@ -88,7 +88,8 @@ def total_residual(states: list[State]) -> Tensor:
 def resumed(
     transform: Transform, states: list[State], num_ranks: int, dtype: torch.dtype = torch.float64
 ) -> list[State]:
-    """As `training.observe.resumption.load`: leaves of rank r mod N, and what ranks r, r + N', r + 2N', … had."""
+    """As `training.observe.resumption.load`: leaves of rank r mod N, and the residuals of ranks r, r + N', r + 2N',
+    …"""
     layout = gradient(0, 0, dtype)
     written = [saved(state, "gradients") for state in states]
     through_disk = [Saved({k: t.clone() for k, t in one.tensors.items()}, dict(one.scalars)) for one in written]
@@ -160,7 +161,7 @@ def test_alone_what_was_not_sent_is_given_once_and_its_momentum_stops() -> None:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_alone_what_is_given_to_a_large_gradient_leaves_it_finite(name: str) -> None:
-    """In float16, of which 65504 is the largest: with more of the same sign that is the answer."""
+    """The largest float16 is 65504: with more of the same sign that is the answer."""
     transform, dtype = TRANSFORMS[name], torch.float16
     _, states = run(transform, range(3), [transform.init(gradient(0, 0, dtype)) for _ in range(2)], dtype)
     (heir,) = resumed(transform, states, 1, dtype)
@@ -209,7 +210,7 @@ HELD_IN = {
 @pytest.mark.parametrize(("before", "after"), [(a, b) for a in HELD_IN for b in HELD_IN if a is not b], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_run_goes_on_in_another_dtype(name: str, before: torch.dtype, after: torch.dtype) -> None:
-    """What is held back is as it was, in a dtype that what comes can be added to, and wires fit where they shall go."""
+    """Residuals stay the same, in a dtype to which gradients can be added, and wires fit their destination."""
     transform = TRANSFORMS[name]
     _, states = run(transform, range(3), [transform.init(gradient(0, 0, before)) for _ in range(2)], before)
     left = total_residual(states)

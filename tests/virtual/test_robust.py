@@ -1,4 +1,4 @@
-"""Robust merges: their definitions, and what one liar of five can do."""
+"""Robust merges: their definitions, and the power of one liar of five."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_evaluating_leaves_the_workers_of_elastic_averaging_apart() -> None:
     assert scored.parameters_sha256 == unscored.parameters_sha256
 
 
-# ------------------------------------------------------------------------------------------------------- what it leaves
+# ------------------------------------------------------------------------------------------------------- results
 
 
 def test_the_run_leaves_rows_and_facts_about_its_server(tmp_path: Path) -> None:

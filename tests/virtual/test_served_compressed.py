@@ -1,4 +1,4 @@
-"""Encoded pushes and pulls: what travels, what is held, what residuals are, and what a shard makes of nonsense."""
+"""Encoded pushes and pulls: messages, memory, residuals, and a shard's answer to nonsense."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_three_workers_with_exact_wires_are_plain_to_the_bit() -> None:
 
 
 def test_one_shard_and_four_are_the_same_where_a_codec_knows_no_groups() -> None:
-    """With groups, cuts inside of rows make others: see the next test for cuts between rows."""
+    """With groups, cuts inside rows make others: see the next test for cuts between rows."""
     one, four, plain = (final(synchronous(n, codec, bf16())) for n, codec in ((1, FED[0]), (4, FED[0]), (1, None)))
     assert one == four != plain
 
 
 @pytest.mark.parametrize("codec", [feedback(bf16()), feedback(one_bit())], **by_name)
 def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Codec) -> None:
-    """Not for top_k, whose k largest are those of a shard's range, nor for int8, whose blocks begin with a range."""
+    """Not for top_k, which takes the k largest of a shard's range, nor for int8, with blocks from a range's begin."""
     given = gradients(4)
     found = []
     for shards in (((Span(0, NUMEL),),), BY_ROWS):
@@ -122,7 +122,7 @@ def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Code
             delivered(worker, machines)
         found.append(torch.cat([machine.weights for machine in machines]))
     assert torch.equal(found[0][:6000], found[1][:6000])
-    assert torch.equal(*found) or codec.facts.name != "feedback(bf16())"  # v is one group of one_bit, wherever it lies
+    assert torch.equal(*found) or codec.facts.name != "feedback(bf16())"  # v is one group of one_bit anywhere
 
 
 # --------------------------------------------------------------------------------------------------- nothing gets lost
@@ -130,7 +130,7 @@ def test_one_shard_and_four_are_the_same_where_cuts_are_between_rows(codec: Code
 
 @pytest.mark.parametrize("codec", FED, **by_name)
 def test_what_was_decoded_and_the_residuals_are_what_was_pushed_though_shards_move(codec: Codec) -> None:
-    """Three layouts, the second with cuts inside of rows; SGD with rate 1 adds up what is decoded."""
+    """Three layouts, the second with cuts inside rows; SGD with rate 1 adds up the decoded gradients."""
     given = gradients(6)
     layouts = [shard_map(MODEL, 3), with_shard_added(MODEL, shard_map(MODEL, 3)), ((Span(0, NUMEL),),)]
     encoder = Encoder(codec, MODEL, layouts[0], torch.float32, worker=0)
@@ -205,7 +205,7 @@ def test_a_push_that_comes_again_is_the_same_bytes() -> None:
 
 
 def test_two_copies_and_one_that_comes_later_are_the_same() -> None:
-    """Gradients that wait, answers that were given, and the residual of nobody: all is in the log's entries."""
+    """Waiting gradients, earlier answers, and no worker's residual: all is in the log's entries."""
     more = {"rule": softsync(1), "pull_codec": bf16(), "replicas": 2}
     codec = feedback(one_bit())
     nodes = {node: Node(node, shard_without(codec, more), LAUNCHER, Timing(), blank=node == 3) for node in (1, 2, 3)}
@@ -246,7 +246,7 @@ def test_two_copies_and_one_that_comes_later_are_the_same() -> None:
 
 
 def shard_without(codec: Codec, more: dict[str, Any]) -> Shard:
-    """Without members; its node is told of them."""
+    """A shard without members; its node hears of them."""
     made = Service(**{"rule": on_arrival(), "optimizer": UpdateRule("sgd", lr=1.0), "codec": codec, **more})
     return Shard(0, MODEL, (Span(0, NUMEL),), torch.zeros(NUMEL), made, native=False)
 
@@ -269,7 +269,7 @@ def test_a_pull_lends_nothing_and_decodes_to_what_the_codec_keeps() -> None:
     assert restored.dump()[0] == machine.dump()[0]
 
 
-# ------------------------------------------------------------------------------------------------------- what it is for
+# ------------------------------------------------------------------------------------------------------- use
 
 
 def test_the_trace_prices_what_travels() -> None:

@@ -80,7 +80,7 @@ def test_bytes_at_random_never_end_a_shard(codec: Codec, seed: int) -> None:
 
 @pytest.mark.parametrize("codec", FED, **by_name)
 def test_a_message_is_read_wherever_it_begins(codec: Codec) -> None:
-    """In whatever it came in: torch views bytes as floats only where address and offset both allow it."""
+    """Any memory will do: torch views bytes as floats only where address and offset both allow it."""
     coding = Coding(MODEL, (Span(0, NUMEL),), codec, torch.float32, own=True)
     message, _ = coding.encode(gradients(1)[0], coding.states, 1, 0)
     expected, seen = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -127,7 +127,7 @@ def test_what_is_not_a_number_never_leaves_the_worker(value: float) -> None:
 
 @pytest.mark.parametrize("pull_codec", [int8(), dynamic8()], **by_name)
 def test_weights_that_have_overflowed_end_no_shard_and_are_told_to_who_pulls(pull_codec: Codec) -> None:
-    """No gradient was wrong, so nobody has refused one; the shard serves the others' pushes, and has copies."""
+    """No gradient was wrong, so none was refused; the shard serves the others' pushes, and has copies."""
     worker = client(None, BY_ROWS, pull_codec=pull_codec)
     machines = [shard(None, spans, number, pull_codec=pull_codec) for number, spans in enumerate(BY_ROWS)]
     steep = torch.zeros(NUMEL)

@@ -1,4 +1,4 @@
-"""Stages whose gradients are late, with parameter servers, simulated; on processes: `process/test_served_stages`."""
+"""Stages with late gradients and parameter servers, simulated; on processes: `process/test_served_stages`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEPS = 9
 
 
 def in_double() -> pt.Job:
-    """`plain` in float64, tested on what it is trained on."""
+    """`plain` in float64, tested on its training data."""
 
     def data(_: Any) -> pt.Data:
         found = TensorDataset(*(tensor.double() for tensor in points(68, 0).tensors))
@@ -57,7 +57,7 @@ def trained(strategy: Strategy, workers: int) -> pt.Result:
 
 @pytest.mark.parametrize("name", LATE)
 def test_one_replica_by_async_sgd_is_the_schedule_without_servers(name: str) -> None:
-    """Gradients are as late, rates are those of the moment, and what was under way makes its updates in the end.
+    """Gradients are equally late, rates are the moment's, and gradients under way make their updates in the end.
 
     Staleness counts the updates since the forward pass: the delay of the stage, and less of the first updates.
     """
@@ -74,7 +74,7 @@ def test_one_replica_by_async_sgd_is_the_schedule_without_servers(name: str) -> 
 
 @pytest.mark.parametrize("name", ["ddg", "pipedream_2bw"])
 def test_replicas_in_step_are_the_schedule_s_replicas_without_servers(name: str) -> None:
-    """Of equal batches: 68 samples are 5 of 12 and one of 8, which two replicas share alike."""
+    """Equal batches: 68 samples are 5 of 12 and one of 8, which two replicas share alike."""
     schedule = LATE[name]
     in_step = served("hardsync", Service(hardsync(), shards=2, deals="evenly"))
     both = [over_stages("late", schedule, inner) for inner in (in_step, pt.strategies.sync_sgd())]
@@ -84,7 +84,6 @@ def test_replicas_in_step_are_the_schedule_s_replicas_without_servers(name: str)
 
 @pytest.mark.parametrize("inner", INNER, ids=str)
 def test_one_stage_is_the_served_strategy_itself(inner: Strategy) -> None:
-    """To the bit."""
     staged = over_stages("staged", schedules.ddg(1), inner)
     ours, expected = (pt.simulate(plain(), each, 1, steps=6, threads=1) for each in (staged, inner))
     assert ours.parameters_sha256 == expected.parameters_sha256
@@ -127,7 +126,7 @@ def test_what_does_not_go_with_late_gradients_is_refused_by_name(make: Any, says
 
 @pytest.mark.parametrize("inner", [pt.strategies.backup_workers(backups=1), pt.strategies.dc_asgd()], ids=str)
 def test_what_needs_present_gradients_goes_with_synthetic_ones(inner: Strategy) -> None:
-    """They are never late."""
+    """Synthetic gradients are never late."""
     found = pt.simulate(plain(), pt.strategies.synthetic_gradients(2, inner=inner), 4, steps=4, threads=1)
     assert found.parameters_sha256 is not None
 

@@ -92,7 +92,7 @@ def adagrad(parameters: Any, lr: float) -> Adagrad:
 
 
 def serial(job: Job, steps: int) -> str:
-    """Plain torch on the same batches, with gradients whose rows are summed first, as a push sums them."""
+    """Plain torch on the same batches, with rows of gradients summed first, as a push sums them."""
     torch.manual_seed(0)
     model = job.model()
     optimizer = job.optimizer(model.parameters(), job.lr)
@@ -158,7 +158,7 @@ def test_what_a_worker_changed_by_itself_goes_when_it_fetches(every: tuple[int, 
 
 
 def test_a_gradient_that_is_dense_after_all_counts_by_its_rows() -> None:
-    """A table of which a loss also uses some rows by themselves."""
+    """A table with some rows also used directly by the loss."""
 
     class Scaled(Bag):
         def forward(self, words: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_workers_learn_together(strategy: Strategy) -> None:
 
 
 def test_only_touched_rows_travel() -> None:
-    """Of 20,000 rows a step touches at most 2 · 80; the first fetch alone brings them all."""
+    """A step touches at most 2 · 80 of 20,000 rows; the first fetch alone brings them all."""
 
     def sent(steps: int, sparse: bool) -> float:
         made = job(lambda: Bag(20_000, 8, sparse), words=20_000)

@@ -1,4 +1,4 @@
-"""A cut model whose stages have parameter servers, simulated; on real processes: `process/test_served_stages`."""
+"""A cut model with parameter servers for its stages, simulated; on real processes: `process/test_served_stages`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FEW = [
     pt.strategies.easgd(),
     pt.strategies.ssp(bound=0),
 ]
-"""With codecs, with gradients held back, with parameters that travel in their place, with workers that wait."""
+"""Codecs, held-back gradients, travelling parameters, and waiting workers."""
 SCHEDULES = [
     schedules.one_f_one_b(3, 2),
     schedules.interleaved(2, 2),
@@ -41,7 +41,7 @@ SCHEDULES = [
 
 
 def in_double() -> pt.Job:
-    """`plain` in float64, where only the last digits are rounding; it is tested on what it is trained on."""
+    """`plain` in float64, where only the last digits are rounding; it is tested on its training data."""
 
     def data(_: Any) -> pt.Data:
         found = TensorDataset(*(tensor.double() for tensor in points(68, 0).tensors))
@@ -65,7 +65,7 @@ def synchronous(shards: int = 1) -> Strategy:
 
 @pytest.mark.parametrize("inner", FEW, ids=str)
 def test_one_stage_is_the_served_strategy_itself(inner: Strategy) -> None:
-    """To the bit, with one micro-batch."""
+    """One micro-batch, to the bit."""
     staged = pt.strategies.gpipe(1, 1, inner=inner)
     ours, expected = (pt.simulate(plain(), each, 1, steps=6, threads=1) for each in (staged, inner))
     assert ours.parameters_sha256 == expected.parameters_sha256

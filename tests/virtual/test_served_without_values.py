@@ -1,4 +1,4 @@
-"""A parameter server without values: what it takes, and what is sent, are those of the run with values.
+"""A parameter server without values takes the time and messages of the run with values.
 
 But for the rows of metrics, which travel as text: without a loss it is some bytes shorter.
 """

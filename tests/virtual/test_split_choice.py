@@ -1,4 +1,4 @@
-"""Ways that are chosen by themselves: the fewest bytes that there are, as many as are sent, and the same gradients."""
+"""Ways that are chosen automatically: the fewest bytes, as many as are sent, and the same gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Perceptron(nn.Module):
 
 
 def images() -> nn.Module:
-    """Channels of which each is four of the linear layer's inputs."""
+    """Channels that are four of the linear layer's inputs each."""
     first, second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 3)
     return nn.Sequential(
         *(first, nn.ReLU(), nn.MaxPool2d(2), second, nn.Tanh(), nn.Flatten(), nn.Dropout(0.1)),
@@ -46,7 +46,7 @@ def images() -> nn.Module:
 
 
 def blocks() -> nn.Module:
-    """Of torch's own transformer, which a graph has as one node."""
+    """Torch's own transformer, one node of a graph."""
     layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.1, batch_first=True)
     return nn.Sequential(nn.Embedding(9, 12), nn.TransformerEncoder(layer, 2), nn.Linear(12, 9))
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_one_process(case: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_sent_is_what_the_plan_says(case: str) -> None:
-    """The bytes of three steps over those of two, so without what is checked once."""
+    """The bytes of three steps over two steps', so without the checks at the start."""
     model, inputs = CASES[case]
 
     def sent(steps: int) -> int:
@@ -134,7 +134,7 @@ def test_the_ways_of_alexnet() -> None:
 
 
 def test_layers_that_cannot_be_split_stay_whole() -> None:
-    """Fewer features than ranks both ways, other classes, tied weights, and what the model does not call."""
+    """Fewer features than ranks both ways, other classes, tied weights, and layers that the model does not call."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -184,7 +184,7 @@ GIVEN: Rules = {"layers.0": "column", "drops.0": "column", "layers.1": "row"}
 
 
 def told_of(rules: Any, link: Any, **codecs: str) -> list[str]:
-    """What `pt.split` warns of on the first of two ranks, for a perceptron of 8, 6 and 4 features and 5 samples."""
+    """The warnings of `pt.split` on the first of two ranks, for a perceptron of 8, 6 and 4 features and 5 samples."""
 
     def work(port: Port) -> list[str]:
         with warnings.catch_warnings(record=True) as found:

@@ -1,4 +1,4 @@
-"""What a split model sends is what its shapes say, to the byte."""
+"""A split model's messages follow from its shapes, to the byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sent(
     sequence: bool = False,
     **codecs: str,
 ) -> tuple[int, int]:
-    """Bytes of one step (that of three steps over that of two, so without what is checked once), and their price."""
+    """The bytes of one step (three steps' minus two steps', so without the checks at the start), and their price."""
 
     def bytes_of(steps: int) -> tuple[int, int]:
         def work(port: Port) -> int:
@@ -98,7 +98,7 @@ def test_what_a_model_counts_for_each_layer_is_what_its_shapes_say(sequence: boo
 
 
 def test_eight_bits_send_an_eighth_of_float64_and_a_scale_for_each_block() -> None:
-    """Of 2 x 512 outputs in two pieces, and of their gradients."""
+    """2 x 512 outputs in two pieces, and their gradients."""
     inputs = torch.ones(2, 512, dtype=torch.float64, requires_grad=True)
 
     def bytes_of(**codecs: str) -> int:

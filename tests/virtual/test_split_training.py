@@ -1,4 +1,4 @@
-"""Split models trained by strategies along the other axis of the mesh: what the whole model becomes."""
+"""Split models trained by strategies along the other axis of the mesh become the whole model's."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
-    """Of whole or divided logits: the model has told which (`Scored`)."""
+    """The loss of whole or divided logits, as the model says (`Scored`)."""
     return output.cross_entropy(target)  # type: ignore[no-any-return]
 
 
 class Scored(nn.Module):
-    """A model whose answer knows how its loss is made."""
+    """A model with the facts for its loss in its answer."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 def trained(
     strategy: Strategy, optimizer: str, model: int, *, data: int = 2, steps: int = 3, sequence: bool = False
 ) -> list[list[Any]]:
-    """`data` ranks of `model` ranks each: what each has of the whole model, and of what all its ranks hold."""
+    """`data` ranks of `model` ranks each: each rank's view of the whole model, and the part that all its ranks hold."""
     job = pt.Job(
         model=Transformer,
         data=lambda folder: pt.Data([]),
@@ -106,7 +106,7 @@ EXACT = [
     (s.local_sgd(period=2), "adamw", 3),
     (s.delayed_sgd(delay=1), "adamw", 3),
 ]
-"""Strategies that treat each element by itself, so that all is as with the whole model."""
+"""Strategies that treat each element separately, so that all is as with the whole model."""
 
 
 @pytest.mark.parametrize(("strategy", "optimizer", "model"), EXACT, ids=str)

@@ -1,4 +1,5 @@
-"""What a model in stages has besides weights: layers that keep something from batch to batch, against plain torch."""
+"""The state of a model in stages other than weights: layers that keep values from batch to batch, against plain
+torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BATCHES = [
 
 
 class Codebook(nn.Module):
-    """A layer whose answer depends on a buffer that each pass moves."""
+    """A layer with an answer that depends on a buffer, which each pass moves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ def test_weights_that_are_made_of_others_and_hooks_of_gradients(change: Callable
 @pytest.mark.parametrize("inner", [s.sync_sgd(), s.diloco(period=2)], ids=str)
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_stage_may_be_frozen(part: int, inner: pt.Strategy) -> None:
-    """Its optimizer may be given no parameter."""
+    """Its optimizer may get no parameter."""
 
     def make(*, whole: bool = False) -> nn.Module:
         model = model_with(KEEPING["BatchNorm"])()

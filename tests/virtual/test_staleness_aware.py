@@ -1,7 +1,7 @@
 """Zhang et al. 2016: with many stale gradients a fixed rate learns nothing; divided by τ it learns as if alone.
 
-Digits, a perceptron 64 - 64 - 10, 30 learners with 8 samples a gradient, plain SGD with α₀ = 1, near the edge of what
-synchronous training stands (with a small α₀ everything would learn, and the test would say nothing), 40 epochs.
+Digits, a perceptron 64 - 64 - 10, 30 learners with 8 samples a gradient, 40 epochs; plain SGD with α₀ = 1 is near the
+edge of synchronous training (with a small α₀ everything would learn, and the test would show nothing).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Perceptron:
         return float(np.mean((self.hidden(images) @ self.w2 + self.b2).argmax(axis=1) != labels))
 
     def gradient(self, images: Array, labels: npt.NDArray[np.int64]) -> Array:
-        """Of the mean loss, flat."""
+        """The gradient of the mean loss, flat."""
         hidden = self.hidden(images)
         scores = hidden @ self.w2 + self.b2
         wrong = np.exp(scores - scores.max(axis=1, keepdims=True))

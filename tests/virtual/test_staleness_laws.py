@@ -1,4 +1,4 @@
-"""How stale gradients are, and what backup workers gain: the real rules, driven by simulated learners.
+"""The staleness of gradients, and the gain of backup workers: the real rules, driven by simulated learners.
 
 Figures in the names are of Gupta et al. 2015 (staleness) and of order statistics (backup workers).
 """
@@ -20,11 +20,11 @@ from virtual.learners import Desk, simulate
 LEARNERS = 30
 SPLITS = (1, 15, 30)
 MEANS = {1: 0.97, 15: 14.5, 30: 29.0}
-"""Of the staleness under n-softsync."""
+"""The mean staleness under n-softsync."""
 
 
 def staleness(n: int, duration_s: Callable[[int], float], pushes: int = 6_000) -> list[int]:
-    """τ of each push under n-softsync with 30 learners, the first few (when nobody has pushed yet) left out."""
+    """τ of each push under n-softsync with 30 learners, except for the first few, before any push."""
     run = simulate(
         Desk(softsync(n), members=tuple(range(LEARNERS))), duration_s, lambda run: len(run.staleness) >= pushes
     )
@@ -87,7 +87,7 @@ def rate(n: int, duration_s: Callable[[int], float], updates: int, gives_up: boo
 
 
 def test_waiting_for_96_of_100_gives_three_and_a_half_times_the_samples() -> None:
-    """Workers whose gradient would be late give it up: each step is a fresh draw, so order statistics hold."""
+    """Workers give up gradients that would be late: each step is a fresh draw, so order statistics hold."""
 
     def law(n: int) -> float:
         late = sum(comb(WORKERS, k) * 0.02**k * 0.98 ** (WORKERS - k) for k in range(WORKERS - n + 1, WORKERS + 1))
@@ -108,7 +108,8 @@ def test_with_lognormal_times_96_of_100_gives_1_23_times_the_samples() -> None:
 
 
 def test_workers_that_finish_what_will_be_late_move_the_best_number_to_80_to_85() -> None:
-    """Who takes five times as long then misses five steps: one in eleven is behind at any time, not one in 50."""
+    """A worker that takes five times as long then misses five steps: one in eleven is behind at any time, not one in
+    50."""
     updates = 150
     alone = rate(100, five_times(5), updates, gives_up=False)
     gains = {n: rate(n, five_times(5), updates, gives_up=False) / alone for n in (75, 80, 82, 85, 90, 96)}

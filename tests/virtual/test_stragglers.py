@@ -121,7 +121,7 @@ def test_uniform_factors_keep_within_their_spread() -> None:
 
 
 WHOLE, PARTS = (1.0,), (0.25, 0.5, 0.25)
-"""What a step computes: all at once, or forward, backward and update. A second in all."""
+"""The parts of a step: one, or forward, backward and update. A second in all."""
 
 
 def step_times(
@@ -154,7 +154,7 @@ def test_a_synchronous_step_of_exponential_workers_takes_the_harmonic_number(par
 
 
 def test_a_synchronous_step_of_100_workers_of_which_2_percent_take_5_times_as_long_takes_4_47() -> None:
-    """1 + 4 (1 - 0.98^100): one such worker is enough, in whatever parts its step is computed."""
+    """1 + 4 (1 - 0.98^100): one such worker is enough, with a step in any parts."""
     expected = 1 + 4 * (1 - 0.98**100)
     assert expected == pytest.approx(4.47, abs=0.005)
     alone = [step_times(occasional(0.02, 5.0), 1, 600, PARTS[1:], seed=seed) for seed in range(100)]
@@ -191,7 +191,7 @@ def test_a_worker_draws_once_a_step_whatever_it_computes(strategy: Strategy) -> 
 
 @pytest.mark.parametrize("strategy", [strategies.sync_sgd(), strategies.backup_workers(backups=0)], ids=str)
 def test_synchronous_steps_take_as_long_as_their_slowest_worker_draws(strategy: Strategy) -> None:
-    """Σ over steps of the largest of the workers' draws, by what a step of theirs takes; to 2 %."""
+    """Σ over steps of the largest of the workers' draws, times their step's time; to 2 %."""
     steps, draws = 2, defaultdict[int, list[float]](list)
 
     def noted(random: Random, host: int) -> float:
@@ -214,7 +214,7 @@ def test_a_synchronous_step_waits_for_the_slow_host() -> None:
 
 
 def test_ranks_draw_from_streams_of_their_own() -> None:
-    """What rank 0 draws does not depend on how many others there are."""
+    """Rank 0's draws do not depend on the number of the others."""
 
     async def program(port: Port) -> float:
         await port.compute(lambda: None, flops=1.0)

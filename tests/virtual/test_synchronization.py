@@ -1,4 +1,4 @@
-"""When workers talk: what each step is given back."""
+"""The times of exchanges: each step's answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE_MEAN = mean()._replace(promises=mean().promises & ~Promise.SEPARABLE)
 
 
 def handed_out(transform: Transform, num_steps: int) -> list[float | None]:
-    """What steps 1, 2, 3, … are given back for 1.0, 2.0, 3.0, …, on one rank."""
+    """The answers of steps 1, 2, 3, … to 1.0, 2.0, 3.0, …, on one rank."""
 
     async def program(port: Port) -> list[float | None]:
         state, answers = transform.init(bundle(0.0)), []

@@ -1,4 +1,4 @@
-"""Synthetic gradients at work in the virtual world: the rule written by hand, and what labels and zeros make of it."""
+"""Synthetic gradients at work in the virtual world: the rule written by hand, with labels and zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedding with sparse gradients: only rows travel, and the model becomes what a dense gradient makes of it."""
+"""An embedding with sparse gradients: only rows travel, and the model becomes a dense gradient's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job(words: Tensor, *, sparse: bool) -> pt.Job:
 
 
 def bags(rows: int, *, without: slice = slice(0)) -> Tensor:
-    """24 bags of 3 of the first `rows` words; those of `without` leave the table out."""
+    """24 bags of 3 of the first `rows` words; the bags of `without` leave the table out."""
     words = torch.randint(1, rows, (24, 3), generator=torch.Generator().manual_seed(3))
     words[without, 0] = 0
     return words

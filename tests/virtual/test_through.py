@@ -48,7 +48,7 @@ from virtual.ways import (
     ids=lambda each: label(each) if isinstance(each, Way) else str(each),
 )
 def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(way: Way, num_ranks: int) -> None:
-    """Σ answers + Σ over ranks of what they hold back = Σ of the weighted inputs, where there is feedback."""
+    """Σ answers + Σ residuals of all ranks = Σ of the weighted inputs, where there is feedback."""
     dtype = torch.float64 if num_ranks % 2 == 0 else torch.float32
     outcome = ran(way.make(), num_ranks, dtype)
     ranks = [rank for rank in outcome.results if rank is not None]
@@ -92,7 +92,7 @@ def test_a_rank_that_goes_on_alone_gives_all_residuals(way: Way) -> None:
 
 
 def test_small_tensors_arrive_exactly() -> None:
-    """Those of fewer than `exact_below` elements: here the bias, the scalar, and what is empty."""
+    """Tensors of fewer than `exact_below` elements: here the bias, the scalar, and an empty one."""
     transform = through(c.fp16(), route=c.all_gather, exact_below=EXACT_BELOW)
     outcome = ran(transform, 2, torch.float64, steps=1)
     assert outcome.results[0] is not None
@@ -198,7 +198,7 @@ def test_a_merge_of_what_is_exact_is_the_plain_merge(merge: Any, path: Any, num_
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
 def test_every_codec_can_be_merged(row: Row) -> None:
-    """By the median, on the way that is chosen for it, and by votes; all ranks get the same bits."""
+    """The median, on its chosen way, and votes; all ranks get the same bits."""
     for merge in (median, vote):
         answers = merged_by(through(row.make(), merge, exact_below=EXACT_BELOW), 3)
         assert all(torch.equal(answers[0], answer) for answer in answers[1:])
@@ -210,7 +210,7 @@ def test_every_codec_can_be_merged(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.text)
 def test_the_codec_chooses_its_way(row: Row) -> None:
-    """As `through` says it in its table."""
+    """The table of `through` has the way."""
     cost = through(row.make()).cost
     assert cost is not None
     ((exchange,), _) = cost(Bundle(values(0, 0, torch.float32)), 4)
@@ -222,7 +222,7 @@ def test_the_codec_chooses_its_way(row: Row) -> None:
         assert (exchange.by, exchange.reason) == ("reduce_scatter", "stripes")
 
 
-# ---------------------------------------------------------------------- what it says that it sends
+# ---------------------------------------------------------------------- its own account of its messages
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
@@ -274,7 +274,7 @@ REAL: dict[str, Callable[[], Transform]] = {
 
 
 async def hashes(port: Port) -> list[str]:
-    """Of the answers of two steps, on each way."""
+    """The hashes of two steps' answers, on each way."""
     found = []
     for make in REAL.values():
         transform = make()

@@ -1,4 +1,4 @@
-"""What `through` refuses: ways that a codec cannot go, what is no codec, messages of impossible length."""
+"""Refusals of `through`: impossible ways of a codec, objects that are not codecs, messages of impossible length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from virtual.ways import EXACT_BELOW, values
 
 
 def refused() -> list[tuple[str, Callable[[], Transform], str]]:
-    """What cannot be, and the remedy that the error names."""
+    """An impossible call, and the remedy that the error names."""
     found: list[tuple[str, Callable[[], Transform], str]] = []
     for row in ROWS:
         remembers = row.make().init(torch.zeros(1)) is not None

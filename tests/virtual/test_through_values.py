@@ -1,4 +1,4 @@
-"""`through`: what arrives, by the codec's own word; near the largest number of 16 bits; their residuals."""
+"""`through`: its answers by the codec's own law; near the largest number of 16 bits; their residuals."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def contributions(num_ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]
 
 
 def decoded(codec: Codec, x: Tensor, when: EncodeContext) -> Tensor:
-    """What arrives of x, where nobody else's is added."""
+    """The answer to x, without another rank's part."""
     return codec.decode(codec.encode(x, codec.init(x), when)[0], x, when)
 
 
 def striped(parts: Sequence[Sequence[Piece]], given: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of each stripe the owner's own part and what it decodes of the others', encoded again."""
+    """The owner's own part of each stripe and the decoded others', encoded again."""
     found = {name: torch.zeros_like(x) for name, x in given[0].items()}
     for owner, part in enumerate(parts):
         for piece in part:
@@ -46,7 +46,7 @@ def striped(parts: Sequence[Sequence[Piece]], given: list[dict[str, Tensor]]) ->
 
 
 def told(way: Way, given: list[dict[str, Tensor]]) -> Tensor:
-    """What step 1 must answer, flat."""
+    """The answer of step 1, flat."""
     codec, pieces = way.codec(), whole(given[0], way.codec(), 0 if way.path == "all_reduce" else EXACT_BELOW)
     if way.path == "reduce_scatter":
         return Bundle(striped(stripes(pieces, given[0], len(given)), given)).flat
@@ -78,11 +78,11 @@ def test_the_answer_is_the_sum_of_what_the_codec_makes_of_each_part(way: Way, nu
 # ---------------------------------------------------------------------- near the largest number
 
 MOST = 65504.0
-"""Of float16."""
+"""The largest float16."""
 
 
 def answer_of(transform: Transform, xs: Sequence[Tensor]) -> Tensor:
-    """Where rank i has xs[i], and all have the same share."""
+    """The answer where rank i has xs[i], and all have the same share."""
 
     async def program(port: Port) -> Tensor:
         given = Bundle({"w": xs[port.rank].clone()})

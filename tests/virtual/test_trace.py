@@ -1,4 +1,4 @@
-"""The trace: what it counts, what its hash depends on, and the Chrome format."""
+"""The trace: its counts, its hash, and the Chrome format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_events_are_bounded_and_totals_and_hash_are_not() -> None:
     whole, bounded = traced(), traced(max_events=10)
     assert (len(whole.events), whole.dropped) == (81, 0)
     assert (len(bounded.events), bounded.dropped) == (10, 71)
-    assert bounded.events == whole.events[-10:], "the last ones: what a run does now, not how it began"
+    assert bounded.events == whole.events[-10:], "the last ones: the run's present, not its begin"
     assert (bounded.bytes_sent, bounded.messages, bounded.hash) == (whole.bytes_sent, whole.messages, whole.hash)
 
 
@@ -153,7 +153,7 @@ def test_a_file_holds_every_event_and_names_for_every_track(tmp_path: Path) -> N
 
 
 def test_a_file_is_bounded_and_says_what_is_left_out(tmp_path: Path) -> None:
-    """Of all ranks' events those that ended last, however they are ordered; and what each rank dropped before."""
+    """The events of all ranks that ended last, in any order; and each rank's earlier drops."""
     per_rank, path = MOST_WRITTEN // 2 + 5, tmp_path / "trace.json"
     events = [Event(rank, step, "compute", 0, float(step), step + 0.5) for rank in (0, 1) for step in range(per_rank)]
     write_chrome_trace(path, events, title="t", dropped=90)

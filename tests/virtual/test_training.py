@@ -1,4 +1,4 @@
-"""The training program: what its clock counts, what it draws, what it leaves as it was."""
+"""The training program: its clock, its draws, and the state that it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_until_ends_at_the_first_epoch_that_reaches_it() -> None:
 
 @pytest.mark.parametrize("strategy", [strategies.local_sgd(period=4), strategies.hogwild()], ids=str)
 def test_until_ends_all_ranks_at_the_first_step_that_none_has_begun_when_the_score_comes(strategy: Any) -> None:
-    """So it may be later than the step that was scored. What the result says is of the model at the end."""
+    """So it may be later than the step that was scored. The result is the model's at the end."""
     uneven = cluster.one_host(3, stragglers=cluster.lognormal(0.5))
     result = simulate(find("digits"), strategy, 3, uneven, until={"accuracy": 0.9})
     assert result.reached is True

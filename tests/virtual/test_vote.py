@@ -1,4 +1,4 @@
-"""A vote of signs: its table, and what a minority can do."""
+"""A vote of signs: its table, and a minority's power."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ UNUSED = slice(0, 40)
 
 
 def moved(transform: Transform, num_ranks: int, num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """How far each entry is from its start after each step of length 1, (num_steps, 80, 20)."""
+    """The distance of each entry from its start after each step of length 1, (num_steps, 80, 20)."""
 
     async def program(port: Port) -> Tensor:
         state, place, history = transform.init(Bundle({"w": torch.zeros(80, 20, dtype=dtype)})), torch.zeros(80, 20), []
@@ -92,7 +92,7 @@ def moved(transform: Transform, num_ranks: int, num_steps: int, dtype: torch.dty
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("exact_below", [0, 10**6])
 def test_what_has_no_gradient_stays_where_it_is(exact_below: int, num_ranks: int, dtype: torch.dtype) -> None:
-    """By an even number of ranks, or where signs travel as numbers, to the bit; by an odd one, to one step."""
+    """An even number of ranks, or signs as numbers: to the bit; an odd number: to one step."""
     history = moved(sign_sgd(exact_below=exact_below, scale=1.0).gradients, num_ranks, 7, dtype)
     assert float(history[-1, UNUSED.stop :].min()) == 7, "all ranks say up"
     farthest = float(history[:, UNUSED].abs().max())

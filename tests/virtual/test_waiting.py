@@ -1,4 +1,5 @@
-"""Deadlines are raised at the `await`, with rank, step and operation; a deadlock names who waits for what."""
+"""Deadlines are raised at the `await`, with rank, step and operation; a deadlock names the waiting ranks and
+messages."""
 
 from __future__ import annotations
 

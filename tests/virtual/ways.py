@@ -1,4 +1,4 @@
-"""Every codec on every way that takes it, and a world in which ranks exchange by one."""
+"""Every codec on every way that takes it, and a world with ranks that exchange by one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Way(NamedTuple):
     fed: bool
 
     def codec(self) -> Codec:
-        """With feedback where the way has it."""
+        """The codec, with feedback where the way has it."""
         return c.feedback(self.row.make()) if self.fed else self.row.make()
 
     def make(self) -> Transform:
@@ -52,12 +52,12 @@ WAYS = [
 
 
 def label(way: Way) -> str:
-    """What a test is called after."""
+    """The codec's name in a test."""
     return f"{'feedback ' if way.fed else ''}{way.row.text} {way.path}"
 
 
 def values(step: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a rank has in a step."""
+    """A rank's values in a step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
 
@@ -104,7 +104,7 @@ def residuals(state: Any) -> list[Tensor]:
 
 
 def left(state: State, dtype: torch.dtype) -> Tensor:
-    """What a rank holds back, at its place in the flat buffer."""
+    """A rank's residual, at its place in the flat buffer."""
     empty = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
     for name, codec_state in state.codecs.items():
         for residual in residuals(codec_state):
@@ -122,7 +122,8 @@ def weighted(num_ranks: int, dtype: torch.dtype, steps: int) -> Tensor:
 
 
 def tolerance(way: Way, num_ranks: int, dtype: torch.dtype) -> float:
-    """Of the sum over all steps. Wires of 16 bits that are added round each partial sum, and no residual keeps that."""
+    """The tolerance of the sum over all steps. Wires of 16 bits that are added round each partial sum, and no
+    residual keeps that."""
     wire = way.row.make().wire_dtype(torch.zeros(1, dtype=dtype), num_ranks)
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
     if way.path == "all_reduce" and wire in rounding:
