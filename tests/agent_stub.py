@@ -1,4 +1,4 @@
-"""A stand-in for `polytempo.agent`: it reads a ticket from its standard input, and does what that says."""
+"""A stand-in for `polytempo.agent`: it reads a ticket from its standard input, and obeys it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> int:
-    """`{"code": …, "say": …}` ends at once; "wait" waits for SIGTERM, and "stubborn" does not end by it."""
+    """`{"code": …, "say": …}` ends immediately; "wait" waits for SIGTERM, and "stubborn" ignores it."""
     ticket = json.loads(sys.stdin.readline())
     if "note" in ticket:
         with open(ticket["note"], "w", encoding="ascii") as file:

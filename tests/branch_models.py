@@ -55,7 +55,7 @@ class Drawn(nn.Module):
         self.answers = sorted({last, draw.randint(1, last)})
 
     def _layer(self, kind: str, draw: random.Random) -> int:
-        """A new layer, or one that is there."""
+        """A new layer, or a present one."""
         alike = [number for number, each in enumerate(self.layers) if type(each) is type(_LAYERS[kind](draw))]
         if alike and kind in _USED_AGAIN and draw.random() < 0.4:
             return draw.choice(alike)
@@ -113,7 +113,7 @@ class Towers(nn.Module):
 
 
 def trained(model: nn.Module, x: Tensor, *, needs_gradient: bool = False) -> dict[str, Any]:
-    """What one forward and backward pass leaves: answers, gradients, buffers, the generator's state."""
+    """The results of one forward and backward pass: answers, gradients, buffers, the generator's state."""
     given = x.clone().requires_grad_(needs_gradient)
     answers = model(given)
     answers = answers if isinstance(answers, tuple) else (answers,)

@@ -1,4 +1,4 @@
-"""A job whose model has two branches that are worth two threads, with dropout and batch norm in both."""
+"""A job with a model of two branches, each worth a thread, with dropout and batch norm in both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class Undecided(WideTowers):
     """It cannot be traced."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of WideTowers."""
         return super().forward(x if x.sum() > 0 else -x)
 
 

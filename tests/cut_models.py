@@ -48,7 +48,7 @@ class Residual(nn.Module):
 
 
 class Tied(nn.Module):
-    """A transformer whose embedding is its last layer, with sizes and a mask computed where they are used."""
+    """A transformer with its embedding as last layer, and with sizes and a mask computed at their use."""
 
     def __init__(self, *, by_name: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Reads its sizes from what it is given, and cuts a tensor into a tuple of three."""
+    """Reads its sizes from its input, and cuts a tensor into a tuple of three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def chained(cut: Cut, inputs: tuple[Any, ...]) -> Any:
-    """The model's output by its stages, with gradients in the parameters: what an executor does, without processes."""
+    """The model's output by its stages, with gradients in the parameters: an executor's work, without processes."""
     known: dict[str, Tensor] = {}
     taken: list[list[Tensor]] = []
     given: list[tuple[Any, ...]] = []

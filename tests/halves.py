@@ -19,7 +19,7 @@ STRATEGIES: list[Strategy] = [
     s.top_k_sgd(0.2, exact_below=4),
     s.delayed_sgd(delay=1, route=pt.collectives.ring),
 ]
-"""Of each kind: gradients, parameters, a codec with residuals, and exchanges that outlive a step."""
+"""One strategy of each kind: gradients, parameters, a codec with residuals, and exchanges that outlive a step."""
 
 
 def half(number: int) -> nn.Sequential:

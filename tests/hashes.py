@@ -1,11 +1,11 @@
-"""Hashes of runs: what a change of the code's structure must leave as it is.
+"""Hashes of runs, which a change of the code's structure must leave unchanged.
 
     python tests/hashes.py runs before.json          # every row of the catalogue, in both worlds
     python tests/hashes.py chaos before.json 1000    # the outcome of so many seeds of `polytempo chaos`
     python tests/hashes.py differ before.json after.json
 
-Parameters depend on the instruction set and on torch, so lists are compared on one machine. Strategies whose
-result depends on who comes first on real processes are run with one worker there.
+Parameters depend on the instruction set and on torch, so lists are compared on one machine. Strategies with results
+that depend on the order of real processes are run with one worker there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, WORKERS = 12, 3
 
 
 def hashes(result: pt.Result) -> list[Any]:
-    """Parameters, operations, and what was sent."""
+    """The hashes of parameters, operations and messages."""
     return [result.parameters_sha256, result.trace_hash, result.bytes_sent_per_rank]
 
 
@@ -55,7 +55,7 @@ def runs() -> dict[str, list[Any]]:
 
 
 def chaos(seeds: int) -> dict[str, list[Any]]:
-    """Seed -> what came of it, in numbers."""
+    """Seed -> the outcome, in numbers."""
     found = {}
     for seed in range(seeds):
         outcome = scenario.run(seed)

@@ -1,4 +1,4 @@
-"""What several test files share: a cluster with round numbers, and ways to run one transform on all ranks."""
+"""Helpers of several test files: a cluster with round numbers, and ways to run one transform on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bundle(*values: float, share: float | None = None, dtype: torch.dtype = torc
 
 
 def applied(transform: Transform, given: Sequence[Bundle]) -> list[Bundle | None]:
-    """What each rank has after `transform` was applied once, rank i starting from `given[i]`."""
+    """Each rank's result of one `transform`, rank i starting from `given[i]`."""
 
     async def program(port: Port) -> Bundle | None:
         answer, _ = await transform.apply(port, given[port.rank], transform.init(given[port.rank]))
@@ -78,7 +78,7 @@ def exchanged(
 
 
 def values(rank: int, numel: int) -> Tensor:
-    """What each rank brings to an exchange."""
+    """Each rank's input of an exchange."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 

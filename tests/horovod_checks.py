@@ -72,7 +72,7 @@ class Checks(Collection[str]):
                 try:
                     made(hvd.rank(), hvd.size())
                     said[name] = ""
-                except BaseException:  # "did not raise" is no Exception
+                except BaseException:  # "did not raise" is not an Exception
                     said[name] = traceback.format_exc()
                     break  # ranks are in different places now
             else:
@@ -91,7 +91,7 @@ def equal(found: Any, expected: Any) -> None:
 
 
 def refused(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
-    """`call` raises `error`, whose message has `words`."""
+    """`call` raises `error`, with `words` in its message."""
     with pytest.raises(error, match=re.escape(words)):
         call()
 

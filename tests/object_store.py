@@ -102,6 +102,6 @@ fsspec.register_implementation("bucket", Store, clobber=True)
 
 
 def bucket(folder: Path) -> str:
-    """The URL of the store whose objects are the files of `folder`."""
+    """The URL of a store with the files of `folder` as objects."""
     (folder / "objects").mkdir(exist_ok=True)
     return f"bucket://{folder / 'objects'}/bucket/run"

@@ -81,7 +81,7 @@ class Inception(nn.Module):
 
 
 def head(inputs: int) -> nn.Module:
-    """What scores from within the network while it trains."""
+    """A layer that scores within the network while it trains."""
     return nn.Sequential(
         *(nn.AvgPool2d(5, 3), convolution(inputs, 128, 1), nn.Flatten()),
         *(nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 1000)),

@@ -1,4 +1,4 @@
-"""Small jobs whose layers lie in parts: a classifier, and a text with tied weights, dropout and attention."""
+"""Small jobs with layers in parts: a classifier, and a text with tied weights, dropout and attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSIFIER_RULES = {"0": "column", "2": "column", "3": "row", "5": "vocabulary"}
 
 
 def classifier() -> nn.Module:
-    """Seven hidden features, of which no even part is; five classes."""
+    """Seven hidden features, which no number of parts divides; five classes."""
     net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Dropout(0.2), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5))
     return net.double()
 
@@ -44,7 +44,7 @@ def job(**changed: Any) -> pt.Job:
 
 
 def text_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Of all positions; a function of whole logits."""
+    """The loss of all positions; a function of whole logits."""
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
@@ -68,12 +68,12 @@ def text_job() -> pt.Job:
 
 
 def split(parts: int = 2, **options: Any) -> Strategy:
-    """Of the classifier."""
+    """The split classifier."""
     return pt.strategies.split(CLASSIFIER_RULES, parts=parts, **options)
 
 
 def split_text(parts: int = 2, *, sequence: bool = False, **options: Any) -> Strategy:
-    """Of the transformer."""
+    """The split transformer."""
     return pt.strategies.split(SEQUENCE_RULES if sequence else RULES, parts=parts, sequence=sequence, **options)
 
 

@@ -47,7 +47,7 @@ WAITING = {
     "interleaved": lambda stages: interleaved(stages, 4),
     "zero_bubble": lambda stages: zero_bubble(stages, 4),
 }
-"""Schedules that compute what one process would, by the number of stages."""
+"""Schedules that compute the same as one process, by the number of stages."""
 DELAYED = {
     "ddg": ddg,
     "ddg in lockstep": lambda stages: ddg(stages, lockstep=True),
@@ -86,7 +86,7 @@ def batches(steps: int, *, seed: int = 1, dtype: torch.dtype = torch.float64) ->
 
 
 def micro_batches(batch: tuple[Tensor, Tensor], count: int, parts: Cut, flops: float = 0.0) -> list[MicroBatch]:
-    """The parts of a batch, whose losses add up to its mean loss."""
+    """The parts of a batch, with losses that add up to its mean loss."""
     found = []
     for x, y in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
 
@@ -99,7 +99,7 @@ def micro_batches(batch: tuple[Tensor, Tensor], count: int, parts: Cut, flops: f
 
 
 class Trained(NamedTuple):
-    """How a pipeline ended."""
+    """The end of a pipeline."""
 
     model: nn.Sequential
     losses: list[float]
@@ -180,7 +180,7 @@ class Ended(NamedTuple):
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Of the parameters that are trained."""
+    """SGD on the trained parameters."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 

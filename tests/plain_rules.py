@@ -14,7 +14,7 @@ def on_arrival(state: Any, arrival: Arrival, situation: Situation) -> tuple[Any,
 
 
 def in_pairs(state: int, arrival: Arrival, situation: Situation) -> tuple[int, list[Action]]:
-    """Every second gradient makes an update; all are answered at once."""
+    """Every second gradient makes an update; all are answered immediately."""
     if arrival.kind != "push":
         return state, [Answer(arrival.worker)]
     end: list[Action] = [Update(2.0)] if state else []

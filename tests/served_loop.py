@@ -34,7 +34,7 @@ class InProcess:
 
     def link(self, world: ProcessWorld, facts: LoopFacts) -> InProcess:
         text = facts.to_plain()
-        facts = LoopFacts.from_plain(text, *facts.blobs)  # what has travelled
+        facts = LoopFacts.from_plain(text, *facts.blobs)  # the sent bytes
         orders, self._orders = os.pipe()
         server = LoopServer(facts, {"processes": [os.getpid()], "keys": None}, lambda line: None, orders)
         plan = facts.plan

@@ -1,11 +1,11 @@
-"""What lies in /dev/shm, where nothing of ours has a name."""
+"""The files in /dev/shm, where nothing of ours has a name."""
 
 from __future__ import annotations
 
 import os
 
 OTHERS = ("torch_", "sem.", "__KMP")
-"""Of torch's data loaders, of Python's multiprocessing and of OpenMP, which tests beside this one may use."""
+"""Segments of torch's data loaders, of Python's multiprocessing and of OpenMP, which simultaneous tests may use."""
 
 
 def segments() -> set[str]:

@@ -1,4 +1,4 @@
-"""What became of the slices of a FlexRR run, by the shards' own account."""
+"""The outcomes of the slices of a FlexRR run, by the shards' own account."""
 
 from __future__ import annotations
 

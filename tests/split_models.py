@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Characters to scores; the table of the characters is that of the scores."""
+    """Characters to scores, with one table for both."""
 
     def __init__(self, dropout: float = 0.0, blocks: int = 2) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def made(model: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
 
 
 class Pass(NamedTuple):
-    """What a forward and a backward pass left."""
+    """The results of a forward and a backward pass."""
 
     loss: Tensor
     output: Tensor
@@ -111,13 +111,13 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def squares(output: Tensor) -> Tensor:
-    """A loss whose gradient differs for each output."""
+    """A loss with a different gradient for each output."""
     weights = torch.linspace(-1.0, 2.0, output.numel(), dtype=output.dtype).view(output.shape)
     return (output.square() * weights).sum()
 
 
 def whole_pass(model: Callable[[], nn.Module], inputs: Any, dtype: torch.dtype = torch.float64) -> Pass:
-    """Of one process."""
+    """The pass in one process."""
     net = made(model, dtype)
     taken = inputs.clone().requires_grad_(inputs.is_floating_point())
     torch.manual_seed(5)
@@ -136,7 +136,7 @@ def split_pass(
     sequence: bool = False,
     **place: Any,
 ) -> Pass:
-    """Of one rank; `place` is its world or port."""
+    """The pass on one rank; `place` is its world or port."""
     net = pt.split(made(model, dtype), rules, sequence=sequence, **place)
     taken = inputs.clone().requires_grad_(inputs.is_floating_point())
     torch.manual_seed(5)
@@ -149,7 +149,7 @@ def split_pass(
 
 
 def on_ranks(num_ranks: int, work: Callable[[Port], Any], **mesh: int) -> list[Any]:
-    """What `work(port)` returns on each virtual rank of a mesh, by default one model on all of them."""
+    """The value of `work(port)` on each virtual rank of a mesh, by default one model on all of them."""
     return outcome_of(num_ranks, work, **mesh).results
 
 

@@ -43,7 +43,7 @@ def job(*, tested: bool = True, dropout: float = 0.2) -> pt.Job:
 
 
 def plain_model() -> nn.Sequential:
-    """Without what draws, or has running statistics; enough layers for four parts."""
+    """A model without random layers and running statistics; enough layers for four parts."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())]
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *layers, nn.Linear(6, 2))
 

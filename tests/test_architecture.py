@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bench",
     },
 }
-"""What each folder may import besides itself: a folder, or one module of it. Top to bottom is one way."""
+"""The allowed imports of each folder other than its own: a folder, or one module of it. Top to bottom is one way."""
 
 TORCH = "torch takes seconds to load, and `--help` must not"
 IMPORTED_LATE = {
@@ -148,16 +148,16 @@ def folder(path: Path) -> str:
 
 
 class Source(NamedTuple):
-    """What these tests want to know of one file."""
+    """The facts of one file for these tests."""
 
     path: Path
     lines: tuple[str, ...]
     is_described: bool
-    """Whether it has a docstring, and says that annotations are for later, as far as it has to."""
+    """True if it has a docstring, and the import that postpones annotations where it needs it."""
     imports: frozenset[str]
     """Modules of this package, without its name: "core.op", "torch.job"."""
     imports_at_once: frozenset[str]
-    """Those that are imported with it; those for types alone count, but for a package's face."""
+    """The modules imported with it; imports for types alone count, except in a package's face."""
     imports_late: frozenset[str]
     """Modules that functions import, whosever they are."""
     undocumented: tuple[str, ...]
@@ -219,14 +219,14 @@ def imported(nodes: Iterable[ast.AST], path: Path) -> set[str]:
 
 
 def modules_of(node: ast.AST) -> list[str]:
-    """What an import names."""
+    """The modules that an import names."""
     if isinstance(node, ast.ImportFrom):
         return [str(node.module)]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def for_types_only(nodes: Iterable[ast.AST]) -> set[ast.AST]:
-    """What stands under `if TYPE_CHECKING:`."""
+    """The imports under `if TYPE_CHECKING:`."""
     guarded = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     return {inner for guard in guarded for inner in ast.walk(guard)}
 
@@ -243,7 +243,7 @@ def public(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Documented]
 
 
 def wrong(check: Callable[[Source], Any]) -> dict[str, Any]:
-    """What `check` has against files, by file. Empty: nothing."""
+    """The errors of `check`, by file. Empty: nothing."""
     return {where(source.path): found for source in sources() if (found := check(source))}
 
 
@@ -266,7 +266,7 @@ def test_the_order_is_one_way() -> None:
 
 
 def test_imports_follow_the_order() -> None:
-    """`MAY_IMPORT` says what each folder may import."""
+    """`MAY_IMPORT` has the allowed imports of each folder."""
 
     def forbidden(source: Source) -> list[str]:
         by = folder(source.path)
@@ -276,7 +276,7 @@ def test_imports_follow_the_order() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Modules by name, with what they import, also for types alone; then leaves are taken away until none is left.
+    """Modules by name, with their imports, also for types alone; then leaves are taken away until none is left.
 
     A package's face that loads names when they are first used imports them for types alone: these do not count.
     """
@@ -291,7 +291,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_imports_stand_at_the_top() -> None:
-    """But for those that have a reason in `IMPORTED_LATE`, each of which is still needed."""
+    """Exceptions have a reason in `IMPORTED_LATE`, and are still needed."""
     assert {(where(source.path), name) for source in sources() for name in source.imports_late} == set(IMPORTED_LATE)
 
 
@@ -341,7 +341,7 @@ UNPLAIN = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever|whomever|les
 
 
 def test_sentences_name_their_subject() -> None:
-    """ "No worker holds it", not "nobody holds it": the reader need not guess who could."""
+    """ "No worker holds it", not "nobody holds it": the reader need not guess the noun."""
 
     def unplain(source: Source) -> list[str]:
         return [f"{n}: {line.strip()}" for n, line in enumerate(source.lines, 1) if UNPLAIN.search(line)]

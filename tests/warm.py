@@ -1,8 +1,8 @@
 """Run Python programs from a process that has loaded torch already: most of a short command is its start.
 
-A program here is what `python program.py …` or `python -m package …` would run: a process of its own with its own
-arguments, folder, environment and ends, whose interpreter ends as always. It differs in what others' packages are
-there before its first line (none of ours), and in variables that are read while torch loads.
+A program here stands for `python program.py …` or `python -m package …`: a process of its own with its own arguments,
+folder, environment and ends, and an interpreter that ends as always. It differs in the others' packages that are there
+before its first line (none of ours), and in variables that are read while torch loads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOADED = ("torch", "torch._dynamo", "matplotlib.figure", "rich.console", "typer"
 
 
 def run(arguments: list[str], cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    """What `python *arguments` ends with, in the folder `cwd`. Raises TimeoutExpired, with nothing left running."""
+    """The end of `python *arguments` in the folder `cwd`. Raises TimeoutExpired, with nothing left running."""
     with TemporaryDirectory() as folder:
         out, error = Path(folder, "out"), Path(folder, "error")
         order = {"arguments": arguments, "cwd": str(cwd), "out": str(out), "error": str(error), "timeout": timeout}
@@ -47,7 +47,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _end(server: subprocess.Popen[str]) -> None:
-    """It ends when nobody can ask any more, and what it runs with it."""
+    """It ends when no process can ask any more, and its programs end with it."""
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.close()
@@ -63,7 +63,7 @@ def _asked(order: dict[str, Any]) -> int | None:
     try:
         print(json.dumps(order), file=server.stdin, flush=True)
         answer: int | None = json.loads(server.stdout.readline())
-    except BaseException:  # the answer, when it comes, is nobody's
+    except BaseException:  # no caller waits for a late answer
         _server.cache_clear()
         _end(server)
         raise
@@ -71,7 +71,7 @@ def _asked(order: dict[str, Any]) -> int | None:
 
 
 def _serve() -> dict[str, Any] | None:
-    """Answer orders; returns in every child, with what it has to run."""
+    """Answer orders; returns in every child, with its program."""
     for name in LOADED:
         import_module(name)
     for line in sys.stdin:
@@ -84,7 +84,7 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _ended(child: int, timeout: float) -> int | None:
-    """The exit code as subprocess counts, or None for one that had to be killed."""
+    """The exit code as subprocess counts, or None for a program that had to be killed."""
     process = os.pidfd_open(child)
     try:
         if process not in select.select([process, sys.stdin], [], [], timeout)[0]:  # or who asked is gone

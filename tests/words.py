@@ -53,7 +53,7 @@ class Riddle(NamedTuple):
 
 
 def riddle(name: str, pattern: str, remedy: str) -> Riddle:
-    """The riddle of this pattern, in which a space stands for any white space."""
+    """The riddle of this pattern; a space stands for any white space."""
     return Riddle(name, re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), remedy)
 
 
@@ -193,7 +193,7 @@ def riddles_of(text: Text) -> Iterator[tuple[int, str, Riddle]]:
 
 
 def is_question(text: str, start: int) -> bool:
-    """Whether the sentence that goes on at `start` ends with a question mark."""
+    """True if the sentence that goes on at `start` ends with a question mark."""
     end = re.compile(r"[?!|]|[.:;](?=\s|$)|\n\s*\n").search(text, start)
     return end is not None and end[0] == "?"
 

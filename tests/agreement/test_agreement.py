@@ -32,7 +32,7 @@ OWN_ROUTES = [row for row in ROWS if "native" not in label(row) and row.make().o
 
 
 def on_processes(strategy: Strategy, workers: int, **options: Any) -> list[dict[str, Any]]:
-    """What each of the real ranks says at its end."""
+    """The last words of each real rank."""
     job = find("digits")
 
     def work(rank_info: RankInfo) -> dict[str, Any]:
@@ -42,10 +42,10 @@ def on_processes(strategy: Strategy, workers: int, **options: Any) -> list[dict[
 
 
 def test_every_strategy_is_here() -> None:
-    """But those that write to one copy of the weights: the processes' own pace decides what they reach.
+    """Strategies that write to one copy of the weights are left out: the processes' own pace decides their result.
 
-    Those with a parameter server have processes of their own: below. Those that cut the model: tests/laws.
-    Those with groups: process/test_codistillation. Those with layers in parts: process/test_parted_runs.
+    Strategies with a parameter server have processes of their own: below. Strategies that cut the model: tests/laws.
+    Strategies with groups: process/test_codistillation. Strategies with layers in parts: process/test_parted_runs.
     """
     one_copy = {row.name for row in ROWS if row.make().one_copy is not None}
     served = {row.name for row in [*SERVED, *HELPED] if row.make().server is not None}
@@ -57,7 +57,7 @@ def test_every_strategy_is_here() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> list[list[dict[str, Any]]]:
-    """What each of three processes says of each row's training, one after the other."""
+    """Each of three processes' results of each row's training, one after the other."""
     job = find("digits")
 
     def work(rank_info: RankInfo) -> Result:
@@ -77,7 +77,7 @@ def test_both_worlds_reach_the_same_bits(row: Row, trained: list[list[dict[str, 
 
 
 def test_a_parameter_server_that_waits_for_all_reaches_the_same_bits() -> None:
-    """The only ones whose pushes are the same whoever comes first."""
+    """Only their pushes are the same in any order of arrival."""
     strategy, options = strategies.backup_workers(backups=0, shards=2), RunOptions(steps=4, threads=1)
     real = run(find("digits"), strategy, 3, steps=4, threads=1)
     virtual = simulate_served(RunSpec.of(find("digits"), strategy, 3, options), ethernet(), native=True)
@@ -107,7 +107,7 @@ def test_a_repeated_real_run_does_the_same_operations() -> None:
 
 
 def test_any_number_of_workers_reaches_the_same_bits_in_both_worlds() -> None:
-    """By `invariant`, of one global batch; 5 workers have 1 or 2 slices each."""
+    """`invariant` and one global batch; 5 workers have 1 or 2 slices each."""
     strategy = strategies.sync_sgd(route=collectives.invariant(slices=8))
     virtual = [simulate(find("digits"), strategy, n, steps=9, global_batch_size=40) for n in (1, 2, 3, 4, 5, 8)]
     real = [on_processes(strategy, n, steps=9, global_batch_size=40)[0] for n in (1, 2, 3, 4, 8)]

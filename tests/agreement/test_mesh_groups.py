@@ -1,4 +1,4 @@
-"""Collectives and messages along several axes of a mesh at once: the same answers in both worlds."""
+"""Collectives and messages along several axes of a mesh at the same time: the same answers in both worlds."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from process.crew import together
 pytestmark = pytest.mark.process
 
 SHAPES = [{"data": 2, "model": 2}, {"data": 2, "stage": 2, "tensor": 1}, {"model": 4}, {"data": 4}]
-"""Of four ranks."""
+"""Shapes of four ranks."""
 
 
 def own(port: Port, salt: int) -> Tensor:
-    """What a rank of the world brings to an exchange; its sum depends on the order of adding."""
+    """A rank's part of an exchange; its sum depends on the order of adding."""
     return torch.randn(6, generator=torch.Generator().manual_seed(100 * salt + port.world_rank))
 
 
 def groups_of(port: Port) -> list[Port]:
-    """This rank's groups along each axis, and the whole; those with others in them, each once."""
+    """This rank's groups along each axis, and the whole; groups of several ranks, each once."""
     found = [port.along(axis) for axis in (port.mesh.lengths if port.mesh else {})] + [port]
     return [group for i, group in enumerate(found) if group.size > 1 and group not in found[:i]]
 
 
 async def at_once(port: Port) -> list[Any]:
-    """In every group: two routes of messages, a sum, a gather, a broadcast; all begin before any is awaited."""
+    """Two routes of messages, a sum, a gather and a broadcast in every group; all begin before any is awaited."""
     groups = [*groups_of(port), port.along()]
     under_way: list[Work[Any]] = []
     for salt, group in enumerate(groups):
@@ -44,12 +44,12 @@ async def at_once(port: Port) -> list[Any]:
             await port.start(group.all_gather(own(group, salt + 30))),
             await port.start(group.broadcast(own(group, salt + 40), group.size - 1)),
         ]
-    answers = [await work for work in reversed(under_way)]  # the order of waiting is another than that of beginning
+    answers = [await work for work in reversed(under_way)]  # the order of waiting differs from the order of beginning
     return [torch.stack(a).tolist() if isinstance(a, list) else a.tolist() for a in answers]
 
 
 async def around(port: Port) -> list[list[float]]:
-    """Every rank sends its vector to the next one of each of its groups at the same time, and takes what comes."""
+    """Every rank sends its vector to the next one of each of its groups at the same time, and takes the arrivals."""
     groups = groups_of(port)
     coming = [await port.start(g.recv(torch.empty(6), (g.rank - 1) % g.size)) for g in groups]
     going = [await port.start(g.send(own(g, salt), (g.rank + 1) % g.size)) for salt, g in enumerate(groups)]
@@ -97,5 +97,5 @@ def _port(rank: int) -> Port:
 
 
 def _rounded(answers: Any) -> Any:
-    """Native sums of the transport add in another order than those of the virtual world."""
+    """Native sums of the transport add in another order than the virtual world's."""
     return [_rounded(a) for a in answers] if isinstance(answers, list) else round(answers, 5)

@@ -1,4 +1,4 @@
-"""The command line with its workers: what it prints, what it leaves, how it ends."""
+"""The command line with its workers: its output, its files, its end."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_train_prints_one_json_object_and_leaves_a_run(tmp_path: Path) -> None:
 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
-    """By default it gets a folder of its own; a folder that was named is refused; `--resume` goes on in it."""
+    """By default it gets a folder of its own; a named folder is refused; `--resume` goes on in it."""
     options = ("train", "digits", "--batch-size", "16", "--steps")
     answer(polytempo(*options, "3", "--json", cwd=tmp_path))
     whole = answer(polytempo(*options, "6", "--json", cwd=tmp_path))
@@ -106,7 +106,7 @@ def test_train_for_people(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_what_would_be_run(tmp_path: Path) -> None:
-    """With the file's options, the command line's over them, and the job's own; and does nothing."""
+    """It shows the file's options, the command line's over them, and the job's own; and does nothing."""
     (tmp_path / "run.toml").write_text('job = "digits"\nworkers = 3\nlr = 0.05\nuntil = "accuracy=0.97"\n')
     plan = answer(polytempo("train", "--config", "run.toml", "--workers", "4", "--dry-run", "--json", cwd=tmp_path))
     assert (plan["job"], plan["world"], plan["workers"], plan["lr"]) == ("digits", "process", 4, 0.05)
@@ -141,7 +141,7 @@ def test_simulate_repeats_itself(tmp_path: Path) -> None:
 
 
 def test_a_job_that_breaks_is_a_failed_run(tmp_path: Path) -> None:
-    """Exit code 1 and the worker's own words, no traceback of the launcher; what a job prints is not the result."""
+    """Exit code 1 and the worker's own words, no traceback of the launcher; a job's output is not the result."""
     (tmp_path / "broken.py").write_text(
         "import dataclasses\n"
         "from polytempo.jobs.digits import job as digits\n"
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_ends_it_with_one_line_and_exit_code_1(tmp_pat
 
 
 def test_a_job_without_its_data_is_a_wrong_value(tmp_path: Path) -> None:
-    """Though the workers are the ones who look for it."""
+    """The workers look for the data."""
     done = polytempo("train", "mnist", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("error: job mnist needs --data FOLDER")
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_inside_a_world_it_is_one_worker(tmp_path: Path) -> None:
-    """Under torchrun nobody is launched: the processes join, and the first one speaks for all."""
+    """Under torchrun no process is launched: the processes join, and the first one speaks for all."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "polytempo", "train", "digits", "--steps", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False)
@@ -211,7 +211,7 @@ def test_inside_a_world_it_is_one_worker(tmp_path: Path) -> None:
 
 
 def test_doctor_lets_two_workers_talk(tmp_path: Path) -> None:
-    """And says what it found, as JSON too."""
+    """It reports its findings, as JSON too."""
     health = answer(polytempo("doctor", "--json", cwd=tmp_path))
     assert health["healthy"] is True
     assert health["problems"] == []
@@ -226,7 +226,7 @@ def test_doctor_lets_two_workers_talk(tmp_path: Path) -> None:
 
 
 def test_doctor_says_why_there_is_no_native_core(tmp_path: Path) -> None:
-    """Which is nothing broken: everything works without it."""
+    """Everything works without it."""
     done = polytempo("doctor", cwd=tmp_path, POLYTEMPO_NATIVE="0")
     assert done.returncode == 0
     assert "no: POLYTEMPO_NATIVE=0 in the environment" in done.stdout

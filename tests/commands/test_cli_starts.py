@@ -41,7 +41,7 @@ def train(folder: Path, source: str, *more: str) -> subprocess.CompletedProcess[
 
 
 def left(folder: Path) -> list[str]:
-    """What the command left, in its folder and among temporary files; what Python and torch keep there aside."""
+    """The command's files, in its folder and among temporary files, except for Python's and torch's own."""
     found = [path.relative_to(folder) for path in folder.rglob("*")]
     theirs = ("__pycache__", "torchinductor_")
     return sorted(str(path) for path in found if not any(part.startswith(theirs) for part in path.parts))
@@ -80,7 +80,8 @@ def test_files_of_the_current_folder_are_not_imported_for_a_job_that_ships(tmp_p
 
 
 def test_an_exception_at_a_later_step_has_the_job_s_lines_and_none_of_ours(tmp_path: Path) -> None:
-    """What training had written by then stays. Before the first step it is said that a batch is all of the data."""
+    """The files that training had written by then stay. Before the first step it is said that a batch is all of the
+    data."""
     loss = (
         "count = 0\n"
         "def loss(output, target):\n"

@@ -16,7 +16,7 @@ BASH = shutil.which("bash")
 
 
 def bash(folder: Path, script: str) -> str:
-    """What the script prints, with `polytempo` on the path and the home directory in `folder`."""
+    """The script's output, with `polytempo` on the path and the home directory in `folder`."""
     assert BASH is not None
     command = folder / "bin/polytempo"
     if not command.exists():
@@ -31,7 +31,7 @@ def bash(folder: Path, script: str) -> str:
 
 
 def completed(words: str) -> str:
-    """A script that prints what bash would offer for the last of the words."""
+    """A script that prints bash's offers for the last of the words."""
     listed = words.split(" ")
     quoted = " ".join(f"'{word}'" for word in listed)
     return (

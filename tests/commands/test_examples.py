@@ -1,4 +1,4 @@
-"""Every file of `examples/` runs, and has something to show. A new example is found by itself."""
+"""Every file of `examples/` runs, and has something to show. A new example is found automatically."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UNDER_TORCHRUN = {
     "trainer.py": "worker",
 }
 QUOTED = ("simulate_stragglers.py",)
-"""What docs/simulator.md quotes word for word; under the virtual clock it is the same everywhere."""
+"""docs/simulator.md quotes its output word for word; under the virtual clock it is the same everywhere."""
 
 pytestmark = pytest.mark.process
 
 
 def shown_by(command: list[str], folder: Path) -> str:
-    """What a command prints on standard output; it must succeed and leave nothing in the folder."""
+    """A command's standard output; it must succeed and leave nothing in the folder."""
     done = warm.run(command, folder)
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
@@ -59,7 +59,7 @@ def test_the_job_in_an_example_is_found_from_the_command_line(file: str, name: s
 
 
 def test_every_strategy_has_an_example() -> None:
-    """One of its own, or a line in that of its family."""
+    """One of its own, or a line in its family's."""
     strategies = {path.stem for path in (ROOT / "src/polytempo/strategies").glob("*.py")} - {"__init__"}
     of_families = ("compressed_sgd.py", "layers_in_parts.py", "pipeline_strategies.py")
     families = [ROOT / "examples" / name for name in of_families]

@@ -22,7 +22,7 @@ HOSTS = HOST._replace(hosts=(*HOST.hosts, MeasuredHost("b", 2, 1e9)), between=(M
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(list(arguments))
     out = capsys.readouterr()
@@ -80,7 +80,7 @@ def test_a_price_stays_in_a_file_that_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_other_numbers_of_workers_are_no_change() -> None:
-    """Two workers of a host have its memory for themselves, four share it: that is not what changes by itself."""
+    """Two workers of a host have its memory for themselves, four share it: that is not a change of the host."""
     fast, slow = (Speeds((("elementwise", KernelSpeed(call_s=call_s)),)) for call_s in (1e-6, 2e-6))
     earlier, later = (replace(cluster_of(HOST), speeds=speeds) for speeds in (fast, slow))
     change = changed(earlier, later)

@@ -1,4 +1,4 @@
-"""`polytempo plan JOB`: a small search, what it prints, and every way to ask wrongly."""
+"""`polytempo plan JOB`: a small search, its output, and its refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPACE = SearchSpace(("sync_sgd()", "local_sgd(period=8)"), (1, 4), (16, 32))
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    """What the command prints to standard output and standard error."""
+    """The command's standard output and standard error."""
     with pytest.raises(SystemExit) as end:
         app(["plan", *arguments])
     out = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`polytempo profile`, `validate`, and the commands that take a measured cluster; what `calibrate` samples."""
+"""`polytempo profile`, `validate`, and the commands that take a measured cluster; the samples of `calibrate`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_command_names_the_component(tmp_path: Path, file: Path) -> None:
-    """The trace of a slower cluster, as if it were that of a real run."""
+    """The trace of a slower cluster stands for a real run's."""
     slow = replace(CLUSTER, memory=Link(5e-3, 1e9))
     run = tmp_path / "run"
     pt.simulate(find("digits"), pt.strategies.sync_sgd(), 2, slow, steps=12, out=run)
@@ -82,7 +82,7 @@ def test_other_commands_take_the_file(file: Path, tmp_path: Path) -> None:
 
 
 def wide_adam() -> pt.Job:
-    """Large enough that what an allocator keeps besides hardly counts: 16 MB of parameters, and Adam's two moments."""
+    """So large that an allocator's own memory hardly counts: 16 MB of parameters, and Adam's two moments."""
 
     def optimizer(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=lr)
@@ -114,7 +114,7 @@ def test_a_process_takes_about_what_is_reckoned() -> None:
 
 
 def _after_freeing(spec: RunSpec) -> int | None:
-    """What is measured where the allocator has kept 128 MB of what this process has freed."""
+    """The measurement after the allocator has kept 128 MB of this process's freed memory."""
     assert keep_memory()
     torch.ones(1 << 25)
     return measured_bytes(spec)
@@ -137,7 +137,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_links_and_collectives_are_measured_between_all_that_talk() -> None:
-    """In a virtual world, whose messages take the time that this program takes for them."""
+    """A virtual world with messages that take this program's time for them."""
 
     async def program(port: Port) -> tuple[Any, Any]:
         return await links(port), await collectives(port, torch.zeros)
@@ -152,7 +152,7 @@ def test_links_and_collectives_are_measured_between_all_that_talk() -> None:
 
 
 def test_a_shard_is_measured_by_its_pushes() -> None:
-    """Those of two workers in twelve steps; more parameters take longer."""
+    """The pushes of two workers in twelve steps; more parameters take longer."""
     small, large = (pushes(_job(middle)) for middle in (4, 2048))
     assert [sample.uses[0].kernel for sample in small] == ["serve"] * 2 * 12
     [use] = {sample.uses for sample in small}.pop()

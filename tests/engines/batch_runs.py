@@ -1,4 +1,4 @@
-"""What the tests of batch systems and MPI share: runs of digits, and a look at what runs have left."""
+"""Helpers for tests of batch systems and MPI: runs of digits, and a look at the remains of runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def marked() -> Iterator[str]:
 
 
 def processes(mark: str, words: str = "") -> list[int]:
-    """Those with the mark whose command line has `words`, oldest first."""
+    """The processes with the mark and with `words` in their command line, oldest first."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -75,7 +75,7 @@ def processes(mark: str, words: str = "") -> list[int]:
 
 
 def agents(mark: str) -> list[int]:
-    """The agents. What an agent forks looks like it, and has it for a parent; the shell around it only names it."""
+    """The agents. An agent's forks look like it, and have it for a parent; the shell around it only names it."""
     alike = [each for each in processes(mark, "-m polytempo.agent") if _name(each).startswith("python")]
     return [each for each in alike if _parent(each) not in alike]
 
@@ -93,7 +93,7 @@ def _parent(process: int) -> int:
 
 
 def awaited(condition: Callable[[], Any], what: str) -> Any:
-    """What `condition` says, once that is true."""
+    """The value of `condition`, once that is true."""
     until_s = time.monotonic() + LONG_S
     while not (found := condition()):
         assert time.monotonic() < until_s, f"{what} did not come within {LONG_S:g} s"
@@ -102,13 +102,13 @@ def awaited(condition: Callable[[], Any], what: str) -> Any:
 
 
 def rows(out: Path) -> int:
-    """How many rows of metrics a run has written."""
+    """The number of a run's rows of metrics."""
     metrics = out / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def result(out: Path) -> dict[str, Any]:
-    """What a run that is over has left."""
+    """The result of a run that is over."""
     found: dict[str, Any] = json.loads((out / "result.json").read_text())
     return found
 

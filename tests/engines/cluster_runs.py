@@ -1,4 +1,4 @@
-"""What the tests of engines for clusters share: runs of digits, and the agents of one cluster as processes."""
+"""Helpers for tests of engines for clusters: runs of digits, and the agents of one cluster as processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PAUSE_S = 0.05
 def marked(temporary: Path) -> Iterator[str]:
     """Mark all processes that are started inside, so that `agents` finds them.
 
-    They can import the tests, and their files lie in `temporary`, where `folders` finds them.
+    They can import the tests, and their files are in `temporary`, where `folders` finds them.
     """
     mark = secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def marked(temporary: Path) -> Iterator[str]:
 
 
 def agents(mark: str) -> list[int]:
-    """The agents' process ids. What an agent forks looks like it, and its parent is an agent."""
+    """The agents' process ids. An agent's forks look like it, and their parent is an agent."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -69,7 +69,7 @@ def agents(mark: str) -> list[int]:
 
 
 def folders() -> list[Path]:
-    """What runs have in the folder for temporary files."""
+    """The runs' folders among temporary files."""
     return list(Path(tempfile.gettempdir()).glob("polytempo-*"))
 
 
@@ -79,7 +79,7 @@ def parent(process: int) -> int:
 
 
 def awaited(condition: Callable[[], Any], what: str) -> Any:
-    """What `condition` says, once that is true."""
+    """The value of `condition`, once that is true."""
     until_s = time.monotonic() + LONG_S
     while not (found := condition()):
         assert time.monotonic() < until_s, f"{what} did not happen within {LONG_S:g} s"
@@ -94,7 +94,7 @@ def digits(strategy: str, engine: EngineSetup | None, **options: Any) -> pt.Resu
 
 
 def local_hashes() -> dict[str, str | None]:
-    """What this host's engine makes of the same runs, in a process of its own: it forks, and here are threads."""
+    """The hashes of the same runs by this host's engine, in a process of its own: it forks, and here are threads."""
     code = (
         "import json; from engines.cluster_runs import DETERMINISTIC, digits\n"
         "print(json.dumps({text: digits(text, None).parameters_sha256 for text in DETERMINISTIC}))"
@@ -105,14 +105,14 @@ def local_hashes() -> dict[str, str | None]:
 
 
 def begun(out: Path, rows: int = 1) -> bool:
-    """Whether a run has written so many rows of metrics."""
+    """True if a run has written so many rows of metrics."""
     metrics = out / "metrics.jsonl"
     return metrics.exists() and metrics.read_text().count("\n") >= rows
 
 
 @contextmanager
 def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs Python's `text`, and ends it also where a test fails: it would keep the cores from those that follow."""
+    """Runs Python's `text`, and ends it also where a test fails: it would keep the cores from later tests."""
     process = subprocess.Popen([sys.executable, "-c", text, *arguments], stderr=subprocess.PIPE)
     try:
         yield process

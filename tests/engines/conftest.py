@@ -6,5 +6,5 @@ import signal
 
 
 def pytest_configure() -> None:
-    """A shell lets what it starts by `&` ignore SIGINT, and all that is started there inherits that."""
+    """A shell lets its `&` jobs ignore SIGINT, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

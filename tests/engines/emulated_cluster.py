@@ -1,6 +1,6 @@
-"""A cluster in one process: an emulator of the API, and a kubelet whose containers are processes of this host.
+"""A cluster in one process: an emulator of the API, and a kubelet with processes of this host as containers.
 
-KubernetesEmulator (kmock)  stores objects, gives each a uid, marks what does not exist as 404
+KubernetesEmulator (kmock)  stores objects, gives each a uid, marks missing ones as 404
 Kubelet (a thread)          a Job ─▶ pods with numbers ─▶ processes, once their Secret is there;
                             a failed pod ─▶ another one, as its policy says; a deleted Job ─▶ SIGTERM, SIGKILL
 """
@@ -60,7 +60,7 @@ class Pod:
 
 @dataclass
 class Cluster:
-    """The API, and what the kubelet has done."""
+    """The API, and a record of the kubelet."""
 
     url: str
     emulator: Any
@@ -76,7 +76,7 @@ class Cluster:
         return KubernetesApi(NAMESPACE, client.ApiClient(client.Configuration(host=self.url)))
 
     def objects(self, kind: str) -> list[dict[str, Any]]:
-        """What there is of a kind."""
+        """The objects of a kind."""
         found = []
         for (resource, _, _), each in list(self.emulator.objects.items()):
             name = f"{resource.group}/{resource.version}" if resource.group else resource.version
@@ -119,7 +119,7 @@ class Emulator(KubernetesEmulator):
 
 @contextmanager
 def emulated_cluster(*, kubelet: bool = True) -> Iterator[Cluster]:
-    """A cluster whose pods have a folder with a short name, as in a container. Nothing of it is left afterwards."""
+    """A cluster with short names for its pods' folders, as in a container. Nothing of it is left afterwards."""
     with tempfile.TemporaryDirectory(prefix="pods-") as folder, _emulated_cluster(Path(folder), kubelet) as cluster:
         yield cluster
 
@@ -193,7 +193,7 @@ class _Kubelet:
         self._collect_garbage()
 
     def _jobs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The specs of Jobs by name, those that other objects stand for included."""
+        """The specs of Jobs by name, included those that other objects stand for."""
         for job in self._cluster.objects("Job"):
             yield job["metadata"]["name"], job["spec"]
         for jobset in self._cluster.objects("JobSet"):
@@ -288,7 +288,7 @@ class _Kubelet:
         )
 
     def _collect_garbage(self) -> None:
-        """Delete what was owned by what is gone: Secrets, runtimes, and pods that have ended."""
+        """Delete objects of deleted owners: Secrets, runtimes, and pods that have ended."""
         kinds = {kind: self._cluster.objects(kind) for kind in RESOURCES}
         uids = {each["metadata"]["uid"] for objects in kinds.values() for each in objects}
         for kind in ("Secret", "TrainingRuntime"):

@@ -1,4 +1,4 @@
-"""Whether manifests are what the API takes: the official schemas, and the models of the Kubeflow Trainer."""
+"""The API takes the manifests: the official schemas, and the models of the Kubeflow Trainer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def check(manifest: dict[str, Any]) -> None:
 
 
 def same(manifest: dict[str, Any], model: Any) -> None:
-    """The model keeps no field that it does not know: what it has read is what was written."""
+    """The model keeps no unknown field: it has read all written fields."""
     read = model.from_dict(manifest)
     if without_nothing(read.to_dict()) != without_nothing(manifest):
         raise ValueError(f"{model.__name__} knows not all of {manifest}")
 
 
 def without_nothing(value: Any) -> Any:
-    """`value` with numbers as text (quantities), and without what the models fill in as None."""
+    """`value` with numbers as text (quantities), and without the models' None."""
     if isinstance(value, dict):
         return {key: without_nothing(each) for key, each in value.items() if each is not None}
     return [without_nothing(each) for each in value] if isinstance(value, list) else value

@@ -90,7 +90,7 @@ def test_the_parameters_are_those_of_the_local_engine(
 
 
 def test_a_scheduler_is_named_by_its_address(client: Client, expected: dict[str, str | None]) -> None:
-    """On one worker of two, over a connection of the run's own."""
+    """One worker of two, over a connection of the run's own."""
     [first, _] = client.nthreads()
     result = digits("sync_sgd()", pt.engines.dask(client.scheduler.address, workers=[first]))
     assert result.parameters_sha256 == expected["sync_sgd()"]

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def work(factor: int, fails: bool = False) -> list[Any]:
-    """On every rank: its place, and a sum over all."""
+    """Every rank's work: its place, and a sum over all."""
     import polytempo.horovod.torch as hvd
 
     hvd.init()
@@ -37,7 +37,7 @@ def work(factor: int, fails: bool = False) -> list[Any]:
 
 
 class Holder:
-    """What an executable class is."""
+    """An executable class."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -113,7 +113,7 @@ def test_what_ray_cannot_place_and_what_is_refused_is_named(cluster: None) -> No
 
 
 def lives(marker: str) -> list[int]:
-    """On every process of an elastic run: 30 commits. One is killed at the tenth, once."""
+    """The work of every process of an elastic run: 30 commits. One is killed at the tenth, once."""
     import polytempo.horovod.torch as hvd
 
     hvd.init()
@@ -134,7 +134,7 @@ def lives(marker: str) -> list[int]:
 
 
 def held_by_a_rank(held: Holder) -> int:
-    """Of an elastic run: only ranks of a group are asked."""
+    """An elastic run: only ranks of a group are asked."""
     import polytempo.horovod.torch as hvd
 
     hvd.init()

@@ -1,6 +1,6 @@
 """A parameter server over agents that share no memory: the ways between them, and the loss of their launcher.
 
-Two agents stand for two hosts: the processes of one share memory, and reach those of the other over encrypted TCP.
+Two agents stand for two hosts: the processes of one share memory, and reach the other's over encrypted TCP.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def agents(started_by: str) -> pt.engines.ssh:
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """With the job in it, and a folder for temporary files in which nothing may be left."""
+    """A folder with the job, and one for temporary files that must be empty at the end."""
     made = tmp_path_factory.mktemp("h")
     (made / "own.py").write_text(JOB)
     (made / "t").mkdir()
@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def counted(epochs: int) -> str:
-    """The hash of the weights with which a run ends that has used each ticket once in each epoch."""
+    """The hash of the final weights after each ticket was used once in each epoch."""
     return parameters_sha256(torch.full((TICKETS,), -float(epochs)) for _ in range(2))
 
 

@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop_served.py"
 LONG_S = 240.0
 PORT = 29_500
-"""Of the launcher's store; no other process has this network."""
+"""The port of the launcher's store; no other process has this network."""
 
 
 class Hosts:
-    """Two namespaces, and what has been started in them."""
+    """Two namespaces with their processes."""
 
     def __init__(self, name: str) -> None:
         self.names = [f"{name}{end}" for end in "ab"]
@@ -61,7 +61,7 @@ class Hosts:
         return process
 
     def remove(self) -> None:
-        """End what is left, and the namespaces."""
+        """End the remaining processes, and the namespaces."""
         for process in self.processes:
             process.kill()
             process.communicate()
@@ -91,7 +91,7 @@ def keys_in(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_the_last_process_of_each_host_serves_under_torchrun(has_keys: bool, hosts: Hosts, tmp_path: Path) -> None:
-    """Over an encrypted line. The keys travel with the gradients, and the user hears of it; or they are there."""
+    """The line is encrypted. The keys travel with the gradients, and the user hears of it; or they are there."""
     more = keys_in(tmp_path) if has_keys else {}
     launchers = []
     for host in range(2):
@@ -112,7 +112,7 @@ def test_the_last_process_of_each_host_serves_under_torchrun(has_keys: bool, hos
 def started(
     hosts: Hosts, size: int, folder: Path, *arguments: str, again: int | None = None
 ) -> list[tuple[int, str, str]]:
-    """How the processes of `LOOP` end, the first half of them on the first host, and what they say.
+    """The ends and outputs of the processes of `LOOP`, the first half of them on the first host.
 
     Rank `again` is started again when it has ended.
     """

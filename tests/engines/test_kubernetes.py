@@ -1,4 +1,4 @@
-"""Runs on an emulated cluster, whose pods are processes of this host: the same results, and nothing left behind."""
+"""Runs on an emulated cluster, with processes of this host as pods: the same results, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_parameter_server_has_its_shards_in_pods(cluster: Cluster) -> None:
     assert len(cluster.commands) == 3
 
 
-# --- what goes wrong
+# --- failures
 
 
 FAILS = """
@@ -161,7 +161,7 @@ def test_a_killed_pod_is_replaced_and_the_run_goes_on(cluster: Cluster) -> None:
 
 
 def processes_of(cluster: Cluster) -> list[int]:
-    """The pods' processes and what they have started."""
+    """The pods' processes and their children."""
     sessions = {pod.process.pid for pod in list(cluster.pods.values()) if pod.process is not None}
     found = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     pairs = [tuple(map(int, line.split())) for line in found.splitlines()]
@@ -232,7 +232,7 @@ def test_an_interrupted_launcher_leaves_nothing(number: signal.Signals, cluster:
 
 
 def test_a_killed_launcher_leaves_a_job_that_ends(cluster: Cluster, tmp_path: Path) -> None:
-    """Agents end by themselves; Kubernetes removes the Job after `ttl_s`, and with it the Secret."""
+    """Agents end alone; Kubernetes removes the Job after `ttl_s`, and with it the Secret."""
     with launched(tmp_path, cluster) as launcher:
         launcher.kill()
     eventually(lambda: not cluster.pods, "agents are left")

@@ -1,4 +1,4 @@
-"""The manifests against the official schemas, for whatever options are given."""
+"""The manifests against the official schemas, with any options."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ BY_MPI = (
 
 @pytest.fixture(autouse=True)
 def mark() -> Iterator[str]:
-    """What a test has started has ended after it."""
+    """A test's processes have ended after it."""
     with marked() as mark:
         yield mark
 
@@ -75,7 +75,7 @@ def test_a_parameter_server_outlives_an_agent(name: str, tmp_path: Path, mark: s
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_that_is_ended_leaves_no_process(name: str, number: signal.Signals, tmp_path: Path, mark: str) -> None:
-    """And while it goes on, its keys are on no command line. The fixture looks what is left."""
+    """And while it goes on, its keys are on no command line. The fixture looks for remains."""
     with begun(program(name, "sync_sgd()", 10_000), tmp_path / "run") as process:
         assert len(agents(mark)) == 2
         for each in processes(mark):
@@ -97,7 +97,7 @@ def test_a_world_that_mpirun_has_started_is_joined(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_worlds_of_one_host_do_not_meet(name: str) -> None:
-    """Behind a shell each, and at the same time; the port is derived from what tells them apart."""
+    """Each is behind a shell, and at the same time; the port follows from their differences."""
     code = "import os; from polytempo.engines.join.environment import recognise; "
     code += "print('', recognise(os.environ).master_port, '')"
     command = [*COMMANDS[name], "sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code]

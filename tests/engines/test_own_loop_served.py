@@ -1,6 +1,6 @@
 """Digits in a loop of one's own under torchrun, its parameters at a server: as accurate as `pt.run`, each sample once.
 
-And ranks that are killed, by torchrun and without a launcher: what the others say, and that nothing is left.
+Ranks that are killed, by torchrun and without a launcher: the others' errors, and that nothing is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 LONG_S = 240.0
 EPOCHS = 12
-"""More than the example's: the later the nearer to each other are runs whose workers take turns differently."""
+"""More than the example's: later runs with workers in different turns are nearer to each other."""
 LR = 0.05
 LOOP = """
 import os, signal, sys, torch

@@ -67,7 +67,7 @@ def mark(expected: dict[str, str | None], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def cluster(mark: str) -> Iterator[Cluster]:
-    """Two nodes; "extra" is on the second one alone. Their files lie in a folder with a short name: sockets do."""
+    """Two nodes; "extra" is on the second one alone. Their files are in a folder with a short name, as sockets need."""
     folder = tempfile.mkdtemp(dir="/tmp", prefix="r")
     cluster = Cluster()
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +102,8 @@ def nothing_is_left(cluster: Cluster, mark: str) -> Iterator[None]:
 
 @pytest.fixture
 def connected(cluster: Cluster) -> Iterator[None]:
-    """As inside a Ray job: connected already, and still so afterwards. All that was reserved is free again."""
+    """Inside a Ray job the process is connected already, and still so afterwards. All that was reserved is free
+    again."""
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     try:
         awaited(lambda: sum(node["Alive"] for node in ray.nodes()) == NODES, "the end of nodes that tests have killed")
@@ -121,7 +122,7 @@ def connected(cluster: Cluster) -> Iterator[None]:
 def test_the_parameters_are_those_of_the_local_engine(
     connected: None, expected: dict[str, str | None], strategy: str, tmp_path: Path
 ) -> None:
-    """On two nodes, in a process that is connected to Ray."""
+    """Two nodes, and a process that is connected to Ray."""
     result = digits(strategy, pt.engines.ray(strategy="STRICT_SPREAD"), out=tmp_path / "run")
     assert result.parameters_sha256 == expected[strategy]
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}

@@ -47,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 @pytest.fixture(autouse=True)
 def mark(cluster: dict[str, str]) -> Iterator[str]:
-    """What a test has started has ended after it, and no job is left in the queue."""
+    """A test's processes have ended after it, and no job is left in the queue."""
     with marked() as mark:
         os.environ |= cluster
         yield mark
@@ -56,14 +56,14 @@ def mark(cluster: dict[str, str]) -> Iterator[str]:
 
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
 def test_two_nodes_reach_the_bits_of_this_host(strategy: str, tmp_path: Path) -> None:
-    """In an allocation that the engine asks for; the logs of both workers come back."""
+    """The engine asks for the allocation; the logs of both workers come back."""
     found = digits(strategy, pt.engines.slurm(nodes=2), out=tmp_path / "run")
     assert found.parameters_sha256 == hash_here(strategy)
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {"rank-0.log", "rank-1.log"}
 
 
 def test_a_parameter_server_on_two_nodes_outlives_an_agent(tmp_path: Path, mark: str) -> None:
-    """Of 20 epochs every sample counts once, though an agent is killed with all that it has started."""
+    """Every sample of 20 epochs counts once, though an agent is killed with all its processes."""
     command = [*train("--epochs=20", f"--strategy={SERVED}"), "--engine=slurm:nodes=2"]
     with begun(command, tmp_path / "run") as process:
         os.kill(agents(mark)[-1], signal.SIGKILL)
@@ -136,7 +136,7 @@ def submitted(folder: Path, *options: str) -> str:
 
 
 def facts(job: str) -> dict[str, str]:
-    """What Slurm says of a job."""
+    """Slurm's facts about a job."""
     line = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=True)
     return dict(word.partition("=")[::2] for word in line.stdout.split() if "=" in word)
 
@@ -147,10 +147,10 @@ def state(job: str) -> str:
 
 
 def completed(job: str) -> bool:
-    """Whether a job has ended well.
+    """True if a job has ended well.
 
-    Slurm lets one that it has put back wait for two minutes. A few seconds will do, but not none: a node fails a
-    job that begins again in the second of its end.
+    Slurm lets a requeued job wait for two minutes. A few seconds will do, but not none: a node fails a job that begins
+    again in the second of its end.
     """
     found = facts(job)
     now, waits_until = found["JobState"], found.get("EligibleTime", "")

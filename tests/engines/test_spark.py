@@ -1,4 +1,4 @@
-"""Runs whose agents are tasks of a barrier stage, on one Spark session with two executors: it takes a minute or two."""
+"""Runs with tasks of a barrier stage as agents, on one Spark session with two executors: it takes a minute or two."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(session: Any) -> Iterator[None]:
-    """After each test no agent is there, and no task of Spark holds a slot."""
+    """No agent is there after a test, and no task of Spark holds a slot."""
     yield
     eventually(lambda: agents() == [], "agents are left")
     eventually(lambda: list(session.sparkContext.statusTracker().getActiveStageIds()) == [], "stages are left")
 
 
 def agents() -> list[int]:
-    """The agents' processes, and those that they have forked."""
+    """The agents' processes, and their forks."""
     found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
     mine = [line.split() for line in found.splitlines() if line.endswith("-m polytempo.agent")]
     return [int(words[0]) for words in mine if _environment(words[0]).get("OF_AN_EXECUTOR") is not None]
@@ -188,7 +188,7 @@ def test_partitions_that_do_not_fit_are_named(session: Any, tmp_path: Path) -> N
     assert not (tmp_path / "set" / "index.json").exists()
 
 
-# --- what goes wrong
+# --- failures
 
 
 FAILS = """

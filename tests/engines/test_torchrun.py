@@ -1,4 +1,4 @@
-"""Worlds of an elastic torchrun, whose agents come and go, are joined in every round."""
+"""Worlds of an elastic torchrun, with agents that come and go, are joined in every round."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ while not (folder / "stop").exists():
 
 @pytest.fixture(autouse=True)
 def mark() -> Iterator[str]:
-    """What a test has started has ended after it."""
+    """A test's processes have ended after it."""
     with marked() as mark:
         yield mark
 
@@ -72,13 +72,13 @@ class Elastic:
         return self.agents[-1]
 
     def is_open(self) -> bool:
-        """Whether an agent holds the store."""
+        """True if an agent holds the store."""
         with suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
             return True
         return False
 
     def workers(self) -> dict[int, list[str]]:
-        """What each process that lives has written: rank, size, sum, count of restarts."""
+        """The record of each living process: rank, size, sum, count of restarts."""
         written = {int(path.name[5:]): path.read_text().split() for path in self.folder.glob("rank-*[0-9]")}
         return {process: words for process, words in written.items() if Path(f"/proc/{process}").exists()}
 
@@ -109,15 +109,15 @@ class Elastic:
 
 
 def test_agents_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In step 4 the ranks of one round were restarted by different counts.
+    """The ranks of one round in step 4 were restarted by different counts.
 
-    Agents share a store by default, and in torch 2.13 one that comes later then waits in vain for that store's address
+    Agents share a store by default, and in torch 2.13 a later agent then waits in vain for that store's address
     (`DistStoreError` with the key MASTER_ADDR); with this variable of torch's each round has a store of its own.
     """
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     run = Elastic(tmp_path, "1:2")
     try:
-        first = run.join()  # 1. two agents; the first one holds the store by which they find each other
+        first = run.join()  # 1. two agents; the first one holds the store for their meeting
         awaited(run.is_open, "the store")
         second = run.join()
         before = run.met(2, set())

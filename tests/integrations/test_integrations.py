@@ -1,4 +1,4 @@
-"""The scripts of `examples/integrations` print on "polytempo" what they print on "gloo", started as users start them.
+"""The scripts of `examples/integrations`, started as users start them, print the same on "polytempo" and on "gloo".
 
 Run by `make test-integrations`, in a venv that has the libraries.
 """
@@ -26,7 +26,7 @@ STARTS = {path.name: (*TORCHRUN, path.name) for path in sorted(SCRIPTS.glob("*.p
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 GLOO_ABORTS = "terminate called without an active exception"
-"""What gloo's threads say now and then when a process ends; another run of the peer is as good."""
+"""Gloo's threads print it now and then when a process ends; another run of the peer is as good."""
 MOST_RUNS = 5
 
 

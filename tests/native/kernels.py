@@ -55,7 +55,7 @@ def choose(isa: str) -> bool:
 
 
 def instruction_sets() -> list[str]:
-    """Those that this machine can run, the best last; which one is in use stays as it was."""
+    """The instruction sets of this machine, the best last; the one in use stays the same."""
     before = library().pt_isa().decode()
     found = [isa for isa in ("baseline", "v3", "v4") if choose(isa)]
     choose(before)
@@ -63,7 +63,7 @@ def instruction_sets() -> list[str]:
 
 
 class Buffer:
-    """A tensor's elements at `offset_bytes` from an aligned address, between bytes that nobody may touch."""
+    """A tensor's elements at `offset_bytes` from an aligned address, between bytes that no kernel may touch."""
 
     def __init__(self, values: Tensor, offset_bytes: int) -> None:
         self.like, self.begin = values, SLACK_BYTES + offset_bytes
@@ -76,7 +76,7 @@ class Buffer:
         return self.bytes.data_ptr() + self.begin
 
     def values(self) -> Tensor:
-        """What lies there now, after a look at the bytes around it."""
+        """The present values, after a look at the bytes around them."""
         around = torch.cat([self.bytes[: self.begin], self.bytes[self.end :]])
         assert bool((around == UNTOUCHED).all()), "a kernel wrote beside its output"
         return self.bytes[self.begin : self.end].clone().view(self.like.dtype)
@@ -109,7 +109,7 @@ def update_(
     state: Sequence[Buffer | None],
     outs: Sequence[Buffer | None],
 ) -> int:
-    """The status of pt_update, which reads p, m, v of `state` and writes those of `outs`."""
+    """The status of pt_update, which reads p, m, v of `state` and writes to `outs`."""
     fields = dataclasses.asdict(hyper) | {"rule": RULES.index(hyper.rule)}
     structure = HyperStructure(**fields)
     assert state[0] is not None, "there is always a p"

@@ -1,4 +1,4 @@
-"""The arena: what is let go of is merged and given back, and nothing has a name that could outlive its owner."""
+"""The arena: freed memory is merged and given back, and nothing has a name that could outlive its owner."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_its_length_is_sealed() -> None:
 
 @pytest.fixture
 def child(either: Arena) -> tuple[Arena, Tensor]:
-    """An arena with a tensor, whose forked child lets go of it, allocates, and exits."""
+    """An arena with a tensor; its forked child frees it, allocates, and exits."""
     tensor = filled(either, 2 * MIB)
     pid = os.fork()
     if not pid:

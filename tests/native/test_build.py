@@ -1,4 +1,4 @@
-"""How the native core comes into a wheel, what a wheel without it does, and when the library is refused."""
+"""The native core in a wheel, a wheel without it, and refusals of the library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps([polytempo.__file__, available(), why_not(), instruction_set()]
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a wheel is built from, with a library that is not from this build."""
+    """A copy of the files for a wheel, with a library of another build."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in NEEDED:
         shutil.copy(ROOT / name, copy)
@@ -39,7 +39,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def best_instruction_set() -> str:
-    """What the core ought to use here, by the processor's own words."""
+    """The best instruction set, by the processor's own words."""
     flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     if not {"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"} <= flags:
         return "baseline"
@@ -69,7 +69,7 @@ def built(checkout: Path, into: Path, **environment: str) -> Path:
 
 
 def asked(wheel: Path, into: Path) -> tuple[bool, str | None, str | None]:
-    """What the installed wheel says of its native core: whether it is there, why not, its instruction set."""
+    """The installed wheel's native core: its presence or the reason for its absence, and its instruction set."""
     run("-m", "pip", "install", "--no-deps", "--target", str(into), str(wheel))
     file, available, why_not, instruction_set = json.loads(run("-c", ASK, PYTHONPATH=str(into)))
     assert Path(file).is_relative_to(into)

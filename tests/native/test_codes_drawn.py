@@ -173,7 +173,7 @@ def test_no_residual_changes_where_something_is_no_number(isa: str, bad: float) 
 
 
 def test_sums_have_the_same_bits_everywhere() -> None:
-    """Steps and scalers of all instruction sets, on values whose sum depends on its order."""
+    """Steps and scalers of all instruction sets, on values with sums that depend on the order."""
     x = normal(5000) * torch.logspace(-6, 6, 5000)
     before, seen = library().pt_isa().decode(), set()
     for name in instruction_sets():

@@ -49,7 +49,7 @@ CODECS: list[Codec] = [
 
 
 def by_twin(monkeypatch: pytest.MonkeyPatch, make: object) -> object:
-    """What `make()` gives where nothing is served by kernels."""
+    """The value of `make()` without kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(codes_sparse, "serves", lambda *tensors: False)
         assert callable(make)

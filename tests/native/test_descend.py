@@ -1,4 +1,4 @@
-"""A step of plain SGD that looks at its gradient on the way: the bits of `update`, and the first that is no number."""
+"""A step of plain SGD that looks at its gradient on the way: the bits of `update`, and the first NaN or infinity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")
 LARGE = (24 << 20) // 4 + 1001
-"""Elements of f32 from which on it is written past the caches, and some."""
+"""A few elements of f32 more than the least number written past the caches."""
 
 
 @pytest.fixture(params=instruction_sets() if available() else [])

@@ -1,4 +1,4 @@
-"""The kernel that looks for what is no number: every instruction set finds the first one, at any address."""
+"""The kernel that looks for NaN and infinities: every instruction set finds the first one, at any address."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ PLAN = settings(
 
 
 class Case(NamedTuple):
-    """A call that all members of a group make; `places[r]` says whether rank r's tensors lie in its arena."""
+    """A call that all members of a group make; `places[r]` is true if rank r's tensors are in its arena."""
 
     kind: str
     members: tuple[int, ...]
@@ -92,12 +92,12 @@ def meet(
 
 
 def run(num_ranks: int, work: Callable[[RankInfo], Result], timeout_s: float = 60) -> list[Any]:
-    """What `work` returns on each rank."""
+    """The value of `work` on each rank."""
     return launch(work, num_ranks, threads=1, timeout_s=timeout_s)
 
 
 def numbers(case: Case, rank: int, count: int | None = None, column: int = 0) -> Tensor:
-    """What a rank brings: known to all ranks, so that each can work out what it has to get."""
+    """A rank's numbers: known to all ranks, so that each can compute the expected result."""
     random = torch.Generator().manual_seed(case.seed + 1009 * rank + 9176 * column)
     length = case.count if count is None else count
     if case.dtype.is_floating_point:
@@ -114,12 +114,12 @@ def placed(group: Group, case: Case, value: Tensor) -> Tensor:
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Whether all bits are equal."""
+    """True if all bits are equal."""
     return found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def reduced(group: Group, case: Case) -> bool:
-    """Make a case's reduction. True if each rank has what the twin says."""
+    """Make a case's reduction. True if each rank has the twin's result."""
     everyone = range(group.size)
     if case.kind == "reduce_scatter":
         inputs = [placed(group, case, numbers(case, group.rank, column=to)) for to in everyone]
@@ -320,7 +320,7 @@ def test_anyone_may_be_received_from() -> None:
 
 
 def told(work: Callable[[], object]) -> Result:
-    """The error that `work` raises: its kind and what it says."""
+    """The error of `work`: its kind and its text."""
     try:
         work()
     except PolytempoError as error:
@@ -400,7 +400,7 @@ BREACHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object], 
 
 @pytest.fixture(scope="module")
 def breaches() -> list[dict[str, list[str]]]:
-    """What each of three ranks is told when rank 2 does otherwise than the other two."""
+    """The errors of three ranks when rank 2 differs from the other two."""
 
     def work(rank_info: RankInfo) -> Result:
         return {

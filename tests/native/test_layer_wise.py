@@ -1,4 +1,4 @@
-"""What LARS and LAMB need of the native core: one pass that also sums squares, the same bits on any processor."""
+"""LARS' and LAMB's part of the native core: one pass that also sums squares, the same bits on any processor."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ COUNTS = (1, 5, 64, 4096, 4099, BLOCK_COUNT, 2 * BLOCK_COUNT + 7)
 
 
 def sums(crew: BenchRank) -> list[list[Any]]:
-    """How far from right each variant is, at each count; three calls in a row, which use both slots of the staging."""
+    """The error of each variant, at each count; three calls in a row, which use both slots of the staging."""
     found = []
     for count in COUNTS:
         program = Limit(crew.gloo, count)
@@ -29,7 +29,7 @@ def sums(crew: BenchRank) -> list[list[Any]]:
         program.direct(3)
         program.staged(alone)(3)
         found.append([count, float((program.data - right).abs().max()), float((alone - right).abs().max())])
-        crew.barrier()  # nobody gives memory back that others still read
+        crew.barrier()  # no rank gives memory back that others still read
     return found
 
 
@@ -43,7 +43,7 @@ def five_barriers(crew: BenchRank) -> list[float]:
     """Seconds of each."""
     met = Limit(crew.gloo, 64)
     seconds = met.barrier(5)
-    crew.barrier()  # a rank that gives its memory back takes with it what the other has yet to read
+    crew.barrier()  # a rank that gives its memory back takes unread values of the other with it
     return seconds
 
 

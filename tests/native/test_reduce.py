@@ -124,7 +124,7 @@ def test_every_half_goes_to_f32_and_back(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_f32_mantissa_rounds_to_the_nearest_even_half(isa: str, dtype: torch.dtype) -> None:
-    """Averages of neighbours lie halfway between them, down among the subnormal numbers and up to infinity."""
+    """Averages of neighbours are halfway between them, down among the subnormal numbers and up to infinity."""
     assert choose(isa)
     below = torch.arange(0, 0x7BFF if dtype == torch.float16 else 0x7F7F).to(torch.int16).view(dtype)
     above = (below.view(torch.int16) + 1).view(dtype)
@@ -227,7 +227,7 @@ ASK = "import ctypes, sys; l = ctypes.CDLL(sys.argv[1]); l.pt_isa.restype = ctyp
 
 @pytest.mark.parametrize("named", [*instruction_sets(), "v9", None])
 def test_the_environment_names_the_instruction_set(named: str | None) -> None:
-    """What the machine lacks is not used: then it is the best, as without a word."""
+    """A set that the machine lacks is not used: then it is the best, as without a word."""
     environment = {name: value for name, value in os.environ.items() if name != "POLYTEMPO_ISA"}
     environment |= {} if named is None else {"POLYTEMPO_ISA": named}
     command = [sys.executable, "-S", "-c", ASK, library()._name]

@@ -1,4 +1,4 @@
-"""The programs of `native/tests/`, whose ranks are threads, under the thread and the address and UB sanitizers."""
+"""The programs of `native/tests/`, with threads as ranks, under the thread and the address and UB sanitizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.stem for path in (ROOT / "native" / "tests").glob("*.cpp"))
 KERNELS = {"thread": (), "address,undefined": ("v3",)}
-"""Instruction sets to build besides the baseline: threads meet outside of the kernels, and v4 is v3's source."""
+"""Further instruction sets to build: threads meet outside of the kernels, and v4 is v3's source."""
 TIMEOUT_S = 240
 
 

@@ -286,7 +286,7 @@ def shared_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Bag(nn.Module):
-    """A table of rows, of which a sample reads a few, and a dense layer on top."""
+    """A table of rows, a few of them read by each sample, and a dense layer on top."""
 
     def __init__(self) -> None:
         super().__init__()

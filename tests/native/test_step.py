@@ -1,4 +1,4 @@
-"""The step on one copy of the weights: what it computes, bit by bit, and what a killed rank leaves behind."""
+"""The step on one copy of the weights: its results, bit by bit, and the memory after a killed rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gradients(rank: int, step: int, dtype: torch.dtype, shapes: Sequence[tuple[i
 
 
 def in_group(size: int, folder: Path, work: Callable[[Group], Result]) -> list[Any]:
-    """What `work(group)` returns on each of `size` processes."""
+    """The value of `work(group)` on each of `size` processes."""
 
     def serve(rank_info: RankInfo) -> Result:
         return work(Group(FileStore(str(folder / "store"), size), rank_info.rank, size, timeout_s=TIMEOUT_S))
@@ -111,7 +111,7 @@ def digest(*groups: Sequence[Tensor | None]) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", HYPERS)
 def test_a_step_has_the_twins_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Three ranks of uneven weight; tensor 1 has no gradient on rank 1, and on nobody in step 1."""
+    """Three ranks of uneven weight; tensor 1 has no gradient on rank 1, and on no rank in step 1."""
     hyper, weights, num_steps = HYPERS[name], [0.5, 0.3, 0.2], 4
 
     def given(rank: int, step: int) -> list[Tensor | None]:
@@ -193,14 +193,14 @@ def test_ranks_that_disagree_are_told_before_anything_changes(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------ killed ranks
 
 KILLED = {"adam": ((40_000,), (33,), (60, 50), (600, 16)), "adagrad": ((30_000,), (33,), (60, 50), (600, 16))}
-"""The last tensor is a table whose gradient comes as rows, under adagrad."""
+"""The last tensor is a table with gradients by rows, under adagrad."""
 SIZE = 3
 CYCLE = 4
 """Gradients come again after so many steps."""
 
 
 def killed_gradients(rule: str, rank: int, step: int) -> list[Tensor]:
-    """Under adagrad only some rows of the table have one."""
+    """Only some rows of the table have a gradient under adagrad."""
     drawn = gradients(rank, step % CYCLE, torch.float32, KILLED[rule])
     if rule == "adagrad":
         drawn[-1][torch.arange(600) % 3 == rank] = 0
@@ -208,7 +208,7 @@ def killed_gradients(rule: str, rank: int, step: int) -> list[Tensor]:
 
 
 def train_until_somebody_dies(rule: str, group: Group, ready: int, answer: Path) -> None:
-    """Steps without end; the others' death ends them. Leaves what this rank then sees."""
+    """Steps without end; the others' death ends them. Returns this rank's view after that."""
     items = [Item(t) for t in tensors(torch.float32, KILLED[rule])]
     if rule == "adagrad":
         items[-1] = items[-1]._replace(by_rows=True)
@@ -235,7 +235,7 @@ def train_until_somebody_dies(rule: str, group: Group, ready: int, answer: Path)
 
 
 def killed_run(rule: str, chance: random.Random, folder: Path) -> list[tuple[int, bool, str]]:
-    """What the survivors of a run leave in which one or two of three ranks are killed, somewhere in their steps."""
+    """The survivors' weights after a run with one or two of three ranks killed, somewhere in their steps."""
     folder.mkdir()
     reader, writer = os.pipe()
 
@@ -251,7 +251,7 @@ def killed_run(rule: str, chance: random.Random, folder: Path) -> list[tuple[int
     os.close(writer)
     ready = 0
     while ready < SIZE:
-        ready += len(os.read(reader, 1)) or SIZE  # the pipe's end: somebody failed, and says so below
+        ready += len(os.read(reader, 1)) or SIZE  # the pipe's end: some rank failed, and says so below
     os.close(reader)
     victims = chance.sample(range(SIZE), chance.choice([1, 1, 2]))
     for victim in victims:
@@ -267,7 +267,7 @@ def killed_run(rule: str, chance: random.Random, folder: Path) -> list[tuple[int
 
 @pytest.mark.parametrize("rule", KILLED)
 def test_who_survives_a_kill_has_the_weights_after_a_whole_number_of_steps(rule: str, tmp_path: Path) -> None:
-    """Bit by bit those of a run without kills. The seed decides who is killed, and how long after the start."""
+    """The bits are those of a run without kills. The seed decides who is killed, and how long after the start."""
     reference = Reference(HYPERS[rule], tensors(torch.float32, KILLED[rule]))
     digests = [reference.digest()]
     recovered = 0
@@ -288,8 +288,8 @@ def test_who_survives_a_kill_has_the_weights_after_a_whole_number_of_steps(rule:
 # -------------------------------------------------------------------------------------- a death in the middle of a copy
 
 TORN = [(block, page) for block in ("parameters", "first", "second") for page in (0, 1, 5)]
-"""Where rank 1 dies: when it copies a record of `block` into place and comes to this page of its slice. Random kills
-seldom hit that moment, in which the copy shows a part of a record, which only the log can mend."""
+"""The place of rank 1's death: it copies a record of `block` into place and comes to this page of its slice. Random
+kills seldom hit that moment: the copy shows a part of a record, which only the log can mend."""
 PAGE_BYTES = 4096
 WHOLE_STEPS = 2
 
@@ -343,7 +343,7 @@ def test_a_record_that_was_copied_in_part_is_copied_again(block: str, page: int,
 
 
 def call_at(tensor: Tensor, call: Callable[[], None]) -> object:
-    """Let this process run `call` when it first writes to the tensor's second page. Keep what is answered."""
+    """Let this process run `call` when it first writes to the tensor's second page. Keep the answer."""
     libc = ctypes.CDLL(None)
     page = ctypes.c_void_p(-(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES)
 

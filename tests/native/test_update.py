@@ -155,7 +155,7 @@ def ulps(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", HYPERS)
 @pytest.mark.parametrize(("step", "first"), [(1, True), (2, False), (10, False), (5000, False)])
 def test_a_step_is_within_one_ulp_of_torch_in_f64(isa: str, name: str, step: int, first: bool) -> None:
-    """An ulp of the result itself, even where it is small beside what it was made of."""
+    """An ulp of the result itself, even where it is small against its terms."""
     assert choose(isa)
     hyper = dataclasses.replace(HYPERS[name], step=step, first=first)
     generator = torch.Generator().manual_seed(step)

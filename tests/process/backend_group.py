@@ -20,7 +20,7 @@ def begin(rank_info: RankInfo, name: str = "store", timeout_s: float = 30) -> No
 
 
 def run(num_ranks: int, work: Callable[[RankInfo], Result]) -> list[Any]:
-    """What `work` returns on each rank, in a default group."""
+    """The value of `work` on each rank, in a default group."""
 
     def joined(rank_info: RankInfo) -> Result:
         begin(rank_info)

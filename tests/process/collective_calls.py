@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed as a call of a rank: those that gloo mirrors, and those that it cannot do."""
+"""Every collective of torch.distributed as a call of a rank: mirrored by gloo, or impossible there."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 """Older versions of torch have only the older names."""
 Answer = Sequence[Tensor]
 Call = Callable[[Any, int], Answer]
-"""A collective in a group, called by a rank; answers what the rank then has."""
+"""A collective in a group, called by a rank; returns the rank's result."""
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small whole numbers, whose sums are exact in every order."""
+    """Small whole numbers with exact sums in every order."""
     random = torch.Generator().manual_seed(rank + 1)
     return torch.randint(1, 5, shape, generator=random).to(dtype)
 
@@ -255,7 +255,7 @@ SIGNED, UNSIGNED = (torch.int8, torch.int16, torch.int32, torch.int64), (torch.u
 
 
 def average_of_integers(dtype: torch.dtype) -> Call:
-    """Averages whose exact values are -7/3, 7/3 and 5/3 (three ranks), everywhere and of one's own piece."""
+    """Averages with the exact values -7/3, 7/3 and 5/3 (three ranks), everywhere and of one's own piece."""
 
     def call(group: Any, rank: int) -> Answer:
         mine = integers(rank, dtype)
@@ -272,13 +272,13 @@ def average_of_integers(dtype: torch.dtype) -> Call:
 
 
 def integers(rank: int, dtype: torch.dtype) -> Tensor:
-    """What a rank gives to these averages."""
+    """A rank's part of these averages."""
     sign = -1 if dtype in SIGNED else 1
     return torch.tensor([[sign * 4, 1, 5], [sign * 2, 2, 0], [sign * 1, 4, 0]][rank], dtype=dtype)
 
 
 def averages(dtype: torch.dtype) -> Callable[[int], Answer]:
-    """What NCCL makes of them: the sum, divided, rounded toward zero."""
+    """NCCL's averages: the sum, divided, rounded toward zero."""
     found = torch.tensor([-2 if dtype in SIGNED else 2, 2, 1], dtype=dtype)
     return lambda rank: [found, found, found[rank : rank + 1], *([found] if rank == 1 else [])]
 
@@ -317,11 +317,11 @@ WITHOUT_GLOO: dict[str, tuple[Call, Callable[[int], Answer]]] = {
         ),
     ),
 }
-"""What gloo cannot do (or not on every version), and what the ranks then have."""
+"""Collectives that gloo lacks (at least in some versions), and the ranks' results."""
 
 
 def attempted(call: Call, group: Any, rank: int, expected: Answer) -> str:
-    """What is wrong; nothing, if it went well."""
+    """The error; "" without one."""
     try:
         found = call(group, rank)
     except Exception as error:

@@ -30,7 +30,7 @@ def together(
     timeout_s: float = 40,
     mesh: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """What `work(world)` returns on each of `num_ranks` processes, in the order of ranks."""
+    """The value of `work(world)` on each of `num_ranks` processes, in the order of ranks."""
 
     def serve(rank_info: RankInfo) -> Result:
         return work(init(timeout_s=20, quiet=True, mesh=mesh))
@@ -78,6 +78,6 @@ def flat(net: nn.Module) -> list[float]:
 
 
 def close(a: list[float], b: list[float], tolerance: float) -> bool:
-    """Whether two lists of numbers are equal up to `tolerance` relative to the norm of the second."""
+    """True if two lists of numbers are equal up to `tolerance` relative to the norm of the second."""
     x, y = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return x.shape == y.shape and bool((x - y).norm() <= tolerance * y.norm())

@@ -1,4 +1,4 @@
-"""`harm`: the runs of `benchmarks/parameter_server/harm.py` in which processes are killed on purpose, for tests."""
+"""`harm`: the runs of `benchmarks/parameter_server/harm.py`, which kill processes on purpose, for tests."""
 
 from __future__ import annotations
 

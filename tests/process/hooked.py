@@ -29,7 +29,7 @@ FED = feedback(natural())
 """Coarse: without feedback, and with it too, a step is far from the exact one."""
 
 Story = Callable[[int], Sequence[Tensor]]
-"""What a rank does in the default group; answers the tensors that must be the same on all ranks."""
+"""A rank's program in the default group; returns the tensors that must be the same on all ranks."""
 
 
 class Net(nn.Module):
@@ -72,7 +72,7 @@ def told(story: Story, size: int = SIZE, backends: Sequence[str] = ("gloo", "pol
     """The story on these backends, as if on these hosts; all ranks end with the same bits."""
 
     def work(rank_info: RankInfo) -> Result:
-        warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
+        warnings.simplefilter("ignore")  # torch's own, about its own calls of deprecated functions
         if hosts:
             os.environ["POLYTEMPO_HOST"] = hosts[rank_info.rank]
         ends = []

@@ -1,4 +1,4 @@
-"""What tests of launches share: where private folders come into being, and a worker that never ends by itself."""
+"""Helpers for launches: the place of private folders, and a worker that never ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polytempo.engines.processes.worker import RankInfo, Result
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where private folders come into being in this test: afterwards, none may be there."""
+    """The place of private folders in this test; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder

@@ -1,4 +1,4 @@
-"""Ranks that are about to run different things are told so before the first step: all of them, with both values."""
+"""Ranks with different plans get an error before the first step: all of them, with both values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def buffered(*names: str, size: int = 2) -> nn.Module:
 
 
 def in_groups(*places: list[int], **of_the_last: float) -> Callable[..., Optimizer]:
-    """Makes an optimizer whose groups hold the parameters at these places."""
+    """Makes an optimizer with the parameters at these places in its groups."""
 
     def make(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
         held = list(parameters)
@@ -215,12 +215,12 @@ CASES: dict[str, tuple[Act, Act, str, tuple[str, str]]] = {
     "a trainer's seed": (lambda: trained(seed=3), lambda: trained(seed=4), "seed", ("3", "4")),
     "a trainer's end": (lambda: trained(steps=3), lambda: trained(steps=4), "steps", ("3", "4")),
 }
-"""What rank 0 does, what rank 1 does, the name of what differs, and how the two values are written."""
+"""Rank 0's call, rank 1's call, the name of the difference, and the text of the two values."""
 
 
 @cache
 def refusals() -> list[dict[str, str]]:
-    """What each of two ranks is told, case after case: a refusal leaves them able to try again."""
+    """The errors of each of two ranks, case after case: a refusal leaves them able to try again."""
 
     def work(world: ProcessWorld) -> Result:
         found = {}

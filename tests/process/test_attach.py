@@ -102,7 +102,7 @@ def test_shards_of_a_data_set_that_no_batch_size_divides() -> None:
     assert close(first, alone, EXACT)
 
 
-# --- accumulation: which of three backward passes lie inside no_sync
+# --- accumulation: the passes of three inside no_sync
 
 ACCUMULATIONS = {
     "all but the last": (True, True, False),
@@ -333,7 +333,7 @@ def test_an_attached_model_that_nobody_needs_is_freed() -> None:
 
 
 class Branches(nn.Module):
-    """`always` is used by everyone, `sometimes` where `open` says so, `never` by nobody."""
+    """All ranks use `always`, some use `sometimes` by `open`, none uses `never`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def test_a_late_gradient_reaches_a_parameter_that_the_present_step_leaves_out() 
 
 
 def test_optimizer_state_is_averaged_though_a_rank_does_not_use_a_parameter() -> None:
-    """It counts as a zero gradient there, so that all ranks' states have one layout."""
+    """A missing gradient counts as zero there, so that all ranks' states have one layout."""
 
     def work(world: ProcessWorld) -> Result:
         net = Branches()

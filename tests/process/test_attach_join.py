@@ -1,4 +1,4 @@
-"""Uneven numbers of batches: with `handle.join()` nobody hangs, and all ranks end with the same parameters."""
+"""Uneven numbers of batches: with `handle.join()` no rank hangs, and all ranks end with the same parameters."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_strategy_that_hears_those_who_have_left_is_refused(strategy: Strategy
 
 
 def test_epoch_after_epoch() -> None:
-    """A second `join` begins with everybody active again."""
+    """A second `join` begins with all ranks active again."""
 
     def work(world: ProcessWorld) -> Result:
         net = small()

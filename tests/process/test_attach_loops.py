@@ -1,4 +1,4 @@
-"""Loops that people write around `attach`: what is refused where it stands, and what `Handle.consensus` lends."""
+"""Users' loops around `attach`: refusals at their place, and the model of `Handle.consensus`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_fused_optimizer_skips_steps_itself() -> None:
             assert close(ends[name][:-1], other[:-1], 1e-6), name
 
 
-# --- what ranks that have left join() cannot follow
+# --- ranks that have left join() cannot follow
 
 
 def test_join_refuses_a_scaler_and_gradients_that_no_step_uses() -> None:
@@ -214,7 +214,7 @@ def test_a_rank_that_a_loss_does_not_reach_takes_part_after_gradients_were_dropp
 
 
 class Normed(nn.Module):
-    """With running statistics."""
+    """A model with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

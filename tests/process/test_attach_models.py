@@ -1,4 +1,4 @@
-"""What models bring along: buffers, sparse gradients, several dtypes, tied weights, many buckets."""
+"""Models with buffers, sparse gradients, several dtypes, tied weights, many buckets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {
     "threshold_sgd": (s.threshold_sgd(0.05, exact_below=4), 3),
     "top_k_sgd": (s.top_k_sgd(0.1, exact_below=4), 3),
 }
-"""Every strategy, and a number of steps after which all ranks have met."""
+"""Every strategy, and a number of steps until all ranks have met."""
 
 
 # --- buckets
@@ -81,7 +81,7 @@ def test_many_buckets_equal_one_bucket_bitwise() -> None:
 
 
 def test_alternating_dtypes_make_no_small_buckets() -> None:
-    """One bucket of each dtype, numbered in the order in which backward completes them."""
+    """One bucket of each dtype, numbered in the order of completion in backward."""
     layers = [nn.Parameter(torch.ones(1, dtype=[torch.float32, torch.float64][i % 2])) for i in range(600)]
     cut = buckets({str(i): layer for i, layer in enumerate(layers)}, 2**20)
     assert [bucket.index for bucket in cut] == [0, 1]
@@ -329,7 +329,7 @@ def test_the_consensus_has_the_mean_of_the_running_statistics() -> None:
 
 
 def test_models_in_turns_and_behind_one_that_is_left_have_messages_of_their_own() -> None:
-    """What is under way past a step: a ring that goes on while another model computes, and models that are mixed."""
+    """Exchanges under way past a step: a ring that goes on while another model computes, and models that are mixed."""
     strategies = [s.delayed_sgd(2, route=pt.collectives.ring), s.gossip(overlap=True)]
 
     def work(world: ProcessWorld) -> list[list[list[float]]]:

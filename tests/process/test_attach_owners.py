@@ -1,4 +1,4 @@
-"""An attached model is moved by the optimizer that it was attached with, and by no other; what else does is refused."""
+"""An attached model is moved by its own optimizer alone; other movements are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Steps = Iterable[Batch]
 
 
 def made_anew(net: nn.Module, strategy: Strategy, data: Steps) -> None:
-    """As a warm restart does."""
+    """A warm restart makes it again."""
     optimizer = SGD(net.parameters(), lr=0.1)
     pt.attach(net, optimizer, strategy)
     loop(net, optimizer, [next(iter(data))])
@@ -36,7 +36,7 @@ def made_anew(net: nn.Module, strategy: Strategy, data: Steps) -> None:
 
 
 def one_for_matrices_and_one_for_the_rest(net: nn.Module, strategy: Strategy, data: Steps) -> None:
-    """As with Muon."""
+    """Muon is used like this."""
     matrices = SGD([p for p in net.parameters() if p.ndim > 1], lr=0.1)
     others = Adam([p for p in net.parameters() if p.ndim < 2], lr=0.1)
     pt.attach(net, matrices, strategy)
@@ -132,7 +132,7 @@ def test_after_detach_any_optimizer_may() -> None:
 
 
 class Lookahead(Optimizer):
-    """As timm's: it does not call the constructor of Optimizer."""
+    """timm's: it does not call the constructor of Optimizer."""
 
     def __init__(self, inner: Optimizer) -> None:
         self._optimizer_step_pre_hooks = OrderedDict()

@@ -31,7 +31,7 @@ def normed() -> nn.Sequential:
 
 
 class ByHand:
-    """A rank that computes with 16-bit parameters, those of norms excepted, and steps float32 masters."""
+    """A rank that computes with 16-bit parameters, except for norms, and steps float32 masters."""
 
     def __init__(self, rank: int) -> None:
         self.masters, self.rank = normed(), rank
@@ -51,7 +51,7 @@ class ByHand:
 
 
 Vectors = list[list[Tensor]]
-"""Of each rank, all tensors that meet."""
+"""Each rank's tensors that meet."""
 
 
 def means(found: Vectors) -> list[Tensor]:
@@ -90,7 +90,7 @@ class Adaptive:
 Meet = Callable[[Vectors], list[Tensor]]
 
 ROWS: list[tuple[Strategy, Callable[[], Meet], int]] = [
-    # the strategy, what two ranks make of their parameters by hand, after how many steps
+    # the strategy, two ranks' parameters by hand, after how many steps
     (pt.strategies.local_sgd(PERIOD), lambda: means, PERIOD),
     (pt.strategies.parameter_averaging(PERIOD), lambda: means, PERIOD),
     (pt.strategies.gossip(aggregation.complete), lambda: means, 1),

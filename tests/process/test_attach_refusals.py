@@ -1,4 +1,4 @@
-"""What `attach` refuses, because it would train ranks apart in silence; and how it goes on after an error."""
+"""`attach` refuses loops that would train ranks apart in silence; and it goes on after an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 s = pt.strategies
 
 
-# --- parameters that nobody exchanges
+# --- parameters without an exchange
 
 
 def test_an_optimizer_that_trains_more_than_the_model_is_refused() -> None:
@@ -96,7 +96,7 @@ def test_two_exchanges_in_a_step_are_refused_where_they_do_not_add_up(strategy: 
 
 @pytest.mark.parametrize("strategy", COUNTING, ids=str)
 def test_a_skipped_step_is_none(strategy: Strategy) -> None:
-    """As a gradient scaler does it: backward, no step, gradients dropped, backward again."""
+    """A gradient scaler does it: backward, no step, gradients dropped, backward again."""
 
     def work(world: ProcessWorld) -> Result:
         net = small()
@@ -114,7 +114,7 @@ def test_a_skipped_step_is_none(strategy: Strategy) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Each of two layers is computed again in the backward pass, by a backward pass inside the backward pass."""
+    """Each of two layers is computed again in the backward pass, by a backward pass inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,8 @@ def test_after_an_exchange_has_begun_it_cannot() -> None:
 
 
 def test_a_scalar_parameter_keeps_its_own_count_of_steps() -> None:
-    """Adam's `step` has the shape of a scalar parameter, but it is no moment: the mean over ranks must not take it."""
+    """Adam's `step` has the shape of a scalar parameter, but it is not a moment: the mean over ranks must not take
+    it."""
 
     def work(world: ProcessWorld) -> Result:
         scale = nn.ParameterList([torch.tensor(1.0)])

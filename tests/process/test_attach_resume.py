@@ -55,7 +55,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_going_on_equals_never_having_stopped(strategy: Strategy) -> None:
-    """Ten steps, cut after the sixth, which lies inside every period; the second part has other buckets."""
+    """Ten steps, cut after the sixth, inside every period; the second part has other buckets."""
 
     def begin(make: MakeOptimizer, bucket_bytes: int) -> tuple[nn.Module, Optimizer, pt.Handle]:
         net = small()
@@ -69,7 +69,7 @@ def test_going_on_equals_never_having_stopped(strategy: Strategy) -> None:
         loop(first, optimizer, data[:6])
         saved = {"model": first.state_dict(), "optimizer": optimizer.state_dict(), "strategy": handle.state_dict()}
         saved = through_a_file(saved)
-        loop(first, optimizer, data[6:])  # saving changes nothing, and what was saved does not change
+        loop(first, optimizer, data[6:])  # saving changes nothing, and saved values do not change
         second, optimizer, handle = begin(make, 1)
         second.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -1,4 +1,4 @@
-"""A parameter server beside rank 0 of a loop of one's own: real ranks, a real server, and what becomes of both."""
+"""A parameter server with a user's loop: real ranks, a real server, and their ends."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_rank_that_stops_early_leaves_its_batches_to_the_others(strategy: Stra
 def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
     def work(world: ProcessWorld) -> Result:
         loop = Loop(s.async_sgd(shards=2), lambda loop: world.rank == 0 and loop.handle.step == 2)
-        home = Path(tempfile.gettempdir())  # of this run: what ranks make lies in it
+        home = Path(tempfile.gettempdir())  # this run's folder: ranks write there
         if world.rank == 1:
             with pytest.raises(pt.errors.PolytempoError, match=r"rank 0 has ended.*ValueError: the loop's own mistake"):
                 loop.epochs(10_000)  # one of its own may be over before rank 0 has ended
@@ -137,7 +137,7 @@ def test_nothing_is_left_and_the_others_hear_why_rank_0_has_failed() -> None:
         processes = [loop.server, *children(loop.server)]
         sys.last_value = ValueError("the loop's own mistake")  # as an interpreter leaves it that ends with that
         loop.handle._epochs.at_exit()
-        soon(lambda: not any(Path(f"/proc/{each}").exists() for each in processes), 10)  # the janitor is no child
+        soon(lambda: not any(Path(f"/proc/{each}").exists() for each in processes), 10)  # the janitor is not a child
         return [folder.exists(), [each for each in processes if Path(f"/proc/{each}").exists()]]
 
     assert together(2, work)[0] == [False, []]

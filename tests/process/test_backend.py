@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def wrong() -> list[dict[str, str]]:
-    """For each rank what is wrong with each call of the tables."""
+    """Each rank's errors in each call of the tables."""
 
     def work(rank_info: RankInfo) -> Result:
         gloo = dist.new_group(backend="gloo")
@@ -93,7 +93,7 @@ def test_sub_groups_count_their_own_ranks() -> None:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- several at once
+# ---------------------------------------------------------------------------------------------------- several together
 
 
 def test_async_collectives_run_in_the_order_of_issue_whatever_is_waited_for_first() -> None:

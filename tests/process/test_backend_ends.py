@@ -1,4 +1,4 @@
-"""The backend "polytempo": how groups begin, meet and end, and what a process leaves that ends without leaving."""
+"""The backend "polytempo": begin, meetings and end of groups, and the remains of a process that does not leave."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ ONE_AND_THE_OTHER: dict[str, tuple[Callable[[], object], Callable[[], object], s
         *("6 elements of float32 of shape (2, 3))", "6 elements of float32 of shape (3, 2))"),
     ),
 }
-"""What rank 0 and rank 1 call at the same time, and the words for it."""
+"""The calls of rank 0 and rank 1 at the same time, and the error's words."""
 
 
 @pytest.mark.parametrize("what", ONE_AND_THE_OTHER)
@@ -154,7 +154,7 @@ DIFFERENT: dict[str, tuple[tuple[int, ...], int, Any, str]] = {
     "sparse dimensions": ((5, 4), 2, ReduceOp.SUM, "sum of float32 (5, 4) with 2 sparse dimensions"),
     "operation": ((5, 4), 1, ReduceOp.AVG, "average of float32 (5, 4) with 1 sparse dimensions"),
 }
-"""What the last rank adds up, where the others add up a sparse tensor of shape (5, 4) with 1 sparse dimension."""
+"""The last rank's argument, where the others add up a sparse tensor of shape (5, 4) with 1 sparse dimension."""
 
 
 def test_sparse_tensors_that_do_not_match_are_told_on_every_rank() -> None:

@@ -1,4 +1,4 @@
-"""What people run on torch.distributed runs on "polytempo" unchanged, and ends with the values that it has on gloo."""
+"""Users' programs on torch.distributed run on "polytempo" unchanged, and end with gloo's values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.process
 SIZE = 2
 NUM_STEPS = 4
 Story = Callable[[int], Sequence[Tensor]]
-"""What a rank does in the default group; answers the tensors that it ends with."""
+"""A rank's program in the default group; returns its final tensors."""
 
 
 class Net(nn.Module):
@@ -269,7 +269,7 @@ def test_a_story_ends_as_on_gloo(name: str) -> None:
     kept = []  # gloo's thread drops callbacks of torch's hooks, which hold the group: as the last, it joins itself
 
     def work(rank_info: RankInfo) -> Result:
-        warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
+        warnings.simplefilter("ignore")  # torch's own, about its own calls of deprecated functions
         ends = []
         for backend in ("gloo", "polytempo"):
             store = dist.FileStore(str(rank_info.rendezvous / backend), SIZE)

@@ -1,4 +1,4 @@
-"""`polytempo bench`: what it measures, how it counts, what it prints, and what it refuses."""
+"""`polytempo bench`: its measurements, counts, output and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIGURE = {"median_us", "low_us", "high_us", "mean_us", "rounds_us"}
 
 
 def written(result: dict[str, Any], folder: Path) -> str:
-    """The result as Markdown; its picture was drawn; its layout is the one that was promised."""
+    """The result as Markdown, with its picture, in the promised layout."""
     assert (set(result), result["schema"], set(result["machine"])) == (TOP, SCHEMA, MACHINE)
     assert json.loads(json.dumps(result)) == result
     write_picture(folder / "picture.png", result)
@@ -63,7 +63,7 @@ def test_training_is_measured(tmp_path: Path) -> None:
 
 
 def test_memory_is_measured(tmp_path: Path) -> None:
-    """At the peak there are at least parameters, gradients and Adam's two on each worker of DDP."""
+    """Each worker of DDP has at the peak at least parameters, gradients and Adam's two."""
     result = memory.memory(memory.MemoryPlan(2, 2_000_000, 2))
     ddp, ours = result["rows"]
     assert (ddp["configuration"], ddp["ratio"], ours["configuration"]) == ("ddp_gloo", 1.0, "shared_memory")
@@ -73,7 +73,8 @@ def test_memory_is_measured(tmp_path: Path) -> None:
 
 
 def test_without_the_native_core_the_rest_is_measured(tmp_path: Path) -> None:
-    """Through the command line: one JSON object on standard output, files in the folder, the reason for what is not."""
+    """Through the command line: one JSON object on standard output, files in the folder, the reason for missing
+    parts."""
     done = subprocess.run(
         [sys.executable, "-m", "polytempo", "bench", "collectives", "--quick", "--operations", "barrier", "--json"],
         capture_output=True,
@@ -122,7 +123,7 @@ class Alone:
     """A meeting of one."""
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """There is no other rank to wait for."""
 
     def agree(self, number: int) -> int:
         """One's own."""
@@ -157,7 +158,7 @@ def test_the_slowest_rank_counts_and_ratios_are_of_rounds() -> None:
 
 
 def test_memory_of_one_moment_is_added() -> None:
-    """Of what each worker had last seen, once all had looked: 5 + 1, 2 + 1, 2 + 7."""
+    """Each worker's last look, once all have looked: 5 + 1, 2 + 1, 2 + 7."""
     assert memory.together([[(0.0, 9), (1.0, 5), (3.0, 2)], [(2.0, 1), (4.0, 7)]]) == 9
     assert memory.together([[(0.0, 9), (2.0, 1)], [(1.0, 3)]]) == 12
 
@@ -212,7 +213,7 @@ class World:
         """A sum of one."""
 
     def Barrier(self) -> None:
-        """Nobody to wait for."""
+        """There is no other rank to wait for."""
 
 
 def test_an_mpi_rank_does_what_its_partner_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Branches on threads in whole runs: the same bits as without, resumed, served; and what `tune threads` prints."""
+"""Branches on threads in whole runs: the same bits as without, resumed, served; and the output of `tune threads`."""
 
 from __future__ import annotations
 

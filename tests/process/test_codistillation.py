@@ -23,7 +23,7 @@ STRATEGY = strategies.codistillation(groups=2, period=4, burn_in=6, inner=INNER)
 
 
 def on_processes(workers: int, **options: Any) -> list[dict[str, Any]]:
-    """What each of the real ranks says at its end."""
+    """The last words of each real rank."""
 
     def work(rank_info: RankInfo) -> dict[str, Any]:
         return Trainer(find("digits"), STRATEGY, world=init(quiet=True), **options).fit().as_json()

@@ -26,7 +26,7 @@ from process.hooked import FED, SIZE, SMALL_BUCKETS, Net, close, ddp, equal, inp
 pytestmark = pytest.mark.process
 
 
-# ---------------------------------------------------------------------- what it computes
+# ---------------------------------------------------------------------- its results
 
 
 def test_parameters_are_equal_while_ddp_cuts_its_buckets_anew() -> None:
@@ -53,7 +53,7 @@ def test_parameters_are_equal_while_ddp_cuts_its_buckets_anew() -> None:
     "codec", [FED, feedback(bf16()), qsgd(levels=4), exact()], ids=lambda codec: str(codec.facts.name)
 )
 def test_it_is_attach_with_the_same_codec(codec: Codec) -> None:
-    """To the bit where nothing depends on buckets. Random numbers are those of the parameters' names."""
+    """To the bit where nothing depends on buckets. Random numbers follow the parameters' names."""
 
     def story(rank: int) -> Sequence[Tensor]:
         net, wrapped = Net(), Net()
@@ -86,7 +86,7 @@ def test_casts_end_as_torchs_own_hooks() -> None:
 
 
 class Given(nn.Module):
-    """A matrix (32, 48) and a vector of 2000, float64, whose gradients are what is put in."""
+    """A matrix (32, 48) and a vector of 2000, float64, with given gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def joined(hook: Any, rank: int) -> Sequence[Tensor]:
 
 
 def pictures(hook: Any, rank: int) -> Sequence[Tensor]:
-    """channels_last: gradients do not lie as their shape says. Batch norm: DDP broadcasts buffers in between."""
+    """channels_last: gradients are not laid out by their shape. Batch norm: DDP broadcasts buffers in between."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3)).to(memory_format=torch.channels_last)
     wrapped = ddp(hook, net, gradient_as_bucket_view=True)
@@ -209,7 +209,7 @@ WAYS: dict[str, Callable[[Any, int], Sequence[Tensor]]] = {
 
 
 def test_whatever_ddp_does_the_mean_is_the_mean() -> None:
-    """With a codec that leaves nothing out DDP ends where it ends without a hook."""
+    """With a lossless codec DDP ends as without a hook."""
 
     def story(rank: int) -> Sequence[Tensor]:
         found: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""`pt.comm_hook` where something ends: training by an error, and DDP itself; and what it refuses."""
+"""`pt.comm_hook` at an end: training ends by an error, or DDP ends; and refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_nan_ends_training_on_every_rank_with_its_name(native: bool, monkeypat
     ids=["gloo", "gloo, all_gather", "gloo, ring", "two hosts", "four hosts, all_gather"],
 )
 def test_ranks_far_from_the_one_that_fails_do_not_wait_for_it(backend: str, hosts: str, route: Any) -> None:
-    """They have no connection that ends with it, but to ranks that fail in turn, and keep the error."""
+    """Only their connections to failing ranks end, and they keep the error."""
 
     def story(rank: int) -> Sequence[Tensor]:
         store = dist.distributed_c10d._get_default_store()
@@ -77,7 +77,7 @@ def test_ranks_far_from_the_one_that_fails_do_not_wait_for_it(backend: str, host
 
 @pytest.mark.parametrize("native", [True, False])
 def test_nobody_has_a_transport_before_all_have_met_in_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has it may leave it at once, which gloo calls an error where a rank still connects."""
+    """A rank may leave it immediately, which gloo calls an error where another rank still connects."""
     kind = create.SharedMemoryGroup if native else dist.ProcessGroupGloo
     if not native:
         monkeypatch.setattr(create, "why_not", lambda: "it is not to be")

@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     "a learning rate": (other_lr, "option 'lr' of parameter group 0 is 0.01 on ranks 0, 2, 0.02 on rank 1"),
     "a step that one rank leaves out": (nothing, "number of optimizer steps is"),
 }
-"""What happens on one rank, and what the error names."""
+"""A fault on one rank, and the error's words."""
 
 
 def trained(world: ProcessWorld, name: str, num_steps: int = STEPS, **options: Any) -> tuple[nn.Module, pt.Handle, int]:
@@ -87,7 +87,7 @@ def trained(world: ProcessWorld, name: str, num_steps: int = STEPS, **options: A
 
 @cache
 def told() -> list[dict[str, list[Any]]]:
-    """What each of three ranks hears of each fault when the state is about to be saved."""
+    """The errors of three ranks at each fault when the state is about to be saved."""
 
     def work(world: ProcessWorld) -> Result:
         found = {}

@@ -35,7 +35,7 @@ Story = Callable[[ElasticLauncher], Any]
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being: afterwards none may be there."""
+    """The place of private folders; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
@@ -125,7 +125,7 @@ def harm(launcher: ElasticLauncher, rank: int, number: int) -> Iterator[None]:
 def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(
     precision: str | None, tmp_path: Path
 ) -> None:
-    """They are killed, stopped and terminated, and there is room for more of them, and for less."""
+    """Workers are killed, stopped and terminated, and there is room for more of them, and for less."""
     wanted, out, hurry = [3], tmp_path / "run", tmp_path / "hurry"
 
     def story(launcher: ElasticLauncher) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Batches of an elastic run grow, and workers join for what they have grown by."""
+"""Batches of an elastic run grow, and workers join for the growth."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ job = made({hurry})
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being, those of agents too: afterwards none may be there."""
+    """The place of private folders, those of agents too; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -54,7 +54,7 @@ def named(folder: Path, name: str, hurry: Path | None) -> pt.Job:
 
 
 def members_of(launcher: ElasticLauncher) -> tuple[int, ...]:
-    """Who takes part now."""
+    """The present members."""
     assert launcher.view is not None
     return launcher.view.members
 
@@ -133,7 +133,7 @@ def test_a_launcher_that_gets_sigterm_saves_one_step_and_the_run_goes_on_to_the_
     sent: list[int] = []
 
     def watch(launcher: ElasticLauncher) -> None:
-        """It is saved by another group than the first one."""
+        """Another group than the first one saves it."""
         process: Any = launcher.processes[1]
         if launcher.is_training and not sent:
             sent.append(process.pid)

@@ -27,7 +27,7 @@ SAMPLES, EPOCHS = 61, 4
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being: afterwards none may be there."""
+    """The place of private folders; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder

@@ -1,4 +1,4 @@
-"""Ranks of an elastic torchrun's round agree on a name, whatever earlier rounds have left in the agents' store."""
+"""Ranks of an elastic torchrun's round agree on a name, with any entries of earlier rounds in the agents' store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def connect() -> Connect:
 
 
 def round_of(connect: Connect, size: int) -> list[str]:
-    """What each rank of a round of `size` ranks calls it."""
+    """Each rank's name of a round of `size` ranks."""
     with ThreadPoolExecutor(size) as ranks:
         names = [ranks.submit(name_of_round, connect(), rank, size, LONG_S) for rank in reversed(range(size))]
         return [name.result() for name in names]

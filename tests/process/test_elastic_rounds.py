@@ -30,13 +30,14 @@ pytestmark = pytest.mark.process
 
 EPOCHS, SAMPLES = 8, 1437
 ACCURACY_SPREAD = 0.03
-"""Between two runs whose workers come and go at other steps: three times what 360 test samples tell at 97 %."""
+"""Two runs with workers that come and go at other steps differ less: three times the noise of 360 test samples at 97
+%."""
 Story = Callable[[ElasticLauncher, list[int]], Iterator[None]]
 
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being: afterwards none may be there."""
+    """The place of private folders; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
@@ -47,7 +48,7 @@ calls: list[float] = []
 
 
 def digits(hurry: Path) -> pt.Job:
-    """The digits, whose steps last longer and longer until a test's story is over."""
+    """The digits, with longer and longer steps until a test's story is over."""
     found = pt.jobs.find("digits")
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

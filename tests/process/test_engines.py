@@ -1,4 +1,4 @@
-"""What every engine does with the processes that it starts, and what the second engine shows: a run needs no fork."""
+"""Every engine's treatment of its processes; the second engine shows that a run needs no fork."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ job = replace(digits, name="diverges", loss=loss, correct=None)
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being in this test: afterwards, none may be there."""
+    """The place of private folders in this test; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
@@ -151,16 +151,16 @@ def test_one_is_stopped_alone_and_then_all(setup: EngineSetup, tmp_path: Path) -
         assert second.failed
 
 
-# --- runs by an engine to which nothing travels but JSON
+# --- runs by an engine with JSON alone as transport
 
 
 def num_threads() -> int:
-    """Of this process: one that is left over would be in the way of later forks."""
+    """The threads of this process: a leftover one would be in the way of later forks."""
     return len(os.listdir("/proc/self/task"))
 
 
 def threads_left(before: int) -> int:
-    """How many more there are than `before`. The kernel lists a thread that has ended a moment longer."""
+    """The number of threads more than `before`. The kernel lists a thread that has ended a moment longer."""
     until_s = time.monotonic() + LONG_S
     while num_threads() > before and time.monotonic() < until_s:
         os.sched_yield()
@@ -180,7 +180,7 @@ def test_a_collective_run_has_the_bits_of_the_forked_one() -> None:
 
 
 def test_a_served_run_has_the_bits_of_the_forked_one_and_leaves_as_much(tmp_path: Path) -> None:
-    """One worker, so that there is one order; what goes to the server goes over encrypted TCP."""
+    """One worker gives one order; messages to the server go over encrypted TCP."""
     before = num_threads()
     by_fork, by_name = (
         pt.run(DIGITS, pt.strategies.async_sgd(), workers=1, epochs=1, threads=1, out=out, engine=engine)
@@ -208,7 +208,7 @@ class Killing(Launcher):
     calls = 0
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """As the launcher."""
+        """Receive messages as the launcher."""
         if isinstance(message, Ask) and message.worker == 1:
             self.calls += 1
             if self.calls == 3:
@@ -254,7 +254,7 @@ def test_a_function_has_no_name_either() -> None:
 
 
 def test_keys_are_neither_in_arguments_nor_in_the_environment(tmp_path: Path) -> None:
-    """The interpreter is a script that writes down what it is given."""
+    """The interpreter is a script that writes down its arguments."""
     seen, keys = tmp_path / "seen", make_keys().to_plain()
     script = tmp_path / "python"
     script.write_text(f'#!/bin/sh\n(echo "$@"; env) > {seen}\ncat > {seen}.stdin\n')

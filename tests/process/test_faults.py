@@ -34,13 +34,13 @@ pytestmark = pytest.mark.process
 WORKERS = 2
 STEPS = 8
 EVERY = 3
-"""Steps between checkpoints. An epoch has 4 steps, and ends with one too: they lie at 3, 4, 6 and 8."""
+"""Steps between checkpoints. An epoch has 4 steps, and ends with one too: checkpoints are at 3, 4, 6 and 8."""
 DEADLINE_S = 60.0
 """A survivor that nothing tells of a death waits so long."""
 
 
 class Point:
-    """Where a run dies. Outside the victim, and before the given step, it does nothing."""
+    """The place of a run's death. Outside the victim, and before the given step, it does nothing."""
 
     def __init__(self, note: Path, victim: int, step: int = 0) -> None:
         self.note, self.victim, self.step = note, victim, step
@@ -93,7 +93,7 @@ class Watched(Dataset[Any]):
 
 
 class Plan:
-    """A job whose parts pass a point, if `place` is theirs."""
+    """A job with parts that pass a point, if `place` is theirs."""
 
     def __init__(self, place: str, point: Point) -> None:
         self.place, self.point = place, point
@@ -138,7 +138,7 @@ class Plan:
         )
 
     def arm(self) -> None:
-        """Called in the victim: lie in wait inside of the library where the job cannot reach."""
+        """The victim calls it: die inside the library, where the job cannot reach."""
         self.point.armed = True
         if self.place == "rendezvous":
             self.point.before(joining, "PrefixStore")
@@ -167,12 +167,12 @@ PLACES = {
     "committed": (0, 2, 6),
     "at the end": (0, 0, 8),
 }
-"""Who dies, how often the place is passed before, and the step of the checkpoint that must be there then."""
+"""The victim, the number of earlier passes of the place, and the step of the checkpoint that must be there then."""
 
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where private folders come into being in this test: afterwards, none may be there."""
+    """The place of private folders in this test; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
@@ -199,7 +199,7 @@ def run(plan: Plan, out: Path, **options: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What a run reaches that nobody disturbs."""
+    """The result of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return run(Plan("nowhere", Point(folder / "note", victim=-1)), folder)
 

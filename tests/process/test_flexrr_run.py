@@ -72,7 +72,7 @@ def test_a_worker_with_more_to_compute_is_helped_and_every_sample_counts_once(
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_resumed_run_trains_what_is_left(bound: int, tmp_path: Path) -> None:
-    """Shards know slices, and the scheduler batches: what was applied must not be taken for batches."""
+    """Shards know slices, and the scheduler batches: applied slices must not be taken for batches."""
     strategy = strategies.flexrr(grain=0.125, first_offer=0.125, later_offers=0.25, shards=2, bound=bound)
     once = run(DIGITS, strategy, workers=2, epochs=1, out=tmp_path, threads=1)
     twice = run(DIGITS, strategy, workers=2, epochs=2, out=tmp_path, threads=1, resume=True)

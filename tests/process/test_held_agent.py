@@ -25,7 +25,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held(holder: AgentHolder, note: Path, do: str, look_s: float | None = None) -> tuple[threading.Thread, list[str]]:
-    """A thread that holds an agent which has read its ticket, and what `hold` will return."""
+    """A thread that holds an agent which has read its ticket, and the value of `hold`."""
     said: list[str] = []
     ticket = json.dumps({"do": do, "note": str(note)})
     thread = threading.Thread(target=lambda: said.append(holder.hold(ticket, look_s)))
@@ -84,6 +84,6 @@ def test_one_that_is_unwanted_ends(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_started_raises_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What raises is logged with its arguments, and the ticket is one."""
+    """Raised errors are logged with their arguments, and the ticket is one."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert AgentHolder(STUB).hold("{}").startswith("could not be started: ")

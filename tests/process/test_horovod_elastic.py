@@ -72,7 +72,7 @@ with open(os.environ["POLYTEMPO_ANSWER_FILE"], "w") as file:
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being: afterwards none may be there."""
+    """The place of private folders; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
@@ -93,7 +93,7 @@ def test_each_sample_counts_once_over_a_kill_a_join_and_a_host_that_shrinks(
     hosts = {"localhost": 3}
 
     def trains(ranks: ElasticRanks, members: int, generation: int) -> bool:
-        """Whether a later group of so many has made a step: all its processes have said so."""
+        """True if a later group of so many has made a step: all its processes have said so."""
         view = ranks.view
         if view is None or len(view.members) != members or view.generation <= generation:
             return False
@@ -109,7 +109,7 @@ def test_each_sample_counts_once_over_a_kill_a_join_and_a_host_that_shrinks(
             yield
         second = ranks.view
         assert second is not None
-        assert second.members[:2] == first.members[1:], "those that were left are still there"
+        assert second.members[:2] == first.members[1:], "the earlier ones are still there"
         hosts["localhost"] = 2
         while not trains(ranks, 2, second.generation):
             yield

@@ -113,7 +113,7 @@ OPTIMIZERS = {
     "SparseAdam": Row(lambda p: optim.SparseAdam(list(p), lr=0.05), net=table),
     "LBFGS": Row(lambda p: optim.LBFGS(p, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")),
     "LBFGS without a search": Row(lambda p: optim.LBFGS(p, lr=0.1, max_iter=3, history_size=2)),
-    "state that comes late and is no tensor": Row(Lazy),
+    "state that comes late and is not a tensor": Row(Lazy),
     "state of another dtype": Row(Precise, net=partial(dense, torch.float32)),
 }
 SCHEDULERS = {

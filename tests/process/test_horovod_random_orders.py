@@ -1,6 +1,6 @@
 """10,000 tensors on each of 4 ranks, each rank in an order of its own: every one is right, and none waits for ever.
 
-What is asked for under a name follows from the seed: the operation, its process set, dtype and shape. So do the fusion
+The request under a name follows from the seed: the operation, its process set, dtype and shape. So do the fusion
 threshold, the cycle time and the cache's capacity.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import horovod_checks  # noqa: F401 - loads once what every worker would load
+import horovod_checks  # noqa: F401 - loads the workers' imports once
 import polytempo.horovod.torch as hvd
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
@@ -26,7 +26,7 @@ OPS = (hvd.Sum, hvd.Average, hvd.Min, hvd.Max)
 
 
 class Asked(NamedTuple):
-    """What ranks ask for under one name. Rank r's tensors are filled with r + `base`."""
+    """The ranks' request under one name. Rank r's tensors are filled with r + `base`."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
     base: int
 
     def tensors(self, rank: int) -> list[Tensor]:
-        """What a rank brings; to a gather as many rows more as its number is."""
+        """A rank's tensors; a gather gets as many more rows as the rank's number."""
         more = rank if self.kind == "gather" else 0
         return [torch.full((rows + more, width), rank + self.base, dtype=self.dtype) for rows, width in self.shapes]
 
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
         return hvd.allreduce_async_(given[0], name=self.name, op=self.op, process_set=process_set)
 
     def is_right(self, found: Any) -> bool:
-        """Whether that is the answer."""
+        """True if that is the answer."""
         brought = [self.tensors(rank) for rank in self.ranks]
         if self.kind == "gather":
             return torch.equal(found, torch.cat([each[0] for each in brought]))
@@ -85,7 +85,7 @@ def asked(seed: int, number: int) -> Asked:
 
 
 def settings(seed: int) -> dict[str, str]:
-    """How operations are negotiated."""
+    """The settings of negotiation."""
     chance = random.Random(seed)
     return {
         "HOROVOD_FUSION_THRESHOLD": str(chance.choice((0, 4096, 1 << 20, 128 << 20))),

@@ -53,7 +53,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_timeline_shows_every_rank_and_changes_nothing(tmp_path: Path, size: int) -> None:
-    """It is begun anew by the program, on all ranks or on rank 0 alone; the file is whole after each stop."""
+    """The program begins it again, on all ranks or on rank 0 alone; the file is whole after each stop."""
     path = tmp_path / "timeline.json"
 
     def work() -> tuple[list[Tensor], list[Tensor], list[Any]]:
@@ -164,11 +164,11 @@ CODECS: dict[str, Any] = {
     "fp16": hvd.Compression.fp16,
 }
 ROUGH = {"natural": 0.1, "terngrad": 0.3, "bf16": 0.01, "fp16": 0.001, "qsgd": 0.1}
-"""By how much the mean of 40 answers is off where there is no residual: what is drawn, and rounding."""
+"""The error of the mean of 40 answers without a residual: random draws, and rounding."""
 
 
 def descended(compression: Any, rows: int = 52, steps: int = 40) -> tuple[Tensor, Tensor]:
-    """The mean of all steps' reduced gradients, of which each rank's is always the same, and what it should be."""
+    """The mean of all steps' reduced gradients, with a constant gradient on each rank, and its right value."""
     weight = nn.Parameter(torch.zeros(rows, 20))
     mine = [torch.randn(rows, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(hvd.size())]
     optimizer = hvd.DistributedOptimizer(
@@ -186,7 +186,7 @@ FEW = ("int8", "one_bit", "dgc", "random_k", "terngrad", "bf16")
 
 @pytest.mark.parametrize(("size", "chosen"), [(2, tuple(CODECS)), (4, FEW)])
 def test_gradients_through_every_codec(size: int, chosen: Sequence[str]) -> None:
-    """Ranks hold equal bits, and what a codec left out of one step is in the steps after it."""
+    """Ranks hold equal bits, and a codec's residual of one step is in the steps after it."""
 
     def work() -> dict[str, tuple[Tensor, float]]:
         hvd.init()

@@ -228,7 +228,7 @@ def norms_with_all_arguments(rank: int, size: int) -> None:
 
 @CHECKS.check
 def joins_with_a_device(rank: int, size: int) -> None:
-    """Zeros for tensors on the CPU are on the CPU, whatever device is named for those on CUDA."""
+    """Zeros for tensors on the CPU are on the CPU, with any device named for tensors on CUDA."""
     if rank:
         equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="rest"), torch.full((2,), size - 1.0))
     assert hvd.join(device=0) in range(size)

@@ -34,7 +34,7 @@ def slope(call: Callable[[Tensor], Tensor], at: Tensor, weights: Tensor, rank: i
 
 @CHECKS.check
 def gradients(rank: int, size: int) -> None:
-    """Of all ranks' results together; Horovod's allgather and broadcast give 1/N of it, its reducescatter N times."""
+    """All ranks' results together; Horovod's allgather and broadcast give 1/N of it, its reducescatter N times."""
     rows = [1] * (size - 1) + [2]
     cases: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
         "sum": (lambda x: hvd.allreduce(x, op=hvd.Sum, name="gradient"), 1),
@@ -60,7 +60,7 @@ def gradients(rank: int, size: int) -> None:
 
 @CHECKS.check
 def gradients_of_groups_and_in_process_sets(rank: int, size: int) -> None:
-    """Ranks outside the set keep their tensor, whose gradient is the identity's."""
+    """Ranks outside the set keep their tensor, with the identity's gradient."""
     part = hvd.add_process_set(list(range(1, size)))
     inside, others = part.included(), max(size - 1, 1)
 

@@ -82,7 +82,7 @@ def distributed_optimizers(rank: int, size: int) -> None:
 
 @CHECKS.check
 def gradients_that_travel_while_the_backward_pass_goes_on(rank: int, size: int) -> None:
-    """As where a core is to spare, or where there are other hosts."""
+    """A spare core, or other hosts, allow that."""
     before, PROCESS.opened().overlaps = PROCESS.opened().overlaps, True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_reduction, "_FIRST_BYTES", 1)
@@ -136,7 +136,7 @@ def misused_optimizers(rank: int, size: int) -> None:
 
 @CHECKS.check
 def closures(rank: int, size: int) -> None:
-    """The gradients that a closure computes are reduced; one that computes none leaves those of before."""
+    """A closure's gradients are reduced; one that computes none leaves the earlier ones."""
     for computes in (True, False):
         model = net()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -1,4 +1,4 @@
-"""How `polytempo.horovod.torch` begins and ends on real processes, and what becomes of those that wait then."""
+"""`polytempo.horovod.torch` on real processes: its begin and end, and ranks that wait then."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_rank_that_shuts_down_ends_what_waits_for_it() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_whose_process_ends_is_named(victim: int) -> None:
-    """The process of a rank that returns here ends at once: nothing is left that could say farewell."""
+    """The process of a returning rank ends immediately: no thread is left to say farewell."""
 
     def work(_: RankInfo) -> Result:
         hvd.init()

@@ -65,7 +65,7 @@ def test_both_ends_are_taken_from_in_turn_and_a_node_may_move_from_one_to_the_ot
             assert by_tcp.post(0, push(gradient))
         seen = [ends.take(LONG_S) for _ in range(6)]
         assert sorted(mail[0] for mail in seen if mail) == [1, 1, 1, 2, 2, 2]
-        gradient.fill_(4.0)  # what came by file is the sender's memory, what came by TCP is a copy of it
+        gradient.fill_(4.0)  # messages by file are in the sender's memory, messages by TCP are copies
         for mail in seen:
             assert mail is not None
             assert isinstance(mail[1], Push)
@@ -105,7 +105,7 @@ def test_nodes_find_each_other_by_the_keeper_alone_and_a_new_life_is_found_again
             return mail
 
         def delivered(sender: object, to: object, node: int, epoch: int) -> bool:
-            """Whether a beat comes through before long, with the keeper serving."""
+            """True if a beat arrives before long, with the keeper serving."""
             for _ in range(400):
                 sender.post(node, Beat(0, 1, epoch))
                 keeper.take(0.02)
@@ -153,7 +153,7 @@ def test_a_book_is_only_taken_from_the_keeper() -> None:
         forger.connect(0, node.place.far)
         forger.post(0, Addresses(0, 7, (Place(1, 5, -1, forger.address),)))
         forger.post(0, Beat(3, 1, 1))
-        assert node.take(LONG_S) is not None  # the beat; what came before it has been read
+        assert node.take(LONG_S) is not None  # the beat; earlier messages have been read
         assert node._book.place_of(1) is None
     finally:
         for mail in (keeper, node, forger):
@@ -164,10 +164,11 @@ def test_a_book_is_only_taken_from_the_keeper() -> None:
 
 
 class PretendedHosts:
-    """Forks processes as agents of `hosts` hosts would: those of one host share memory, nothing else is shared."""
+    """Forks processes as agents of `hosts` hosts would: processes of one host share memory, and nothing else is
+    shared."""
 
     known_hosts = 1
-    """As the run knows it, which decides which node is where."""
+    """The number of hosts that the run knows, which decides the nodes' places."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -190,7 +191,7 @@ class PretendedHosts:
             yield engine
 
     def host_of(self, role: Role) -> int:
-        """The host on which a process is."""
+        """The host of a process."""
         return role.node % self.hosts
 
     def _meet(self, launch: Launch, home: Path, memories: list[HostMemory | None]) -> None:
@@ -217,7 +218,7 @@ class TwoPairs(PretendedHosts):
     known_hosts = 2
 
     def host_of(self, role: Role) -> int:
-        """The host on which a process is."""
+        """The host of a process."""
         return int(role.node in (2, 3))
 
 
@@ -225,7 +226,7 @@ class TwoPairs(PretendedHosts):
 def test_a_run_uses_shared_memory_within_a_host_and_tcp_between_hosts(
     hosts: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    private = tmp_path_factory.mktemp("p")  # short: sockets lie in it
+    private = tmp_path_factory.mktemp("p")  # short, for paths of sockets
     monkeypatch.setattr(tempfile, "tempdir", str(private))
     said = tmp_path / "ways"
     _report_ways(said, monkeypatch)
@@ -272,7 +273,7 @@ def parts_of(entry: PushEntry) -> tuple[PartEntry, ...]:
 
 
 def _report_ways(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write down by which way each line goes that is made by a worker or a copy, but for those to the coordinator."""
+    """Write down the way of each line of a worker or a copy, except for lines to the coordinator."""
     connect = TwoEnds.connect
 
     def reporting(self: TwoEnds, node: int, address: str) -> None:

@@ -24,7 +24,7 @@ from process.collective_calls import TABLE, WITHOUT_GLOO, attempted
 pytestmark = pytest.mark.process
 
 HOSTS = {"2 + 1": "AAB", "in turns": "ABA", "each alone": "ABC"}
-"""Which of three ranks pretends to be on which host."""
+"""The pretended hosts of three ranks."""
 
 
 def begin(rank_info: RankInfo, host: str, backend: str = "polytempo") -> None:
@@ -36,7 +36,7 @@ def begin(rank_info: RankInfo, host: str, backend: str = "polytempo") -> None:
 
 
 def run(hosts: str, work: Callable[[RankInfo], Result], backend: str = "polytempo") -> list[Any]:
-    """What `work` returns on each rank, in a default group over `hosts`."""
+    """The value of `work` on each rank, in a default group over `hosts`."""
 
     def joined(rank_info: RankInfo) -> Result:
         begin(rank_info, hosts[rank_info.rank], backend)
@@ -55,7 +55,7 @@ def backend_of(group: Any) -> str:
 
 @pytest.fixture(scope="module", params=HOSTS)
 def wrong(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """For each rank what is wrong with each collective over the hosts."""
+    """Each rank's errors in each collective over the hosts."""
 
     def work(rank_info: RankInfo) -> Result:
         assert backend_of(dist.group.WORLD) == "HostsGroup"

@@ -1,4 +1,4 @@
-"""Divided layers on real processes: what a virtual world computes, to the bit; attached, what one process trains."""
+"""Divided layers on real processes: a virtual world's bits; attached, one process's training."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def trained(world: ProcessWorld | None, num_ranks: int) -> list[Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_an_attached_hybrid_trains_as_one_process(num_ranks: int) -> None:
-    """With shards of uneven sizes at the end of an epoch."""
+    """Shards have uneven sizes at the end of an epoch."""
     norms, whole = together(1, lambda world: trained(None, 1))[0]
     for found_norms, found in together(num_ranks, lambda world: trained(world, num_ranks)):
         assert found_norms == pytest.approx(norms, rel=1e-9)

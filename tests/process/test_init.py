@@ -55,7 +55,7 @@ LOOPBACK = ["0100007F"]
 
 
 class Ended(NamedTuple):
-    """What a world's processes left behind."""
+    """The remains of a world's processes."""
 
     answers: list[Any]
     said: list[str]
@@ -191,7 +191,7 @@ def test_a_host_that_others_cannot_reach_is_named(script: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "spread", "expected"),
     [
-        (["192.0.2.1", "127.0.0.1"], False, "127.0.0.1"),  # nobody's address here; then one that is
+        (["192.0.2.1", "127.0.0.1"], False, "127.0.0.1"),  # first an address of no process here; then a real one
         (["127.0.1.1", "0.0.0.0"], True, "0.0.0.0"),
     ],
 )
@@ -205,7 +205,7 @@ def test_every_address_of_a_name_is_tried(
 
 
 def test_a_rank_does_not_wait_for_a_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As where the launcher has ended: torch's file store would look for the file for five minutes."""
+    """The launcher has ended: torch's file store would look for the file for five minutes."""
     for name, value in {"RANK": "0", "SIZE": "2", "RENDEZVOUS": str(tmp_path / "gone")}.items():
         monkeypatch.setenv(f"POLYTEMPO_{name}", value)
     with pytest.raises(pt.errors.PeerLost):
@@ -238,7 +238,7 @@ assert world.drive(program(world.port)).item() == 4.0
 
 
 def test_no_thread_of_the_transport_outlives_the_interpreter(tmp_path: Path) -> None:
-    """One that did could ask for Python's lock when there is no Python any more, which aborts the process."""
+    """Such a thread could ask for Python's lock after Python's end, which aborts the process."""
     script = tmp_path / "script.py"
     script.write_text(ENDING)
     port = free_port()

@@ -27,13 +27,13 @@ def run(strategy: pt.Strategy, out: Path, steps: int, **options: Any) -> pt.Resu
 
 
 def saved(out: Path) -> list[dict[str, Tensor]]:
-    """What both ranks have saved."""
+    """Both ranks' saved states."""
     return [read_part(checkpoint_in(out), rank).tensors for rank in range(2)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_resumed_run_goes_on_with_its_average_to_the_bit(strategy: pt.Strategy, tmp_path: Path) -> None:
-    """And its weights are those of a run that averages nothing."""
+    """Its weights are those of a run without an average."""
     whole = run(strategy, tmp_path / "whole", 14, ema=0.9)
     run(strategy, tmp_path / "cut", 6, ema=0.9)
     with pytest.raises(
@@ -71,7 +71,7 @@ def test_both_worlds_score_the_same_average(tmp_path: Path) -> None:
     ids=["LARS", "LAMB", "LARS on one copy", "LAMB on one copy", "LAMB, local steps", "LARS, top-k"],
 )
 def test_lars_and_lamb_are_resumed_to_the_bit(strategy: pt.Strategy, optimizer: Any, tmp_path: Path) -> None:
-    """Under a schedule that moves the rate in each step."""
+    """The schedule moves the rate in each step."""
     of = replace(job, optimizer=optimizer, schedule=schedule(warm_up(0.2, start=0.1), cosine(1)), lr=0.05)
     for name, steps in (("whole", (14,)), ("cut", (6, 14))):
         for number, each in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Sandblaster L-BFGS on processes: killed replicas change nothing, and what fails is named."""
+"""Sandblaster L-BFGS on processes: killed replicas change nothing, and failures are named."""
 
 from __future__ import annotations
 

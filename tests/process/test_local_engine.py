@@ -30,7 +30,7 @@ __all__ = ["private"]
 pytestmark = pytest.mark.process
 
 
-# --- what workers are told, and what they give back
+# --- workers' arguments and results
 
 
 def test_results_come_in_the_order_of_ranks(private: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_killed_worker_takes_its_data_loaders_along(private: Path) -> None:
 
 @pytest.mark.parametrize("closed", [(0,), (1, 2), (0, 1, 2)])
 def test_a_launcher_may_have_no_standard_files(closed: tuple[int, ...], private: Path) -> None:
-    """As a daemon's: the janitor and the workers redirect them, and must not find a pipe of the run there."""
+    """A daemon has none: the janitor and the workers redirect them, and must not find a pipe of the run there."""
     listening, speaking = os.pipe()
 
     def launcher() -> None:
@@ -154,7 +154,7 @@ def test_nothing_outlives_the_launcher(
 
 
 def test_a_private_folder_ends_with_a_process_that_is_killed(private: Path) -> None:
-    """As those of calibrate and validate."""
+    """calibrate and validate make such folders."""
     goes_on, ends = os.pipe()
     reading, writing = os.pipe()
 
@@ -210,7 +210,7 @@ def is_running(process: int) -> bool:
     return stat_of(str(process))[:1] not in ([], ["Z"])
 
 
-# --- what a launcher and a janitor that are killed together leave
+# --- the remains of a launcher and a janitor killed together
 
 
 def left(private: Path, name: str, content: str | None = "locked while this run lives\n") -> Path:
@@ -266,7 +266,7 @@ def kills_itself(rank_info: RankInfo) -> Result:
 
 
 def test_a_run_ends_where_sigchld_is_ignored(private: Path) -> None:
-    """As a parent may hand it on: the kernel collects children then. In another thread Python cannot change that."""
+    """A parent may pass that on: the kernel collects children then. In another thread Python cannot change that."""
     ignored = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         assert launch(lambda rank_info: str(signal.getsignal(signal.SIGCHLD)), 2) == ["0", "0"]
@@ -282,7 +282,7 @@ def test_a_run_ends_where_sigchld_is_ignored(private: Path) -> None:
 
 
 def test_a_stopped_agent_whose_starter_is_gone_leaves_no_process(private: Path) -> None:
-    """It cannot see that it is left alone, and a kill of ssh does not reach it: its janitor ends it."""
+    """It cannot see that it is alone, and a kill of ssh does not reach it: its janitor ends it."""
     listening, speaking = os.pipe()
 
     def agent(starter: int) -> None:
@@ -316,7 +316,7 @@ def test_a_stopped_agent_whose_starter_is_gone_leaves_no_process(private: Path) 
 
 
 def is_janitor(process: int) -> bool:
-    """It is the child that has closed everything but a pipe."""
+    """The janitor is the child that has closed everything but a pipe."""
     return not os.readlink(f"/proc/{process}/fd/1").endswith(".log")
 
 

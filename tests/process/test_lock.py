@@ -1,4 +1,4 @@
-"""`HostLock`: who shares it, whoever has died, and whatever has become of a descriptor's number."""
+"""`HostLock`: its sharers, after any death and any reuse of a descriptor's number."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def store_at(folder: Path) -> Store:
 
 
 def elsewhere(work: Callable[[], bool]) -> bool:
-    """What `work` answers in a process of its own, which then ends."""
+    """The value of `work` in a process of its own, which then ends."""
     child = fork(lambda: os._exit(0 if work() else 3))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def free_elsewhere(folder: Path) -> bool:
-    """Whether another process may have the lock."""
+    """True if another process may have the lock."""
     return elsewhere(lambda: HostLock(store_at(folder), 0).acquire(0.02))
 
 

@@ -64,7 +64,7 @@ Ended = tuple[int, str, str]
 
 
 def started(size: int, folder: Path, *arguments: str, again: int | None = None) -> list[Ended]:
-    """How `size` processes end, and what they say, of which none is ended because another has failed.
+    """The ends and outputs of `size` processes; none is ended because another has failed.
 
     Rank `again` is started again when it has ended.
     """

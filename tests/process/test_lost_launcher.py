@@ -1,4 +1,4 @@
-"""A launcher that is lost: the shards save what they have acknowledged, leave, and the run goes on from there."""
+"""A launcher that is lost: the shards save acknowledged entries, leave, and the run goes on from there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Lost(Exception):
 
 
 class Losing:
-    """The local engine, whose launcher is deaf once `enough()`: agents then order copies to save, and end the rest."""
+    """The local engine, with a launcher that is deaf once `enough()`: agents then order copies to save, and end the
+    rest."""
 
     def __init__(self, enough: Callable[[], bool], spare: Callable[[Role], bool] = lambda role: True) -> None:
         self._enough, self._spare = enough, spare
@@ -57,7 +58,7 @@ class _Engine:
         return self._started[-1]
 
     def poll(self, wait_s: float = 0.0) -> list[EngineProcess]:
-        """See `Engine`; or what agents do when they hear nothing of the launcher any more."""
+        """See `Engine`; agents act like this when they hear nothing of the launcher any more."""
         if not self._enough():
             return self._inner.poll(wait_s)
         copies = [each for each in self._started if each.role.kind == "copy"]
@@ -87,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[ServedRun]:
 
 
 def lost(out: Path, how: Strategy, run: list[ServedRun], batches: int, **more: Any) -> list[int]:
-    """A run whose launcher is lost after so many batches; the exit codes of its copies."""
+    """A run with a launcher that is lost after so many batches; the exit codes of its copies."""
 
     def enough() -> bool:
         return sum(last - first + 1 for first, last in run[-1].scheduler.done) >= batches

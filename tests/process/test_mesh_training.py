@@ -29,12 +29,12 @@ s = pt.strategies
 
 
 def in_mesh(num_ranks: int, work: Callable[[ProcessWorld], Any], **mesh: int) -> list[Any]:
-    """What `work(world)` returns on each of `num_ranks` processes that are laid out so."""
+    """The value of `work(world)` on each of `num_ranks` processes in this layout."""
     return together(num_ranks, lambda world: work(init(mesh=mesh or MESH, quiet=True)))
 
 
 def model_of(world: ProcessWorld) -> int:
-    """Which half this rank holds."""
+    """This rank's half."""
     return world.port.coordinates["model"]
 
 
@@ -77,7 +77,7 @@ def test_in_a_mesh_every_rank_keeps_its_own_copy() -> None:
 
 
 class Both(nn.Module):
-    """The whole model: both halves, whose losses add up."""
+    """The whole model: both halves, with losses that add up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_clipping_over_both_halves_is_clipping_of_the_whole_model() -> None:
             optimizer.zero_grad()
             of_loss(inputs.chunk(2)[data], targets.chunk(2)[data]).backward()
             norms.append(float(handle.clip_grad_norm_(0.3)))
-            norms.append(float(handle.clip_grad_norm_(1e9)))  # what it has become
+            norms.append(float(handle.clip_grad_norm_(1e9)))  # its new value
             optimizer.step()
         return [norms, flat(net)]
 
@@ -226,7 +226,7 @@ def test_a_flipped_bit_in_any_part_is_refused(rank: int, tmp_path: Path) -> None
         fitted(4, s.local_sgd(period=3), MESH, tmp_path, steps=6, resume=True)
 
 
-# ---- what goes on among the ranks along data alone ----
+# ---- exchanges among the ranks along data alone ----
 
 
 def test_ranks_may_leave_a_loop_together_with_their_other_half() -> None:

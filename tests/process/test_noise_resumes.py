@@ -1,4 +1,4 @@
-"""A run whose data draw random numbers goes on after a stop as if it had not stopped, its clock too."""
+"""A run with data that draw random numbers goes on after a stop as if it had not stopped, its clock too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On real processes: NaN of one worker ends the run by its name, and what was saved before stays."""
+"""On real processes: NaN of one worker ends the run with its name, and earlier files stay."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def adam(parameters: Any, lr: float) -> Optimizer:
 
 
 def job(*, marked: bool = True, scale: float = 1.0, once: Path | None = None) -> pt.Job:
-    """32 samples, of which one has the mark; `once`: only for the first run, which leaves that file."""
+    """32 samples, one with the mark; `once`: only for the first run, which leaves that file."""
     torch.manual_seed(0)
     x = torch.randn(32, 3)
 
@@ -79,7 +79,7 @@ def test_a_run_ends_by_name_and_its_checkpoints_are_finite(strategy: pt.Strategy
         assert all(bool(t.isfinite().all()) for t in load_file(file).values() if t.is_floating_point())
 
 
-@pytest.mark.parametrize("checkpoint_every", [2, 8])  # 8: the snapshot of the last step, after which workers leave
+@pytest.mark.parametrize("checkpoint_every", [2, 8])  # 8: the snapshot of the last step; workers leave after it
 @pytest.mark.parametrize("strategy", [sync_sgd(), pt.strategies.async_sgd()], ids=str)
 def test_what_only_the_optimizer_holds_is_not_saved_either(
     strategy: pt.Strategy, checkpoint_every: int, tmp_path: Path
@@ -104,7 +104,7 @@ def test_compare_goes_on_with_the_others(tmp_path: Path) -> None:
 
 
 def poisoned(world: ProcessWorld, step: int, strategy: pt.Strategy, *, allow_nan: bool) -> str:
-    """A loop in which rank 1's loss is NaN at `step`; how it ends."""
+    """The end of a loop with a NaN loss on rank 1 at `step`."""
     net = small()
     handle = pt.attach(net, SGD(net.parameters(), lr=0.1), strategy, world=world, allow_nan=allow_nan)
     try:
@@ -128,7 +128,7 @@ def test_attach_raises_where_it_is_asked_to_and_else_does_as_torch_does(strategy
 
 
 def overflowing(world: ProcessWorld) -> list[float]:
-    """A loop whose scale is too large at first: the scaler skips that step, and nothing is raised."""
+    """A loop with too large a scale at first: the scaler skips that step, and nothing is raised."""
     net = small(torch.float32)
     optimizer, scaler = SGD(net.parameters(), lr=0.01), GradScaler("cpu", init_scale=2.0**127)
     pt.attach(net, optimizer, sync_sgd(), world=world, allow_nan=False, scaler=scaler)

@@ -52,7 +52,7 @@ DEADLINE_S = 60.0
 def test_no_way_of_watching_changes_a_synchronous_run(strategy: Strategy, tmp_path: Path) -> None:
     def watched(world: ProcessWorld) -> Result:
         found = []
-        for way in [WAYS[0], *WAYS]:  # what torch imports in its first step draws from Python's generator
+        for way in [WAYS[0], *WAYS]:  # torch's imports in its first step draw from Python's generator
             options = {name: value for name, value in way.items() if name != "test"}
             if "out" in options:
                 options["out"] = tmp_path / options["out"]
@@ -115,7 +115,7 @@ def lines(free: threading.Event | None = None, last: int = 0, epochs: int = 4) -
 
 @pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
 def test_hogwild_does_not_wait_for_a_score(update: Any, tmp_path: Path) -> None:
-    """The first score ends when training has: all rows are there, those of scores late, and the report draws them."""
+    """The first score ends after training: all rows are there, late scores too, and the report draws them."""
 
     def trained(world: ProcessWorld) -> Result:
         result = pt.Trainer(lines(threading.Event(), last=20), s.hogwild(update), world=world, out=tmp_path).fit()

@@ -240,7 +240,7 @@ def test_sparse_embeddings(make: Make) -> None:
         for part in parts:
             optimizer.zero_grad()
             net(part).square().mean().backward()
-            with torch.sparse.check_sparse_tensor_invariants(enable=False):  # torch warns where nobody has chosen
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):  # torch warns without a choice
                 optimizer.step()
         return flat(net)
 

@@ -1,4 +1,4 @@
-"""On real processes, too, rates, decay and momentum are the optimizer's: the clock of `laws.optimizers`."""
+"""Rates, decay and momentum keep their meaning on real processes, too: the clock of `laws.optimizers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGIES = [s.shared_memory(), s.adasum(), s.adasum(of="updates"), s.gossip(),
 
 
 def ends(strategy: Strategy, optimized: Optimized) -> list[float]:
-    """Where this rank's weights are after the plain loop."""
+    """This rank's weights after the plain loop."""
     weights = Weights()
     optimizer = optimized.make(weights.parameters())
     handle = pt.attach(weights, optimizer, strategy)

@@ -33,7 +33,7 @@ def whole() -> nn.Sequential:
 
 
 def on_two(kind: str, work: Callable[[ProcessWorld], Any]) -> list[Any]:
-    """What it returns on two ranks, which hold one model where its layers are split."""
+    """Its value on two ranks with one model in split layers."""
 
     def serve(_: RankInfo) -> Any:
         return work(pt.init(quiet=True, mesh={"model": 2} if kind == "split" else None))
@@ -52,7 +52,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 Step = Callable[[Any, Any, Callable[[], Tensor]], None]
-"""From the model, its optimizer, and what makes the loss."""
+"""(model, its optimizer, the function that makes the loss) -> None."""
 
 
 def plain(net: Any, optimizer: Any, loss: Callable[[], Tensor]) -> None:

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Strategy, int, pt.Job]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_in_the_other_world_to_the_same_bits(case: str, tmp_path: Path) -> None:
-    """So both worlds compute the same, a checkpoint holds all that there is, and what is drawn is drawn again."""
+    """So both worlds compute the same, a checkpoint holds the whole state, and random draws are repeated."""
     strategy, workers, the_job = CASES[case]
     expected = pt.simulate(the_job, strategy, workers, steps=STEPS, threads=1)
     pt.simulate(the_job, strategy, workers, steps=SAVED, threads=1, out=tmp_path, checkpoint_every=SAVED)
@@ -48,7 +48,7 @@ def test_a_run_goes_on_in_the_other_world_to_the_same_bits(case: str, tmp_path: 
 
 
 def test_a_checkpoint_loads_into_a_plain_module_and_goes_on_in_other_parts(tmp_path: Path) -> None:
-    """Three parts become two, then a hybrid, whose samples are another batch each: momentum goes along by names."""
+    """Three parts become two, then a hybrid with another batch of samples each: momentum follows the names."""
     straight = job()
     expected = pt.simulate(straight, s.sync_sgd(), 1, steps=STEPS, threads=1, out=tmp_path / "one", checkpoint_every=1)
     pt.run(straight, split(3), 3, steps=SAVED, threads=1, out=tmp_path / "parts", checkpoint_every=SAVED)

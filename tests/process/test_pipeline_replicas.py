@@ -1,4 +1,4 @@
-"""Replicas of the stages of a pipeline, on processes: what they share, and what they notice."""
+"""Replicas of the stages of a pipeline, on processes: their exchanges, and their checks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def straight(row: Row, workers: int) -> pt.Result:
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_run_that_goes_on_in_the_other_world_ends_with_the_same_bits(stages: int, tmp_path: Path) -> None:
-    """So both worlds compute the same, a checkpoint has all that is under way, and what is drawn is drawn again."""
+    """So both worlds compute the same, a checkpoint has all messages under way, and random draws are repeated."""
     rows = [row for row in STAGED if row.make().stages == stages]
     for number, row in enumerate(rows):
         out = tmp_path / str(number)
@@ -45,7 +45,7 @@ def test_a_run_that_goes_on_in_the_other_world_ends_with_the_same_bits(stages: i
         found = []
         sgd, mse = partial(torch.optim.SGD, lr=0.02), nn.functional.mse_loss
         left = pt.pipeline(model(), sgd, mse, pt.strategies.ddg(stages), sample=torch.zeros(12, 4))
-        for _ in range(3):  # what is under way in it stays so
+        for _ in range(3):  # messages under way in it stay so
             left.step(torch.zeros(12, 4), torch.zeros(12, 2))
         for number, row in enumerate(rows):
             options: dict[str, Any] = {"steps": STEPS, "out": tmp_path / str(number), "resume": True}
@@ -99,7 +99,7 @@ def scores_in(run: Path) -> dict[int, float]:
 
 
 def test_a_checkpoint_is_the_whole_model_and_goes_on_in_other_stages(tmp_path: Path) -> None:
-    """It loads into a plain module, and momentum goes along by the parameters' names."""
+    """It loads into a plain module, and momentum follows the parameters' names."""
     plain = job(dropout=0.0)
     three = pt.strategies.one_f_one_b(3, micro_batches=1)
     pt.simulate(plain, three, 3, steps=SAVED, out=tmp_path, checkpoint_every=SAVED, threads=1)
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_whole_models_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_one_s_own_goes_on_from_its_state_with_the_same_bits() -> None:
-    """What is under way, what is drawn, what replicas remember; through a file as `torch.save` writes it."""
+    """Messages under way, random draws, replicas' memory; through a file as `torch.save` writes it."""
     s, c = pt.strategies, pt.compression
     made = [
         s.ddg(2, inner=s.top_k_sgd(0.2, exact_below=0), activations=c.qsgd(levels=127), gradients=c.qsgd(levels=127)),
@@ -167,7 +167,7 @@ def test_a_loop_of_one_s_own_goes_on_from_its_state_with_the_same_bits() -> None
 
 
 def ending(at: int, by: signal.Signals, once: Path) -> pt.Job:
-    """The job, whose last stage gets a signal in its loss at the `at`-th batch, if that has not been before."""
+    """The job; its last stage gets a signal in its loss at the `at`-th batch, once."""
     calls = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pipelines on processes: the bits of the virtual world, replicas of stages, models that are no chains, refusals."""
+"""Pipelines on processes: the bits of the virtual world, replicas of stages, models that are not chains, refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def virtually(name: str) -> Trained:
 def test_every_schedule_computes_the_bits_of_the_virtual_world(
     least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether stages lend each other their tensors or send them."""
+    """Stages may lend each other their tensors or send them."""
     monkeypatch.setattr(lending, "LEAST_BYTES", least_bytes)
 
     def work(world: ProcessWorld) -> Any:
@@ -84,7 +84,7 @@ def test_every_schedule_computes_the_bits_of_the_virtual_world(
 
 
 def test_a_pipeline_never_receives_what_another_one_has_sent() -> None:
-    """Also behind one that is left with messages under way, and in one that goes on from the state of that."""
+    """Also behind a pipeline with messages under way, and in one that goes on from its state."""
 
     def work(world: ProcessWorld) -> Any:
         found = {}
@@ -168,7 +168,7 @@ def test_what_is_under_way_is_finished_and_a_pipeline_goes_on_afterwards() -> No
 
 @pytest.mark.usefixtures("_lends")
 def test_stripes_of_a_top_layer_are_trained_as_in_the_virtual_world() -> None:
-    """Three processes: what is before the layer, and a stripe of it each; the last one gathers both."""
+    """Three processes: the layers before it, and a stripe of it each; the last one gathers both."""
     by, schedule = ["2.stripes.0", "2.stripes.1"], schedules.pipelined_backprop(3, stripes=2)
 
     def in_stripes() -> nn.Module:
@@ -255,7 +255,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 
 @pytest.mark.usefixtures("_lends")
 def test_models_that_are_no_chains_are_trained_as_by_one_process() -> None:
-    """One micro-batch, because batch norm sees each micro-batch by itself."""
+    """One micro-batch, because batch norm sees each micro-batch separately."""
 
     def work(world: ProcessWorld) -> Any:
         found = {}

@@ -1,4 +1,4 @@
-"""Branches on real processes: what a virtual world computes, to the bit; attached, what one process trains."""
+"""Branches on real processes: a virtual world's bits; attached, one process's training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 def in_mesh(num_ranks: int, work: Callable[[ProcessWorld], Any], **mesh: int) -> list[Any]:
-    """What `work(world)` returns on each of `num_ranks` processes that are laid out so."""
+    """The value of `work(world)` on each of `num_ranks` processes in this layout."""
     return together(num_ranks, lambda world: work(init(mesh=mesh, quiet=True)))
 
 

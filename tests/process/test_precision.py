@@ -71,7 +71,7 @@ def test_a_run_of_16_bits_goes_on_in_float32(tmp_path: Path) -> None:
 
 
 def test_ranks_in_a_loop_of_their_own() -> None:
-    """They agree on what to skip, on the norm, and on the model; the loop scores their mean."""
+    """They agree on skipped steps, on the norm, and on the model; the loop scores their mean."""
 
     def work(rank_info: RankInfo) -> tuple[list[float], list[float], float, int]:
         world = pt.init(quiet=True)
@@ -112,7 +112,7 @@ def test_ranks_that_disagree_are_told() -> None:
 
 
 def test_a_split_model_shows_and_takes_its_masters() -> None:
-    """In a loop of one's own: the whole parameters are float32, of which 16 bits hold not all."""
+    """A user's loop: the whole parameters are float32, more than 16 bits hold."""
 
     def work(rank_info: RankInfo) -> list[Any]:
         pt.init(quiet=True, mesh={"model": 2})

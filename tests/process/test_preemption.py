@@ -36,7 +36,7 @@ STEPS = 1_000_000
 
 
 def sending(at: int, to: str, once: Path, number: int = signal.SIGTERM) -> pt.Job:
-    """The job of `test_resume`, in which rank 1 sends a signal at its `at`-th batch, if no rank has done it before."""
+    """The job of `test_resume`; rank 1 sends a signal at its `at`-th batch, if no rank has done it before."""
     calls = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def test_what_nothing_catches_exits_with_75() -> None:
 
 
 def terminating(at: int, to: str, once: Path, number: int = signal.SIGTERM) -> pt.Job:
-    """The counting job, in which a worker sends a signal at its `at`-th batch, if none has done it before."""
+    """The counting job; a worker sends a signal at its `at`-th batch, if none has done it before."""
     calls = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def test_two_processes_of_one_host(engine: EngineSetup, tmp_path: Path) -> None:
 
 
 def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few and small samples: processes are forked from this one."""
+    """Few and small samples: processes are forked from this one."""
     monkeypatch.setattr(kernel_samples, "_PERCEPTRONS", (((16, 8, 10), 4), ((64, 32, 10), 8)))
     monkeypatch.setattr(kernel_samples, "_CONVOLUTIONS", ())
     monkeypatch.setattr(kernel_samples, "_SHAPES", ((48, 48),))
@@ -80,7 +80,7 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a run whose steps take three times what its kernels say, as far as this test is concerned."""
+    """Its steps take three times its kernels' time in this test."""
     speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("step", KernelSpeed(call_s=1e-4))))
     cluster = Cluster(Link(1e-5, 1e9), workers_per_host=2, speeds=speeds)
     step_s = {pace: _without_exchange(cluster, pace) for pace in (1.0, 2.0, 3.0)}
@@ -102,7 +102,7 @@ def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_byte_of_its_exchange_costs_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By two runs of a job with half a million parameters: with an exchange it takes 2 ns a byte more than said."""
+    """Two runs of a job with half a million parameters: with an exchange it takes 2 ns a byte more than predicted."""
     speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("exchange", KernelSpeed(call_s=1e-4))))
     cluster = Cluster(Link(1e-5, 1e9), Link(1e-5, 1e9), workers_per_host=2, speeds=speeds)
     job, options = small_job(512, 1024), RunOptions(batch_size=4)

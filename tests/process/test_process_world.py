@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def numbers(port: Port, count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Whole numbers that say whose they are, so that sums are exact in any order."""
+    """Whole numbers that name their rank, so that sums are exact in any order."""
     return torch.arange(count).to(dtype) + 10 * port.rank
 
 
@@ -47,7 +47,7 @@ async def reduce_scatter(port: Port) -> Any:
 
 
 def dealt(port: Port) -> tuple[list[Tensor], list[Tensor]]:
-    """Rank r has i numbers for rank i, and so gets r from everybody."""
+    """Rank r has i numbers for rank i, and so gets r from each rank."""
     pieces = [torch.full((to,), 10.0 * port.rank + to) for to in range(port.size)]
     return pieces, [torch.empty(port.rank) for _ in range(port.size)]
 
@@ -67,7 +67,7 @@ async def barrier(port: Port) -> Any:
 
 
 async def shift(port: Port) -> Any:
-    """Everybody hands its buffer to the next."""
+    """Each rank passes its buffer to the next."""
     if port.size == 1:
         return None
     sending = await port.start(port.send(numbers(port), (port.rank + 1) % port.size))
@@ -157,7 +157,7 @@ async def shapes(port: Port) -> Any:
 
 
 async def started(port: Port) -> Any:
-    """Three collectives under way at once, awaited backwards, and one of them twice."""
+    """Three collectives under way together, awaited backwards, and one of them twice."""
     works = [await port.start(port.on_channel(i).all_reduce(numbers(port) * (i + 1))) for i in range(3)]
     answers = [(await work).tolist() for work in reversed(works)]
     return [*answers, (await works[0]).tolist()]

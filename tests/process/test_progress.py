@@ -1,4 +1,4 @@
-"""What a program has launched goes on while it computes: same bits, same trace, same errors as when it waits first."""
+"""Launched operations go on while a program computes: same bits, same trace, same errors as when it waits first."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from process.crew import batches, loop, mine, small
 pytestmark = pytest.mark.process
 
 LIMIT_S = 20.0
-"""Whatever should happen has happened by then."""
+"""The expected event has happened by then."""
 
 
 def on_two_hosts(work: Callable[[ProcessWorld], Result]) -> list[Any]:
-    """What `work(world)` returns on two ranks that send to each other as between hosts."""
+    """The value of `work(world)` on two ranks that send to each other as between hosts."""
 
     def serve(rank_info: RankInfo) -> Result:
         init(timeout_s=LIMIT_S, quiet=True, backend="gloo")
@@ -74,7 +74,7 @@ def test_on_one_host_nothing_goes_on_alone() -> None:
 
 
 def test_what_is_no_message_waits_for_the_program_and_so_does_what_was_launched_after_it() -> None:
-    """All ranks begin their collectives in one order: that of the program."""
+    """All ranks begin their collectives in the program's order."""
 
     def work(world: ProcessWorld) -> Result:
         said: list[str] = []
@@ -201,7 +201,7 @@ def trained(alone: bool) -> list[dict[str, list[str]]]:
             handle = pt.attach(net, optimizer, make(), world=here, bucket_bytes=64)
             here.begin()
             loop(net, optimizer, mine(batches(5), here))
-            handle.state_dict()  # no exchange is left under way: what one rank waits for, the other would have let go
+            handle.state_dict()  # no exchange is left under way, for which one rank alone would wait
             found[name] = [parameters_sha256(net.parameters()), here.trace.hash]
             handle.detach()
         return found

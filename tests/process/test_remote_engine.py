@@ -64,7 +64,7 @@ pt.run(pt.jobs.find("digits"), pt.strategies.sync_sgd(), 1, epochs=10_000, engin
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where private folders come into being in this test, those of agents too: afterwards, none may be there."""
+    """The place of private folders in this test, those of agents too; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -137,7 +137,7 @@ class KillsAnAgent(Launcher):
     listening: set[str]
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """As the launcher."""
+        """Receive messages as the launcher."""
         if isinstance(message, Ask) and message.worker == 1:
             KillsAnAgent.calls += 1
             if KillsAnAgent.calls == 3:
@@ -162,7 +162,7 @@ def test_a_run_goes_on_without_a_lost_agent_and_listens_at_its_address_alone(mon
 
 
 class Looking:
-    """Agents whose launcher notes, whenever it looks after its processes, who listens where."""
+    """Agents with a launcher that notes listening addresses, whenever it looks after its processes."""
 
     def __init__(self) -> None:
         self.head, self.others = set[str](), set[str]()
@@ -301,7 +301,7 @@ def agent_pids(launcher: int) -> dict[int, int]:
 
 
 def listening_addresses(processes: Sequence[int], known: Collection[str] = ()) -> set[str]:
-    """The addresses at which processes listen with TCP, but for the sockets `known`."""
+    """The addresses at which processes listen with TCP, except for the sockets `known`."""
     return {address for number, address in listening(processes).items() if number not in known}
 
 

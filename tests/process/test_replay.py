@@ -33,13 +33,13 @@ s = pt.strategies
 
 
 def data(num_samples: int) -> TensorDataset:
-    """Inputs (num_samples, 6) whose class is the largest of three sums."""
+    """Inputs (num_samples, 6); the class is the largest of three sums."""
     inputs = torch.randn(num_samples, 6, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, inputs.view(num_samples, 3, 2).sum(-1).argmax(-1))
 
 
 def job(**more: Any) -> pt.Job:
-    """With dropout, so that each worker's noise has to come out the same, too."""
+    """Dropout, so that each worker's noise has to come out the same, too."""
     return pt.Job(
         **{
             "model": lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3)),
@@ -107,7 +107,7 @@ def test_an_epoch_that_ends_in_the_last_step_of_a_run_that_measures_noise(tmp_pa
 
 
 def check_pushes(replayed: Replayed, result: pt.Result) -> None:
-    """What is shown of the pushes is what the run said of itself."""
+    """The shown pushes are the run's own."""
     assert result.server is not None
     staleness = [push.staleness for push in replayed.pushes if push.verdict == "applied"]
     histogram = result.server["staleness"]["histogram"]

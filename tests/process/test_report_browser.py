@@ -86,7 +86,7 @@ def record(number: int) -> RunRecord:
 
 
 def events(number: int, num_steps: int, step_s: float) -> list[Event]:
-    """Every rank computes; every `period` steps all meet at one operation, which ends for all at once."""
+    """Every rank computes; every `period` steps all meet at one operation, which ends for all at the same time."""
     strategy, workers, _, _, share, sent, period = COMPARED[number]
     chance = random.Random(100 + number)
     clocks, found = [0.0] * workers, []
@@ -125,7 +125,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Opened:
-    """A page that has drawn everything, with what it complained about and what it asked for."""
+    """A page that has drawn everything, with its complaints and requests."""
 
     def __init__(self, browser: Browser, path: Path, width: int, height: int) -> None:
         self.complaints: list[str] = []
@@ -178,7 +178,7 @@ NAMES = [
     "gossip (simulated)",
 ]
 
-# Every text of a card with its box. Hover buttons are no texts; what is not drawn has no box.
+# Every text of a card with its box. Hover buttons are not texts; undrawn elements have no box.
 TEXTS = """
 () => [...document.querySelectorAll(".card")].map((card) => {
   const found = card.querySelectorAll("h3, p, label, select, .legend li, svg.main-svg text");
@@ -197,7 +197,7 @@ def cards(opened: Opened) -> list[list[dict[str, Any]]]:
 
 
 def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two boxes share more than a pixel of rounding."""
+    """True if two boxes share more than a pixel of rounding."""
     width = min(one["right"], other["right"]) - max(one["left"], other["left"])
     height = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
     return bool(width > 1 and height > 1)

@@ -54,7 +54,7 @@ COMPRESSED = [
     s.sign_sgd(feedback=True, exact_below=4),
     s.local_sgd(period=4, codec=pt.compression.feedback(pt.compression.one_bit())),
 ]
-"""Those that remember what they have not sent. Each is quick, so two sets of processes serve them all."""
+"""Strategies that keep residuals. Each is quick, so two sets of processes serve them all."""
 
 WORKERS = 2
 
@@ -72,7 +72,7 @@ def halved(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
 
 
 def job(seen: list[int] | None = None, *, num_samples: int = 100) -> pt.Job:
-    """Batch-norm (where no batch has one sample), dropout and a schedule: all whose state could be forgotten.
+    """Batch norm (where no batch has one sample), dropout and a schedule: every state that could be forgotten.
 
     `seen` collects the numbers of the samples.
     """

@@ -62,7 +62,7 @@ def test_what_has_no_bound_is_named() -> None:
 
 @pytest.mark.parametrize("program", ["housing", "a9a", "factorization", "lda"])
 def test_real_data(program: str, data_root: Path) -> None:
-    """With two workers, for some sweeps."""
+    """Two workers, some sweeps."""
     text = str(data_root / "tinyshakespeare/input.txt")
     if program == "housing":
         samples = data.table(str(data_root / "california-housing/housing.csv"), "median_house_value")

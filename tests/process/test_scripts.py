@@ -1,4 +1,4 @@
-"""The scripts of `examples/integrations` that need torch alone print on "polytempo" what they print on "gloo".
+"""The scripts of `examples/integrations` that need torch alone have the same output on "polytempo" and on "gloo".
 
 Here in small, by forked workers with the environment that torchrun gives them; `make test-integrations` starts all as
 users do.
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.process
 
 
 def shown(script: str, backend: str, data: Path) -> list[list[str]]:
-    """What each of two ranks prints."""
+    """The output of each of two ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     joins = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     held = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "POLYTEMPO_DATA": str(data)}
 
     def work(rank_info: RankInfo) -> Result:
-        warnings.simplefilter("ignore")  # torch's own, about its own calls of what it has deprecated
+        warnings.simplefilter("ignore")  # torch's own, about its own calls of deprecated functions
         os.environ.update(joins, **held, RANK=str(rank_info.rank), LOCAL_RANK=str(rank_info.rank))
         sys.argv = [script, "--backend", backend, *SMALL[script]]
         with redirect_stdout(io.StringIO()) as out:

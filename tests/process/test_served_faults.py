@@ -1,7 +1,7 @@
-"""A run with a parameter server goes on whoever is killed or stopped; what it cannot survive ends it, and says so.
+"""A run with a parameter server survives killed and stopped processes; other faults end it with an error.
 
-`benchmarks/parameter_server/harm.py` has the runs, whose weights say how often each ticket was used, and the launcher
-that does harm; `faults.py` beside it does a hundred times as much of it.
+`benchmarks/parameter_server/harm.py` has the runs with weights that count uses of each ticket, and the harmful
+launcher; `faults.py` in the same folder does a hundred times as much of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Fault, Watching = harm.Fault, harm.Watching
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where private folders come into being in this test: afterwards, none may be there."""
+    """The place of private folders in this test; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
@@ -52,7 +52,7 @@ def faulty(*faults: Any, kind: type = Watching) -> Callable[[ServedRun, ProcessS
 
 
 class Striking(Watching):  # type: ignore[misc, valid-type]
-    """Kills the worker that is given a certain deal, at once."""
+    """Kills the worker that gets a certain deal, immediately."""
 
     def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, is_it: Callable[[Any, Deal], bool]) -> None:
         super().__init__(run, supervisor, (), SEED)
@@ -66,7 +66,7 @@ class Striking(Watching):  # type: ignore[misc, valid-type]
         return out
 
 
-# --- what a run survives
+# --- survived faults
 
 
 def test_every_process_may_be_killed_once_and_each_ticket_still_counts_once() -> None:
@@ -179,7 +179,7 @@ def test_processes_may_die_and_stand_still_before_they_have_said_a_word() -> Non
 
 
 class Unwelcoming(Watching):  # type: ignore[misc, valid-type]
-    """Kills the first two processes that are started to hold a copy: one at once, one that waits for its state."""
+    """Kills the first two processes that are started to hold a copy: one immediately, one that waits for its state."""
 
     def _copy(self, shard: int) -> None:
         super()._copy(shard)
@@ -199,7 +199,7 @@ def test_a_new_copy_may_die_before_it_has_its_state() -> None:
 
 
 def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
-    """In an interpreter of its own: here other tests have files open, and threads that open and close some."""
+    """It runs in an interpreter of its own: here other tests have files open, and threads that open and close some."""
     program = (
         "import gc, os, runpy, sys\n"
         "found = runpy.run_path(sys.argv[1])\n"
@@ -217,13 +217,13 @@ def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-# --- what ends a run
+# --- ends of a run
 
 
 def ended(
     error: type[BaseException], launch: Callable[[ServedRun, ProcessSupervisor], Any], job: pt.Job, **more: Any
 ) -> Any:
-    """The error with which the run ends; nothing of it may be left."""
+    """The error of the run's end; nothing of it may be left."""
     launchers = []
 
     def launched(run: ServedRun, supervisor: ProcessSupervisor) -> Any:
@@ -290,7 +290,7 @@ def test_processes_are_not_started_again_for_ever_and_every_life_has_its_log(tmp
 
 
 class Interrupted(Watching):  # type: ignore[misc, valid-type]
-    """The launcher, when somebody presses Ctrl-C."""
+    """The launcher at Ctrl-C."""
 
     def strike(self, fault: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)

@@ -26,8 +26,8 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_four_workers_learn_digits(strategy: Strategy) -> None:
-    """Synchronous SGD gets 97.5 % from as many samples. What is beneath 94 % is no bad luck: three seeds of each
-    strategy gave 95 to 98.6 %.
+    """Synchronous SGD gets 97.5 % from as many samples. Less than 94 % is not bad luck: three seeds of each strategy
+    gave 95 to 98.6 %.
 
     Dividing the rate by the staleness lets a fresh gradient step with the whole rate through momentum that stale ones
     built up: with the job's rate 2 of 20 runs on a busy machine ended beneath 94 %, with half of it none of 24. A step

@@ -1,4 +1,4 @@
-"""`pt.pipeline` in a loop of one's own whose stages have parameter servers: real ranks, real servers, and jobs."""
+"""`pt.pipeline` in a user's loop with parameter servers for the stages: real ranks, real servers, and jobs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Each ticket bears the learning rate of its place in the run, whichever life of whichever worker takes it.
 
-Ticket t is one sample, whose gradient is 1 at place t. With plain SGD the final weight t is minus the sum of the rates
-at which t was used, one for each epoch.
+Ticket t is one sample, with a gradient of 1 at place t. With plain SGD the final weight t is minus the sum of t's
+rates, one for each epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.process
 
 TICKETS, EPOCHS, SHARDS, WORKERS, LR = 60, 2, 2, 2, 0.75
 EVERY, ENOUGH = 5, 12
-"""Steps between snapshots, and batches after which a worker may wait for one: both together then made as many steps."""
+"""Steps between snapshots, and batches until a worker may wait for one: both together then made as many steps."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 SAMPLES = TensorDataset(torch.eye(TICKETS, dtype=torch.float64), torch.zeros(TICKETS))
 
@@ -48,7 +48,7 @@ class Rates(nn.Module):
 
 
 def schedule(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:
-    """To 0 at the end of the run."""
+    """The rate falls to 0 at the end of the run."""
     return LambdaLR(optimizer, lambda step: 1 - step / (EPOCHS * steps_per_epoch))
 
 
@@ -70,7 +70,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 def dies_once(flag: Path, calls_before: int, worker: str) -> Loss:
-    """The loss of a job whose worker is killed after so many batches; the others leave it enough of them."""
+    """The loss of a job with a worker that is killed after so many batches; the others leave it enough of them."""
     calls = 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def dies_once(flag: Path, calls_before: int, worker: str) -> Loss:
 
 
 def expected(deals: Any) -> str:
-    """The hash of weights with which a run ends that nobody disturbs."""
+    """The hash of the final weights of an undisturbed run."""
     batches = Batches(SAMPLES, size=WORKERS, batch_size=1, deals=deals)
     steps = len(batches) // WORKERS
     used = torch.zeros(TICKETS, dtype=torch.float64)
@@ -130,8 +130,8 @@ def test_a_run_that_is_killed_and_resumed_changes_no_rate(strategy: Strategy, tm
 def killed(out: Path, strategy: Strategy) -> None:
     """Kill the launcher of a run, and with it all processes, once a snapshot is whole.
 
-    A snapshot is due when all batches are in that were dealt before it was ordered, if late: a worker that waits for it
-    goes on after a second, for its own batch may be the one that is missing.
+    A snapshot is due at the latest when all batches are in that were dealt before its order: a worker that waits for it
+    goes on after a second, for its own batch may be the missing one.
     """
     launcher, calls = 0, 0
 

@@ -1,6 +1,6 @@
-"""A run with a parameter server whose every process is killed goes on from its snapshot: no ticket is lost or doubled.
+"""A run with a parameter server and only killed processes goes on from its snapshot: no ticket is lost or doubled.
 
-The job's gradients count: ticket t is one sample, whose gradient is 1 at place t. With plain SGD the final weight t
+The job's gradients count: ticket t is one sample, with a gradient of 1 at place t. With plain SGD the final weight t
 says how often the ticket was used.
 """
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 TICKETS, EPOCHS, SHARDS, WORKERS = 120, 3, 2, 2
 EVERY, ENOUGH = 10, 20
-"""Steps between snapshots, and batches after which a worker may wait for one: both together then made as many steps."""
+"""Steps between snapshots, and batches until a worker may wait for one: both together then made as many steps."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -69,12 +69,12 @@ def strategy(**more: Any) -> Strategy:
 
 
 def counted(epochs: int) -> str:
-    """The hash of the weights with which a run ends that has used each ticket once in each epoch."""
+    """The hash of the final weights after each ticket was used once in each epoch."""
     return parameters_sha256(torch.full((TICKETS,), -float(epochs)) for _ in range(2))
 
 
 def killed(out: Path, number: int, how: Strategy, *, resume: bool = False) -> None:
-    """Kill the launcher of a run, and with it everybody, once snapshot `number` is whole.
+    """Kill the launcher of a run, and with it all processes, once snapshot `number` is whole.
 
     Workers that have seen enough batches for it wait, so that the run stays far from its end.
     """
@@ -236,8 +236,8 @@ def test_a_new_run_forgets_what_was_in_its_folder(tmp_path: Path) -> None:
 
 
 def normed(launcher: int = 0, kill_at: int = -1) -> pt.Job:
-    """A job whose gradients, dropout and running statistics depend on the order of everything. `kill_at`: in its
-    call of the loss number so many, a worker kills the process `launcher`, and with it everybody."""
+    """A job with gradients, dropout and running statistics that depend on the order of everything. `kill_at`: in
+    this call of the loss a worker kills the process `launcher`, and with it all processes."""
     draws = torch.Generator().manual_seed(5)
     inputs = 3 + 2 * torch.randn(96, 6, generator=draws)
     samples = TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -264,7 +264,7 @@ SYNCHRONOUS = pt.strategies.backup_workers(backups=0, shards=2)
 
 
 def test_a_synchronous_run_resumed_at_any_step_is_the_undisturbed_one(tmp_path: Path) -> None:
-    """To the bit, running statistics and all: the score is made with them."""
+    """To the bit, with running statistics: the score uses them."""
     whole = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=20, threads=1)
     for step in (1, 7, 13):
         out = tmp_path / str(step)
@@ -290,7 +290,7 @@ def test_a_synchronous_run_killed_at_any_moment_is_the_undisturbed_one_in_the_en
 
 @pytest.mark.parametrize("strategy", [SYNCHRONOUS, pt.strategies.ssp(bound=1, shards=2)], ids=str)
 def test_a_run_that_its_score_ends_in_the_middle_of_a_step_ends(tmp_path: Path, strategy: Strategy) -> None:
-    """No worker waits for the gradient of one that was told to finish, and what is saved is what the result is of."""
+    """No worker waits for the gradient of one that was ordered to finish, and the saved model is the result's."""
     result = pt.run(normed(), strategy, WORKERS, epochs=60, threads=1, out=tmp_path, until={"loss": 8.0})
     assert result.loss is not None
     assert result.loss <= 8.0

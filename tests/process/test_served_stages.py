@@ -1,4 +1,4 @@
-"""Whole runs of a cut model whose stages have parameter servers: both worlds, killed stages, resumed runs."""
+"""Whole runs of a cut model with parameter servers for its stages: both worlds, killed stages, resumed runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_both_worlds_end_with_the_same_bits(strategy: Strategy, workers: int) ->
 
 
 class First(nn.Module):
-    """(batch, tickets) -> (batch, tickets + 1): a weight for each ticket, and what it gives the output."""
+    """(batch, tickets) -> (batch, tickets + 1): a weight for each ticket, and its part of the output."""
 
     def __init__(self, tickets: int) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Second(nn.Module):
 
 
 def counting(tickets: int) -> pt.Job:
-    """`harm.counting`, whose model can be cut: each stage's weights count its tickets down."""
+    """`harm.counting` with a model that can be cut: each stage's weights count its tickets down."""
     return replace(harm.counting(tickets), model=lambda: nn.Sequential(First(tickets), Second(tickets)))
 
 
 def told(
     launch: Callable[[ServedRun, ProcessSupervisor], Any], job: pt.Job, schedule: schedules.Schedule, **options: Any
 ) -> Any:
-    """As `harm.told`, with two replicas of two stages."""
+    """`harm.told` with two replicas of two stages."""
     launchers = []
 
     def launched(run: ServedRun, supervisor: ProcessSupervisor) -> Any:
@@ -151,7 +151,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) ->
 
 
 def test_a_late_run_goes_on_from_its_checkpoint_and_uses_each_batch_once(tmp_path: Path) -> None:
-    """What was under way has made its updates when the first part ends."""
+    """Gradients under way have made their updates when the first part ends."""
     strategy = pt.strategies.pipelined_backprop(2, inner=pt.strategies.async_sgd())
     pt.run(plain(), strategy, 2, steps=5, threads=1, out=tmp_path)
     resumed = pt.run(plain(), strategy, 2, steps=STEPS, threads=1, out=tmp_path, resume=True)

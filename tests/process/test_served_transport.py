@@ -81,7 +81,7 @@ def test_a_node_that_is_started_anew_is_found_again(transport: str, tmp_path: Pa
         second.close()
         second = office.mailbox(1)
         seen = None
-        for _ in range(100):  # what was on its way to the former life may be lost
+        for _ in range(100):  # messages to the former life may be lost
             first.post(1, Beat(0, 1, 8))
             seen = second.take(0.1)
             if seen is not None:
@@ -102,7 +102,7 @@ def test_memory_is_kept_only_by_a_process_that_is_a_node_alone(
 
 
 class Connections(Mailbox):
-    """Connects to nobody, and remembers where it was to."""
+    """Connects to no node, and remembers the addresses."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, str]] = []
@@ -126,7 +126,7 @@ def test_addresses_are_looked_at_again_after_a_while(tmp_path: Path, monkeypatch
             file.write_text(f"life {life}")
             os.utime(file, (life, life))
         posted.append(mail.post(1, Beat(0, 1, 1)))
-    assert posted == [False, True, True, True]  # a node that was not there is found at once
+    assert posted == [False, True, True, True]  # an absent node is found immediately
     assert line.made == [(1, "life 1")]
     now.s = 100.06
     assert mail.post(1, Beat(0, 1, 1))

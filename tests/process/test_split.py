@@ -1,4 +1,4 @@
-"""Split models on real processes: what a virtual world computes, to the bit; attached, what the whole model does."""
+"""Split models on real processes: a virtual world's bits; attached, the whole model's training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ s, c = pt.strategies, pt.collectives
 
 
 def in_mesh(num_ranks: int, work: Callable[[ProcessWorld], Any], **mesh: int) -> list[Any]:
-    """What `work(world)` returns on each of `num_ranks` processes that are laid out so."""
+    """The value of `work(world)` on each of `num_ranks` processes in this layout."""
     return together(num_ranks, lambda world: work(init(mesh=mesh, quiet=True)))
 
 

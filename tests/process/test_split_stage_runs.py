@@ -1,4 +1,4 @@
-"""Whole runs of pipelines whose stages are split: replicas x stages x parts of layers, in both worlds, and resumed."""
+"""Whole runs of pipelines with split stages: replicas x stages x parts of layers, in both worlds, and resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 6
 
 
 def net() -> nn.Sequential:
-    """Seven features of which no even part is; nothing that draws."""
+    """Seven features, which no number of parts divides; no random draws."""
     layers = [nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5)]
     return nn.Sequential(*layers).double()
 
@@ -34,7 +34,7 @@ def small(**changed: Any) -> pt.Job:
 
 
 def both(stages: int = 2, parts: int = 2, inner: Strategy | None = None) -> Strategy:
-    """1F1B over stages whose layers are split."""
+    """1F1B over stages with split layers."""
     return s.one_f_one_b(stages, 2, inner=s.split(RULES, parts=parts, inner=inner))
 
 
@@ -61,7 +61,7 @@ def test_the_virtual_world_trains_it_as_stages_alone(strategy: Strategy, workers
 
 @pytest.mark.parametrize("codec", [pt.compression.int8(8), pt.compression.qsgd(127, 8)], ids=str)
 def test_activations_that_are_computed_anew_are_encoded_to_the_same_bits(codec: Codec) -> None:
-    """What draws draws again, for random states are those of the micro-batch."""
+    """Random layers draw again, for random states follow the micro-batch."""
     inner = s.split(RULES, activations=codec, gradients=codec)
     stored, anew, plain = (
         pt.simulate(small(), s.gpipe(2, 2, recompute=recompute, inner=each), 4, steps=STEPS, threads=1)

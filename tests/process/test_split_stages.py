@@ -1,4 +1,4 @@
-"""Data × stages × parts of layers, on a mesh of 2 × 2 × 2: what one process computes; both worlds to the same bits."""
+"""Data × stages × parts of layers, on a mesh of 2 × 2 × 2: one process's results; both worlds to the same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS, MAX_NORM, EACH = 4, 0.5, 4
 
 
 def net() -> nn.Module:
-    """Without dropout, whose masks go by micro-batches and parts in a pipeline."""
+    """No dropout: its masks follow micro-batches and parts in a pipeline."""
     return made(lambda: Transformer(0.0))
 
 
@@ -56,7 +56,7 @@ def alone() -> dict[str, Tensor]:
 
 
 RULES_OF_STAGES = {name: way for name, way in RULES.items() if name not in ("characters", "scores")}
-"""The table of characters is that of the scores, in the other stage: both are whole here."""
+"""The table of characters is also the table of scores, in the other stage: both are whole here."""
 
 
 def strategy_of(kind: str) -> Strategy:

@@ -1,6 +1,7 @@
-"""Ranks that are killed or stopped at random moments: the others are told in time, by name, and nothing is left.
+"""Ranks that are killed or stopped at random moments: the others get an error in time, with the name, and nothing is
+left.
 
-The rounds are those of `benchmarks/one_host/kills.py`, which makes a thousand of them.
+`benchmarks/one_host/kills.py` has the rounds, and makes a thousand of them.
 """
 
 from __future__ import annotations

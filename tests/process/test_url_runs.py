@@ -1,4 +1,4 @@
-"""Runs whose folder a URL names leave the same there as in a folder, and go on from it to the same bits."""
+"""Runs in a folder named by a URL leave the same files as in a folder, and go on from it to the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ s = pt.strategies
 
 
 def rows(out: Path | UrlPath) -> list[dict[str, Any]]:
-    """Rows of metrics without what the clock says."""
+    """Rows of metrics without times."""
     timed = ("seconds", "samples_per_s")
     return [{k: v for k, v in row.items() if k not in timed} for row in read_metrics(out / "metrics.jsonl")]
 

@@ -31,7 +31,7 @@ def arenas() -> Arenas:
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a process of its own, as JSON."""
+    """The value of `work` in a process of its own, as JSON."""
     reading, writing = os.pipe()
 
     def child() -> None:

@@ -1,4 +1,4 @@
-"""Mailboxes over ZeroMQ: who may write, what is refused and counted, and that nothing is left behind."""
+"""Mailboxes over ZeroMQ: their writers, refused and counted messages, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def connected(a: Mailbox, b: Mailbox) -> None:
 
 
 def until(condition: Callable[[], bool], box: Mailbox) -> None:
-    """Let `box` wait for mail, of which there is none, until the condition holds."""
+    """Let `box` wait for mail, which does not come, until the condition holds."""
     for _ in range(2000):
         if condition():
             return
@@ -69,7 +69,7 @@ def comes_to_refuse(box: Mailbox, refused: int) -> None:
 
 
 def retried(sender: Mailbox, to: int, message: Message, receiver: Mailbox) -> tuple[int, Message] | None:
-    """What comes of a message that is sent again as often as is needed: a broken connection loses what it carries."""
+    """The outcome of a message that is sent again as often as needed: a broken connection loses its messages."""
     for _ in range(200):
         sender.post(to, message)
         mail = receiver.take(0.1)
@@ -133,12 +133,12 @@ def test_a_node_that_is_started_anew_takes_the_place_of_its_former_life(box: Ope
     assert number(a.take(WAIT_S)) == 2
 
 
-# ------------------------------------------------------------------------------------------- bounds of what is sent
+# ------------------------------------------------------------------------------------------- bounds of messages
 
 
 def test_posting_never_waits(box: Open, private: Path) -> None:
     a = box(0, f"ipc://{private}/0", high_water=4)
-    a.connect(1, f"ipc://{private}/1")  # nobody is there
+    a.connect(1, f"ipc://{private}/1")  # no receiver is there
     assert [a.post(1, beat(i)) for i in range(6)] == [True] * 4 + [False] * 2
     assert not a.post(2, beat(0))
     assert (a.counts.posted, a.counts.dropped) == (4, 3)
@@ -263,7 +263,7 @@ def test_who_lacks_the_keys_is_refused_and_counted(box: Open, wrong: str) -> Non
 
 
 def left_open(connections: Sequence[socket.socket], most: int) -> list[socket.socket]:
-    """Those on which the other end has not hung up, once they are at most `most`."""
+    """Connections that the other end has not closed, once they are at most `most`."""
     here = list(connections)
     for _ in range(2000):
         over, _, _ = select.select(here, [], [], 0.01)
@@ -285,7 +285,7 @@ def test_of_many_connections_without_keys_the_newest_few_stay(box: Open) -> None
         open_ones = left_open(strangers, MOST_STRANGERS)
         assert open_ones[-1] is strangers[-1]
         before.post(0, beat(2))
-        assert number(a.take(WAIT_S)) == 2  # on the same connection: what is under way on a closed one is lost
+        assert number(a.take(WAIT_S)) == 2  # on the same connection: messages under way on a closed one are lost
         after.connect(0, a.address)
         after.post(0, beat(3))
         assert number(a.take(WAIT_S)) == 3
@@ -299,7 +299,7 @@ def test_without_descriptors_no_stranger_stays() -> None:
         strangers = Strangers(1 << 20)
         for each in far[:2]:
             strangers.come(each.fileno(), port)
-        far[1].sendall(bytes(300))  # more than is sent to one who has no keys
+        far[1].sendall(bytes(300))  # more than a peer without keys gets
         near[1].recv(300, socket.MSG_WAITALL)
         Strangers(64).come(listener.fileno(), port)  # no connection
         few = Strangers(64)
@@ -431,7 +431,7 @@ class Tap:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.said, self.answered = [bytearray()], [bytearray()]
-        """By connection."""
+        """Bytes by connection."""
         self.alter: Callable[[bytes], bytes] = bytes
         """A client's bytes -> the bytes that are passed on."""
         self._sockets: list[socket.socket] = []
@@ -498,7 +498,7 @@ def test_a_replayed_connection_and_a_spliced_message_are_refused(box: Open) -> N
                 pass
 
         tap.upstream.sendall(last)  # 2. the last message once more, on the connection that it came by
-        until(lambda: len(tap.said) > 2, a)  # `a` has hung up, and the sender connects anew
+        until(lambda: len(tap.said) > 2, a)  # `a` has hung up, and the sender connects again
 
         # 3. the sender goes on
         assert number(retried(b, 0, beat(3), a)) == 3
