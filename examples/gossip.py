@@ -1,7 +1,7 @@
 """Gossip: no worker talks to all, and still all agree in the end.
 
 No model here, only the mixing: sixteen ranks hold the numbers 0 to 15, and `mix(graph)`, the transform inside
-`pt.strategies.gossip`, runs by itself in a virtual world. How fast do they agree on the mean, 7.5?
+`pt.strategies.gossip`, runs alone in a virtual world. How fast do they agree on the mean, 7.5?
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hogwild!: workers update one copy of the weights without locks, which sparse updates forgive.
 
-First what it was made for, on real cores: logistic regression with few features a sample, one update a sample; the
-data set's three numbers say how seldom two workers meet. Then any model, under the virtual clock: eight workers whose
-updates interleave as the seed says, with the step size multiplied by 0.9 after every epoch, as in the paper.
+First its original use, on real cores: logistic regression with few features a sample, one update a sample; the data
+set's three numbers say how seldom two workers meet. Then any model, under the virtual clock: eight workers with updates
+that interleave by the seed, with the step size multiplied by 0.9 after every epoch, as in the paper.
 """
 
 from __future__ import annotations

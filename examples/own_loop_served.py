@@ -2,7 +2,7 @@
 
 `pt.attach` starts the server's processes beside rank 0, and `pt.shard` deals the batches: a worker that is free gets
 the next one, and each is used once. After an epoch every worker's model is the server's. `easgd` alone leaves workers
-their own models, so what is evaluated is lent by `consensus`:
+their own models, so `consensus` lends the evaluated one:
 
     python examples/own_loop_served.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop_served.py 'easgd(period=4)'

@@ -1,7 +1,7 @@
 """Replicas of a cut model that do not wait for each other: each stage of the model has a parameter server of its own.
 
 The first stage of a replica takes a batch, and its other stages get the same one. Each stage pushes its gradients to
-its own server, and goes on from what it pulls there, with the work of the other replicas in it:
+its own server, and goes on from the pulled parameters, with the work of the other replicas in them:
 
     python examples/pipeline_served.py                                                   # one stage, one replica
     torchrun --standalone --nproc-per-node 2 examples/pipeline_served.py                 # two stages

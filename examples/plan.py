@@ -1,4 +1,4 @@
-"""Which strategy, how many workers, which batch? A plan for the digits on two networks, and its grounds.
+"""A plan: the strategy, the number of workers and the batch. A plan for the digits on two networks, and its grounds.
 
 Step times are simulated on the cluster without values; samples to the target come from short simulated runs that train,
 on at most four workers. The last line of each plan names the conditions for another choice.

@@ -1,6 +1,6 @@
 """Post-local SGD: synchronous while the model still moves fast, local steps once it has settled.
 
-The run's own trace shows the switch: every mark is a step in which the workers met.
+The run's own trace shows the switch: every mark is a step with a meeting of the workers.
 """
 
 from __future__ import annotations

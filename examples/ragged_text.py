@@ -1,7 +1,7 @@
 """Texts of different lengths, and a model in the style of Hugging Face: batches are dicts, the model returns its loss.
 
-The loss is called with the model and the whole batch, `pt.of_batch(lambda model, batch: ...)`, so a batch may be
-whatever the model takes. The data bring the function that pads texts to a batch. With transformers installed, put
+The loss is called with the model and the whole batch, `pt.of_batch(lambda model, batch: ...)`, so a batch may have any
+form that the model takes. The data bring the function that pads texts to a batch. With transformers installed, put
 `AutoModelForSequenceClassification` in the place of `Classifier`; nothing else changes.
 
     python examples/ragged_text.py
@@ -25,14 +25,14 @@ VOCABULARY, LONGEST, CLASSES, PADDING = 50, 24, 4, 0
 
 
 class Output(NamedTuple):
-    """What such models return: attributes, of which `loss` is there if labels were given."""
+    """Such models' return value: attributes, with `loss` if labels were given."""
 
     loss: Tensor | None
     logits: Tensor
 
 
 class Classifier(nn.Module):
-    """Words that look at each other once, and the mean of what they say of the text."""
+    """Words that look at each other once, and the mean of their votes on the text."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def padded(texts: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def read(path: Path | None) -> pt.Data:
-    """The texts; this job makes its own, so `path`, which is what `--data` says, is not needed."""
+    """The texts; this job makes its own, so `path`, the value of `--data`, is not needed."""
     return pt.Data(Texts(1_000, seed=0), Texts(300, seed=1), collate=padded)
 
 

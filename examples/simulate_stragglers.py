@@ -1,8 +1,8 @@
 """Stragglers under the virtual clock: who waits for whom, on a cluster that you do not have.
 
-Thirty-two workers whose steps vary, and now and then one takes five times as long. A synchronous step lasts
-as long as its slowest worker's; local steps average the delays out, and neighbours wait only for neighbours.
-Same seed, same run, to the bit: the last line makes one of the runs twice and compares the traces.
+Thirty-two workers with varying steps, and now and then one takes five times as long. A synchronous step lasts as long
+as its slowest worker's; local steps average the delays out, and neighbours wait only for neighbours. Same seed, same
+run, to the bit: the last line makes one of the runs twice and compares the traces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polytempo.strategies import gossip, local_sgd, sync_sgd
 
 
 def simulated(strategy: pt.Strategy, stragglers: pt.cluster.Stragglers) -> pt.Result:
-    """10 steps on 32 workers; only the way in which the computing time varies is different."""
+    """10 steps on 32 workers; only the variation of the computing time is different."""
     cluster = pt.cluster.ethernet(gbit_per_s=10, gflops=0.2, stragglers=stragglers)
     return pt.simulate(job, strategy, workers=32, cluster=cluster, batch_size=4, steps=10)
 

@@ -1,6 +1,6 @@
 """Stochastic gradient push: on a directed graph numbers drift apart in weight, and still all find the mean.
 
-Sixteen ranks hold the numbers 0 to 15. In each round each sends a half of what it has to another, drawn at random: some
+Sixteen ranks hold the numbers 0 to 15. In each round each sends a half of its own to another, drawn at random: some
 hear of several, some of none. `push_sum`, the transform of `pt.strategies.stochastic_gradient_push`, divides by weight.
 """
 

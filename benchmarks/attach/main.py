@@ -1,7 +1,7 @@
-"""What `pt.attach` costs: alone against the plain loop, and with 2 workers against DistributedDataParallel.
+"""The cost of `pt.attach`: alone against the plain loop, and with 2 workers against DistributedDataParallel.
 
-All contenders run in the same processes, in turns of a few steps each, so that a machine whose speed drifts
-treats them alike. The figure is the ratio of medians over the turns.
+All contenders run in the same processes, in turns of a few steps each, so that a machine with a drifting speed treats
+them alike. The figure is the ratio of medians over the turns.
 
     python benchmarks/attach/main.py [--turns 30] [--json FILE]
 """
@@ -66,7 +66,7 @@ AGAINST_DDP = [
 
 
 def plain(workload: Workload) -> Callable[[Batch], None]:
-    """The loop that everybody writes: the limit, since nothing is exchanged."""
+    """The usual loop: the limit, since nothing is exchanged."""
     model = workload.make()
     return _loop(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 
@@ -105,7 +105,7 @@ def turns(workload: Workload, makers: dict[str, Callable[[Workload], Any]], num_
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order:
             if dist.is_initialized():
-                dist.barrier()  # nobody pays for the ranks' having drifted apart before
+                dist.barrier()  # no contender pays for the ranks' earlier drift
             begin_s = time.perf_counter()
             for _ in range(workload.steps_a_turn):
                 contenders[name](batch)

@@ -5,7 +5,7 @@ python benchmarks/attacks/attacks.py [--seed 1] [--minutes 30] [--frames 1000000
     frames      messages with something done to them  ─▶ Malformed, or a whole message
     kills       of a process that saves                ─▶ the newest checkpoint and snapshot are whole, the next save is
     bits        flipped in checkpoints and snapshots   ─▶ CheckpointError, SnapshotError
-    manifests   with right hashes and wrong values     ─▶ the same, or what was written
+    manifests   with right hashes and wrong values     ─▶ the same, or the written values
     strings     of strategies                          ─▶ a strategy, or ValueError
 
 A search returns its findings, one line each; `tests/unit/test_attacks.py` makes each of them a few times.
@@ -49,7 +49,7 @@ MOST_DELAY_S = 0.05
 RANKS, SHARDS = 2, 2
 
 Search = Callable[[random.Random, Path], str | None]
-"""One attack in an empty folder; what it found, or None."""
+"""One attack in an empty folder; its finding, or None."""
 
 VALUES: tuple[Any, ...] = (
     None,
@@ -135,7 +135,7 @@ def hostile_frames(chance: random.Random, valid: list[list[bytes]]) -> list[byte
 
 
 def frames() -> Search:
-    """Whatever arrives is a message or `Malformed`."""
+    """Any bytes are a message or `Malformed`."""
     valid = _valid()
 
     def once(chance: random.Random, folder: Path) -> str | None:
@@ -155,7 +155,7 @@ def frames() -> Search:
 
 
 def save(folder: Path, step: int) -> None:
-    """A checkpoint and a snapshot whose values are the step's number."""
+    """A checkpoint and a snapshot with the step's number as values."""
     root = folder / "checkpoint"
     part = CheckpointPart({"weight": torch.full((2000,), float(step))}, {"epoch": step})
     commit(root, step, [write_part(root, step, rank, part) for rank in range(RANKS)], {"job": "attack"})
@@ -219,7 +219,7 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def refused(folder: Path, what: str) -> str | None:
-    """A finding unless reading raises the documented errors, or gives what was written."""
+    """A finding unless reading raises the documented errors, or gives the written values."""
     try:
         read_all(folder)
     except (CheckpointError, SnapshotError) as error:
@@ -232,7 +232,7 @@ def refused(folder: Path, what: str) -> str | None:
 
 
 def read_all(folder: Path) -> None:
-    """As `read`, but a damaged snapshot is an error."""
+    """Read as `read` does, but a damaged snapshot is an error."""
     for shard in range(SHARDS):
         snapshot.read(folder / "checkpoint", 1, shard)
     read(folder)
@@ -255,7 +255,7 @@ def hashed(body: dict[str, Any], key: str, indent: int | None) -> bytes:
 
 
 def forged(chance: random.Random, folder: Path) -> str | None:
-    """Change values of a manifest, and hash it anew: it is refused, or its checkpoint is what was written."""
+    """Change values of a manifest, and hash it again: it is refused, or its checkpoint is as written."""
     saved_files(folder)
     paths = {"sha256": folder / "checkpoint" / "step-00000001" / "manifest.json"}
     paths["manifest_sha256"] = folder / "checkpoint" / "snapshot-00000001-shard-0.json"
@@ -274,7 +274,7 @@ def forged(chance: random.Random, folder: Path) -> str | None:
 
 
 def forged_standing(chance: random.Random, folder: Path) -> str | None:
-    """Change values of the launcher's part of a snapshot, or a shard's state, hashed anew."""
+    """Change values of the launcher's part of a snapshot, or a shard's state, and hash it again."""
     folder /= "checkpoint"
     snapshot.write(folder, 1, 0, msgspec.msgpack.encode(changed(chance, [1, [2], {"x": 3}])), [torch.ones(2)])
     body = {"number": 1, "generation": 0, "step": 1, "facts": {"shards": 1}, "dealer": "", "seconds": 0.0}
@@ -341,7 +341,7 @@ _FILES = {"kills", "bits", "manifests", "standings"}
 
 
 def search(name: str, times: int, seed: int, until_s: float = float("inf")) -> tuple[int, list[str]]:
-    """How many attacks were made by `until_s` (of `time.monotonic`), and what they found."""
+    """The number of attacks until `until_s` (of `time.monotonic`), and their findings."""
     chance = random.Random(f"{name}/{seed}")
     once = SEARCHES[name][0]()
     findings: list[str] = []

@@ -7,8 +7,8 @@
     slow      200 connections of one byte a second
     values    clients of torch's store, which leave 280 MiB of values where they are taken
 
-A run has a soft limit of 1,024 descriptors. For each flood: whether the run ends well, the most memory and descriptors
-that any of its processes came to, and its seconds; all beside those of a calm run.
+A run has a soft limit of 1,024 descriptors. Each flood's row: a good end or not, the most memory and descriptors of any
+process, and the seconds; a calm run's numbers stand next to them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def processes(root: int) -> list[int]:
 
 
 def ports(of: list[int]) -> Ports:
-    """Where they listen on loopback."""
+    """The ports that listen on loopback."""
     inodes = set()
     for process in of:
         with suppress(OSError):
@@ -99,7 +99,7 @@ def connected(where: Ports, most: int) -> Iterator[socket.socket]:
 
 
 def kept_up(where: Ports, most: int, say: Sequence[bytes], part_bytes: int, pause_s: float) -> None:
-    """Hold `most` connections, and send on each what it has to `say`, in such parts, every `pause_s`."""
+    """Hold `most` connections, and send the parts of `say` on each, every `pause_s`."""
     held: dict[socket.socket, memoryview] = {}
     while True:
         for one in connected(where, most - len(held)):

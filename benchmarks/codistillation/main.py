@@ -1,9 +1,9 @@
-"""What codistillation wins, and how much less two runs differ: digits, two groups with half of the data each.
+"""The gain of codistillation, and the smaller difference of two runs: digits, two groups with half of the data each.
 
     python benchmarks/codistillation/main.py [--seeds 5] [--steps 900] [--samples 0]
 
-Each row is `codistillation` in the virtual world; in the first two groups train by themselves. All rows make the same
-steps on the same halves. Accuracy is the mean of both groups' models; churn that of group 0's models of two runs, the
+Each row is `codistillation` in the virtual world; in the first two groups train alone. All rows make the same steps on
+the same halves. Accuracy is the mean of both groups' models; churn the difference of group 0's models of two runs, the
 mean over all pairs of seeds.
 """
 
@@ -44,7 +44,7 @@ def predictions(strategy: Strategy, loss: Callable[[Tensor, Tensor], Tensor], se
 
 
 def accuracy(of: Tensor) -> float:
-    """In percent."""
+    """The accuracy in percent."""
     return 100 * float(most_likely(of, pt.data.digits().test.tensors[1]).float().mean())
 
 
@@ -60,8 +60,8 @@ def main() -> None:
     plain, smooth = nn.functional.cross_entropy, partial(nn.functional.cross_entropy, label_smoothing=0.1)
     made = partial(pt.strategies.codistillation, burn_in=200)
     rows = {
-        "each by itself (weight 0)": (made(period=50, weight=0.0), plain),
-        "each by itself, labels smoothed by 0.1": (made(period=50, weight=0.0), smooth),
+        "each alone (weight 0)": (made(period=50, weight=0.0), plain),
+        "each alone, labels smoothed by 0.1": (made(period=50, weight=0.0), smooth),
         "codistillation, models 1 step old": (made(period=1), plain),
         "codistillation, models up to 50 steps old": (made(period=50), plain),
         "codistillation, up to 200 steps old": (made(period=200), plain),

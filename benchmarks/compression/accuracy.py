@@ -1,10 +1,10 @@
-"""What each codec costs in accuracy: real processes, against uncompressed synchronous SGD on as many samples.
+"""The cost of each codec in accuracy: real processes, against uncompressed synchronous SGD on as many samples.
 
     python benchmarks/compression/accuracy.py [--jobs digits mnist] [--workers 4] [--seeds 3] [--epochs N]
         [--only dgc threshold …]
 
-Everybody has the job's own learning rate, batches, epochs and schedule, and its optimizer, SGD with momentum; `dgc`,
-which keeps the momentum itself, has SGD without. The rows are medians over the seeds. MNIST is looked for where
+All have the job's own learning rate, batches, epochs and schedule, and its optimizer, SGD with momentum; `dgc`, which
+keeps the momentum itself, has SGD without. The rows are medians over the seeds. MNIST is looked for where
 `POLYTEMPO_DATA` says, or in `shared/data` beside the repository.
 """
 
@@ -50,12 +50,12 @@ STRATEGIES = [
     s.diloco(period=16, outer_momentum=0.9, codec=c.feedback(c.top_k(0.01))),
     s.diloco(period=16, outer_momentum=0.9, codec=c.feedback(c.top_k(0.1))),
 ]
-"""The first is what the others are compared with."""
+"""The first is the base of the comparison."""
 COLUMNS = ["strategy", "accuracy", "worst seed", "against sync_sgd", "bytes a step and rank", "samples/s", "idle"]
 
 
 def data_of(job: str) -> Path | None:
-    """Where the job's data are; None: they come with it."""
+    """The folder of the job's data; None: they come with it."""
     if not job.startswith("mnist"):
         return None
     shared = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -1,4 +1,4 @@
-"""What trains: one model, one data set, one seed, and a contender for each way of exchanging gradients.
+"""The training: one model, one data set, one seed, and a contender for each way of exchanging gradients.
 
 All contenders live in the same processes and take turns. Each has a model of its own with the same first weights, and
 step s of each sees the same samples.
@@ -28,7 +28,7 @@ from polytempo.training.hooks.handle import Handle
 from polytempo.worlds import ProcessWorld
 
 GLOBAL_BATCH, LR, MOMENTUM = 256, 0.1, 0.9
-"""For every synchronous contender: tuned for uncompressed SGD (0.05 to 0.3 were tried), and then left alone."""
+"""Tuned for uncompressed SGD (0.05 to 0.3 were tried), and the same for every synchronous contender."""
 SIZES = (784, 2048, 2048, 10)
 PARAMETERS = sum((inputs + 1) * outputs for inputs, outputs in pairwise(SIZES))
 _TEST_BATCH = 1000
@@ -37,7 +37,7 @@ ALONE = "no exchange (limit)"
 
 @dataclass(frozen=True)
 class Contender:
-    """Who, and how it steps. `period`: steps between exchanges, of which a turn holds a whole number."""
+    """A contender and its step. `period`: steps between exchanges; a turn holds a whole number of periods."""
 
     name: str
     momentum: float = MOMENTUM
@@ -123,7 +123,7 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """On all test images, of the mean of the ranks' models; each rank scores its part of them."""
+        """The mean of the ranks' models on all test images; each rank scores its part of them."""
         model, world = self._plain, self._world
         tensors: dict[str, Tensor] = dict(model.named_parameters())
         if self._handle is not None and not self._handle.replica.strategy.synchronized:
@@ -138,7 +138,7 @@ class Training:
 
 
 class Reached(NamedTuple):
-    """When a contender had the accuracy; None if it had not. `seconds` are those of the steps alone."""
+    """The time at which a contender had the accuracy; None if it had not. `seconds` count steps alone."""
 
     steps: int | None
     seconds: float

@@ -26,7 +26,7 @@ HOOKS: dict[str, str] = {
     "comm_hook(low_rank(rank=1))": "DDP, PowerSGD hook (rank 1, from step 2)",
     "comm_hook(low_rank(rank=4))": "DDP, PowerSGD hook (rank 4, from step 2)",
 }
-"""Who is measured, and the peer to be compared with ("": it is one)."""
+"""Contender -> the peer to be compared with ("": it is one)."""
 
 
 def hooked(model: nn.Module, name: str) -> nn.Module:

@@ -26,7 +26,7 @@ _SCRIPT_S, _GRACE_S, _POLL_S = 60.0, 5.0, 0.1
 
 
 class LabFailed(RuntimeError):
-    """A host's process, or the script, did not do what it was asked for."""
+    """A host's process, or the script, did not do its work."""
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], un
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let those that were started here go, and end those that do not."""
+    """Let the processes that were started here go, and end the remaining ones."""
     for process in processes:
         if process.stdin is not None:
             process.stdin.close()

@@ -1,8 +1,9 @@
-"""What codecs cost: each kernel against a memory copy of the tensor, and against the same codec in torch's operations.
+"""The cost of codecs: each kernel against a memory copy of the tensor, and against the same codec in torch's
+operations.
 
-Two processes live all the time and take turns: one with the native core, one without it, where codecs are what one
-would write with torch. Both hold 25 million float32 and compute with one thread. A figure is the median over rounds of
-the ratio to a copy of the tensor in the same process and round.
+Two processes live all the time and take turns: one with the native core, one without it, where codecs are written in
+torch. Both hold 25 million float32 and compute with one thread. A figure is the median over rounds of the ratio to a
+copy of the tensor in the same process and round.
 
     python benchmarks/compression/main.py [--quick] [--only kernels low_rank hooks] [--codecs 'bf16, feedback(int8)']
 """
@@ -55,7 +56,7 @@ GOALS = {
     "terngrad": 4.0,
     "natural": None,
 }
-"""Codecs, and the copies that encoding may take at most: with the residual, where feedback is what it is for."""
+"""Codecs, and the most copies that encoding may take: with the residual, for codecs that need feedback."""
 UNFED = {"fp16", "bf16", "qsgd", "terngrad", "natural"}
 """Strategies use these without a residual."""
 MATRICES, MATRIX_SIDE, RANK = 25, 1000, 4
@@ -65,7 +66,7 @@ MATRICES, MATRIX_SIDE, RANK = 25, 1000, 4
 
 
 class Bench:
-    """The tensors, and what is called with them."""
+    """The tensors, and the calls with them."""
 
     def __init__(self, side: int) -> None:
         torch.manual_seed(0)
@@ -133,7 +134,7 @@ class Served:
         )
 
     def seconds(self, operation: str, codec: str, calls: int) -> float:
-        """Of a call: the median, after one that warms up."""
+        """The seconds of a call: the median, after one that warms up."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"operation": operation, "codec": codec, "calls": calls}) + "\n")
@@ -154,7 +155,7 @@ class Served:
 
 
 def kernels(side: int, rounds: int, calls: int, codecs: Sequence[str]) -> list[dict[str, Any]]:
-    """Encoding with and without a residual, and adding what was decoded, of each codec."""
+    """Encoding with and without a residual, and adding decoded values, of each codec."""
     ours, torchs = Served(side, native=True), Served(side, native=False)
     rows: list[dict[str, Any]] = []
     try:
@@ -235,7 +236,7 @@ def hooks(turns: int, steps: int) -> list[dict[str, Any]]:
                 begun = time.perf_counter()
                 for _ in range(steps):
                     contenders[name]()
-                if turn:  # the first builds buckets anew, and begins PowerSGD
+                if turn:  # the first builds buckets again, and begins PowerSGD
                     seconds[name].append((time.perf_counter() - begun) / steps)
         return seconds
 

@@ -1,6 +1,6 @@
-"""Training over a network of four hosts: how long a step takes, what it sends, and when 97 % are reached.
+"""Training over a network of four hosts: the time and bytes of a step, and the time to 97 %.
 
-    export POLYTEMPO_NETLAB=…/netlab.sh POLYTEMPO_DATA=…         # see lab.py for what the script has to do; needs root
+    export POLYTEMPO_NETLAB=…/netlab.sh POLYTEMPO_DATA=…         # see lab.py for the script; needs root
     python benchmarks/compression/network.py learn               # steps to 97 %, on loopback: no network, no lab
     python benchmarks/compression/network.py speed --mbit 100 1000        # seconds a step, in turns
     python benchmarks/compression/network.py predict --measured SPEED.json   # the step that `bench compression` expects
@@ -44,7 +44,7 @@ _WARM_UP = 4
 """DDP rebuilds its buckets after a step, and PowerSGD's hook begins at the second."""
 _RUN_S = 3600.0
 _LATENCY_S = 100e-6
-"""Between two processes in namespaces of this machine, by gloo over TCP."""
+"""The latency between two processes in namespaces of this machine, by gloo over TCP."""
 _EVERY = 20
 """Steps between looks at the accuracy."""
 
@@ -140,7 +140,7 @@ def _end_with_launcher() -> None:
 
 
 def learn(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """`whole` on loopback: what a synchronous contender learns does not depend on the network."""
+    """`whole` on loopback: a synchronous contender's learning does not depend on the network."""
     rows: list[dict[str, Any]] = []
     for name in given["names"]:
 
@@ -163,7 +163,7 @@ def over_network(script: Path, mbit_per_s: int, given: dict[str, Any]) -> list[d
 
 
 def ring_bytes() -> float:
-    """What each rank sends of an uncompressed gradient: 2(N-1)/N · K."""
+    """Each rank's bytes for an uncompressed gradient: 2(N-1)/N · K."""
     return 2 * (HOSTS - 1) / HOSTS * 4 * PARAMETERS
 
 
@@ -200,11 +200,11 @@ def speed_table(rows: Sequence[dict[str, Any]], steps: dict[str, int | None]) ->
 
 
 PREDICTED = ("sync_sgd()", "bf16_sgd()", "int8_sgd()", "one_bit_sgd()", "top_k_sgd(0.01)", "power_sgd(rank=1)")
-"""The contenders whose step is predicted from what `polytempo bench compression` measures and reckons."""
+"""The contenders with steps predicted from `polytempo bench compression`."""
 
 
 def prediction_table(rows: Sequence[dict[str, Any]], rounds: int) -> str:
-    """What a step should take beside what it took: the step without an exchange, and the exchange as predicted.
+    """The predicted and the measured time of a step: the step without an exchange, and the exchange as predicted.
 
     `bench compression` has a core for itself; here all hosts share this machine's, so its computing takes as many
     times as long as there are hosts for a core.

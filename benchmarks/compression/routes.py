@@ -1,10 +1,10 @@
-"""What an exchange takes over a network of emulated hosts, beside its price in the virtual world.
+"""The time of an exchange over a network of emulated hosts, and its price in the virtual world.
 
-    export POLYTEMPO_NETLAB=…/netlab.sh                          # see lab.py for what the script has to do; needs root
+    export POLYTEMPO_NETLAB=…/netlab.sh                          # see lab.py for the script; needs root
     python benchmarks/compression/routes.py --hosts 2 4 --mbit 100
 
-The price is what the virtual world says for the same program on links of the network's goodput: 95 % of its rate, which
-is what Ethernet, IP and TCP leave of frames of 1,500 bytes. Measured is the slowest rank's time; all begin together.
+The price is the virtual world's time for the same program on links of the network's goodput: 95 % of its rate, the part
+of frames of 1,500 bytes that Ethernet, IP and TCP leave. Measured is the slowest rank's time; all begin together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from polytempo.worlds import ProcessWorld, VirtualWorld
 
 GOODPUT = 0.95
 LATENCY_S = 100e-6
-"""Between two processes in namespaces of this machine, by gloo over TCP."""
+"""The latency between two processes in namespaces of this machine, by gloo over TCP."""
 _RUN_S = 1800.0
 
 Exchange = Callable[[Port, Tensor], Program[Any]]

@@ -2,8 +2,8 @@
 
 Each flip ends in one of four ways: it is *found* and its rank is named; it *heals*, because the next updates round it
 away (all ranks hold equal bits again); it makes a number that is *not finite*; or the step *failed* with an error, as
-that of Adam does after a negative number of steps. A flip that is still there after all has been looked at once
-more, and was not found, ends the search with exit code 1.
+Adam's does after a negative number of steps. A flip that is still there after everything was compared once more ends
+the search with exit code 1.
 
     python benchmarks/drift/flips.py [--flips 1000] [--seed 1]
 """
@@ -31,7 +31,7 @@ RANKS = 3
 
 
 class Rank:
-    """A model of 1.9 MB with its Adam, and what it looks at."""
+    """A model of 1.9 MB with its Adam, and the compared tensors."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ class Rank:
         self.walk = Walk()
 
     def tensors(self, what: Compared) -> list[Tensor]:
-        """What must be equal on all ranks."""
+        """The tensors that must be equal on all ranks."""
         return list(comparable(self.replica, what).values())
 
     async def step(self, port: Port, number: int) -> None:
@@ -73,7 +73,7 @@ class Search:
         VirtualWorld(one_host(), RANKS).run(lambda port: self.ranks[port.rank].step(port, number))
 
     def look(self) -> DriftVerdict:
-        """What all ranks say of the next slice."""
+        """All ranks' hashes of the next slice."""
         looks = []
         for rank in self.ranks:
             pieces = rank.walk.next(rank.tensors(self.what))
@@ -91,7 +91,7 @@ class Search:
         return f"bit {bit} of {name} on rank {culprit}"
 
     def outcome(self, culprit: int) -> str:
-        """Train and look until the flip is found or gone; what became of it."""
+        """Train and look until the flip is found or gone; returns its outcome."""
         for _ in range(self.ranks[0].walk.num_slices + 1):
             try:
                 if self.drawn.random() < 0.8:
@@ -107,7 +107,7 @@ class Search:
         return "healed" if len({fingerprint(own) for own in tensors}) == 1 else "missed"
 
     def mend(self, culprit: int, *, anew: bool) -> None:
-        """Give the rank what another one has, or all the first state."""
+        """Give the rank another one's state, or all the first state."""
         healthy = self.ranks[(culprit + 1) % RANKS].tensors(self.what)
         if anew or not all(bool(tensor.isfinite().all()) for tensor in healthy):
             self.ranks = [Rank() for _ in range(RANKS)]
@@ -118,7 +118,7 @@ class Search:
 
 
 def main() -> int:
-    """Search, and print what became of the flips."""
+    """Search, and print the outcomes of the flips."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)

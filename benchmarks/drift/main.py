@@ -1,4 +1,4 @@
-"""What it costs that ranks compare hashes of their models: the share of a step, and steps with and without.
+"""The cost of comparing hashes of the ranks' models: the share of a step, and steps with and without.
 
 Both contenders run in the same processes, in turns of a few steps each. `share` is the processor's time
 spent inside the watch over the time of its steps, which says more on a busy machine than the difference of two medians:

@@ -3,13 +3,12 @@
     python benchmarks/elastic/horovod.py --kills 20 --rooms 6
     python benchmarks/elastic/horovod.py --kills 0 --rooms 0 --storm 40
 
-Three processes train digits. Of those that are killed, the script or its wrapper is killed or stopped. Recovery is
-the time from the signal, or from the change of the host's slots, until the others have made a step without that
-process, or the new number of them has. `--storm` is so many seconds in which one or two processes are killed every 0
-to 1 s, whatever the others are at: while they start, meet, synchronize, commit or negotiate. One that has the
-training's state is always spared. Afterwards as many epochs are trained without events. The exit status is 1 where a
-sample was not used once an epoch, the accuracy is more than half a point from that of the calm run, or 95 % of the
-recoveries from a kill took longer than 3 s.
+Three processes train digits. A kill or stop hits the script or its wrapper. Recovery is the time from the signal, or
+from the change of the host's slots, until the others have made a step without that process, or the new number of them
+has. `--storm` is so many seconds with one or two processes killed every 0 to 1 s, at any point: while they start, meet,
+synchronize, commit or negotiate. One process with the training's state is always spared. Afterwards as many epochs are
+trained without events. The exit status is 1 where a sample was not used once an epoch, the accuracy is more than half a
+point from the calm run's, or 95 % of the recoveries from a kill took longer than 3 s.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ class Events:
 
 
 def trained(folder: Path, epochs: int, events: Events | None) -> dict[str, Any]:
-    """What rank 0 says at the end."""
+    """Rank 0's last words."""
     slots = {"localhost": PROCESSES} if events is None else events.slots
     os.chdir(folder)
     answers = run_elastic_ranks(
@@ -199,12 +198,12 @@ def percentile_95(seconds: list[float]) -> float:
 
 
 def missed(harmed: dict[str, Any], calm: dict[str, Any], kills_s: list[float]) -> list[str]:
-    """Which goals."""
+    """The missed goals."""
     found = []
     if not harmed["least"] == harmed["most"] == harmed["epochs"]:
         found.append("samples were not used once an epoch")
     if abs(harmed["accuracy"] - calm["accuracy"]) > POINTS:
-        found.append("the accuracy is not that of the calm run")
+        found.append("the accuracy is not the calm run's")
     if kills_s and percentile_95(kills_s) > LONGEST_S:
         found.append(f"recovery took longer than {LONGEST_S:g} s")
     return found

@@ -5,8 +5,8 @@
 Run it as root in the first of four network namespaces; the processes of each host get a PID namespace of their own, so
 no memory is shared between hosts. The launcher and one host share the first namespace. In each run workers are killed,
 stopped and sent away, one host is stopped for 5 s, the cable of another is cut for 5 s, one host gets SIGTERM and
-leaves, and at last one is killed. Recovery is the time from the fault until the others have made a step without what it
-befell.
+leaves, and at last one is killed. Recovery is the time from the fault until the others have made a step without the
+lost process.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class HostStorm:
         return -1 if process.agent is None or process.exit_code is not None else int(process.agent.number)
 
     def _pid(self, launcher: ElasticLauncher, life: int) -> int:
-        """As this process sees it: its own PID namespace has another number for it."""
+        """The process's PID in this PID namespace."""
         inner = (self._folder / f"pid-{life}").read_text()
         for pid in descendants(self._agents[self._host(launcher, life)]):
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -156,7 +156,7 @@ def descendants(process: int) -> list[int]:
 
 
 def agents() -> list[int]:
-    """The agents of this run, in the order in which they were started."""
+    """The agents of this run, in the order of their starts."""
     found = []
     for pid in descendants(os.getpid()):
         try:
@@ -194,7 +194,7 @@ def story(seed: int, given: argparse.Namespace, options: RunOptions, strategy: p
 
 
 def main() -> None:
-    """Run, and print what the page shows."""
+    """Run, and print the page's numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--namespaces", nargs=4, required=True)
     parser.add_argument("--address", required=True, help="of the first one")

@@ -7,8 +7,8 @@
     python benchmarks/elastic/main.py --job mnist --data FOLDER --epochs 3 --batch 128
 
 A step lasts 10 ms at least while there are events to come, so that a run is long enough for them. Recovery is the time
-from the signal, or from the change of what is available, until the others have made a step without that worker, or with
-the new ones.
+from the signal, or from the change of the available workers, until the others have made a step without that worker, or
+with the new ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polytempo.spec.run_spec import RunSpec
 STEP_S = 0.01
 WORKERS, LEAST, MOST = 4, 1, 6
 KINDS = {"SIGKILL": 6, "SIGSTOP": 1, "SIGTERM": 1, "room": 4}
-"""How often each kind of event comes, in proportion."""
+"""The share of each kind of event."""
 
 
 class Storm:
@@ -97,7 +97,7 @@ def children() -> set[int]:
 
 
 def slow(job: pt.Job, over: Path) -> pt.Job:
-    """The job, whose steps last a while as long as `over` is not there."""
+    """The job, with slow steps as long as `over` is not there."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if output.requires_grad and not over.exists():
@@ -108,7 +108,7 @@ def slow(job: pt.Job, over: Path) -> pt.Job:
 
 
 def main() -> None:
-    """Run, and print what the page shows."""
+    """Run, and print the page's numbers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="sync_sgd(route=invariant)")
     parser.add_argument("--events", type=int, default=100)

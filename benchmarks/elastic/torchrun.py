@@ -5,13 +5,13 @@
 Four workers train digits with a global batch of 96; a step lasts 10 ms at least. A random worker gets SIGKILL at random
 moments, drawn from a seed, the same for all contenders, which run one after the other:
 
-    torchrun    DistributedDataParallel over gloo, one node, `--max-restarts`; all workers end, start anew, and load the
+    torchrun    DistributedDataParallel over gloo, one node, `--max-restarts`; all workers end, start, and load the
                 checkpoint that rank 0 saves each `every` steps
     pt.elastic  `state.commit()` after each step; the others go on, and a new worker gets the state from one of them
 
-*Next step*: from the signal until a step of the new group is finished, whichever. *New step*: until one is that had not
-been finished before. *All workers*: until a step of four workers is. *Again*: samples whose gradients were computed
-once more, of all kills together, for each kill.
+*Next step*: from the signal until any step of the new group is finished. *New step*: until a step is finished for the
+first time. *All workers*: until a step of four workers is. *Again*: samples with gradients computed once more, of all
+kills together, for each kill.
 
 torchrun keeps its rendezvous' store for the workers' groups, so that after a restart gloo may read the address of a
 process that has ended (pytorch issue 135712); `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which is set here unless the
@@ -47,11 +47,11 @@ _AHEAD = 100
 """So many steps before the last one all workers hear which it is."""
 
 
-# ------------------------------------------------------------------------------------------------- what workers do
+# ------------------------------------------------------------------------------------------------- workers
 
 
 class Worker:
-    """A rank of one group: which samples are its own, and what it writes down for the driver."""
+    """A rank of one group: its own samples, and its notes for the driver."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self._folder, self._rank, self._size = folder, rank, size
@@ -60,7 +60,7 @@ class Worker:
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
     def goes_on(self, step: int) -> bool:
-        """Whether there is a step after `step`."""
+        """True if there is a step after `step`."""
         last = self._folder / "last"
         return not last.exists() or step < int(last.read_text())
 
@@ -85,7 +85,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def by_torchrun(folder: Path, every: int) -> None:
-    """One of torchrun's workers, as torch's tutorial on fault tolerance has it: save, and begin from what is saved."""
+    """One of torchrun's workers, as in torch's tutorial on fault tolerance: save, and begin from the saved state."""
     dist.init_process_group("gloo")
     worker = Worker(folder, dist.get_rank(), dist.get_world_size())
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ class Step(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """What came after a kill, in seconds from it."""
+    """The events after a kill, in seconds from it."""
 
     next_s: float
     new_s: float
@@ -214,7 +214,7 @@ def driven(name: str, kills: int, seed: int) -> tuple[list[Recovery], float]:
 
 
 def recovered(steps: Steps, group: str, furthest: int, since_s: float) -> Recovery:
-    """Wait for the three steps that a recovery is measured by. What the old group had finished still comes first."""
+    """Wait for the three steps that a recovery is measured by. Steps that the old group had finished come first."""
     next_s = new_s = all_s = 0.0
     while not (next_s and new_s and all_s):
         found = steps.next()
@@ -229,7 +229,7 @@ def recovered(steps: Steps, group: str, furthest: int, since_s: float) -> Recove
 
 
 def main() -> None:
-    """Run, and print what the page shows."""
+    """Run, and print the page's numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What the negotiation by name adds to an asynchronous all-reduce: 2 ranks of one host, one thread each.
+"""The cost of negotiation by name for an asynchronous all-reduce: 2 ranks of one host, one thread each.
 
 python benchmarks/horovod/main.py
 """
@@ -18,7 +18,7 @@ from polytempo.engines.processes.worker import RankInfo, Result
 
 
 def seconds(call: Callable[[], object], times: int) -> list[float]:
-    """How long each of so many calls takes."""
+    """The time of each of so many calls."""
     found = []
     for _ in range(times):
         start_s = time.perf_counter()
@@ -28,7 +28,7 @@ def seconds(call: Callable[[], object], times: int) -> list[float]:
 
 
 def work(_: RankInfo) -> Result:
-    """By size in bytes: medians of ours and of the backend's, in turns."""
+    """Size in bytes -> medians of ours and of the backend's, in turns."""
     hvd.init()
     answer = {}
     for num_bytes, times in ((4 << 10, 1500), (16 << 20, 10)):

@@ -82,7 +82,7 @@ def measured(name: str, rounds: int, turn_s: float, clock: Callable[[], float]) 
 
 
 def alone(module: str, models: Sequence[str], turn_s: float) -> None:
-    """By any module with Horovod's API, whose launcher has started this process: print seconds a step by model."""
+    """Any module with Horovod's API, in a process of its launcher: print seconds a step by model."""
     other = importlib.import_module(module)
     other.init()
     torch.set_num_threads(1)

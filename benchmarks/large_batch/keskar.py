@@ -1,4 +1,4 @@
-"""Keskar's ordering: a net that was trained with a large batch lies in a sharper minimum than with a small one.
+"""Keskar's ordering: a net trained with a large batch ends in a sharper minimum than with a small one.
 
     POLYTEMPO_DATA=FOLDER python benchmarks/large_batch/keskar.py [--train 60000] [--batches 256 6000] [--epochs 8 40]
 
@@ -42,7 +42,7 @@ def f1() -> nn.Module:
 
 
 def trained(samples: Samples, batch: int, epochs: int, seed: int, until: float = 0.0) -> nn.Module:
-    """The net after so many epochs, or after one whose mean loss is at most `until`; without incomplete batches."""
+    """The net after so many epochs, or after one with a mean loss of at most `until`; without incomplete batches."""
     torch.manual_seed(seed)
     model = f1()
     optimizer = torch.optim.Adam(model.parameters())
@@ -80,7 +80,7 @@ class WholeLoss:
 
 
 def measured(model: nn.Module, samples: Samples, test: Samples, seed: int) -> dict[str, Any]:
-    """Of one trained net: losses, accuracy, and how sharp its minimum is."""
+    """A trained net's losses, accuracy, and sharpness of its minimum."""
     loss, parameters = WholeLoss(model, samples), list(model.parameters())
     with torch.no_grad():
         found: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""What a large batch loses, and what a scaled rate, a warm-up and LARS or LAMB win back: digits, at equal epochs.
+"""The loss of a large batch, and the gains of a scaled rate, a warm-up and LARS or LAMB: digits, at equal epochs.
 
     python benchmarks/large_batch/main.py [--seeds 3] [--batch 256]
 
-One process trains on the batch that so many workers would have together: synchronous SGD computes the same.
-Then a step of LARS and of LAMB beside torch's fused Adam, on 25 million parameters and one thread, in turns: 25 tensors
-of a million, and the tensors of ResNet-50; and a copy of as many bytes, which says what memory gives.
+One process trains on the batch that so many workers would have together: synchronous SGD computes the same. Then a step
+of LARS and of LAMB against torch's fused Adam, on 25 million parameters and one thread, in turns: 25 tensors of a
+million, and the tensors of ResNet-50; and a copy of as many bytes, the memory's limit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Make = Callable[[nn.Module, float], Optimizer]
 
 
 def sgd(model: nn.Module, lr: float) -> Optimizer:
-    """With momentum."""
+    """SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 def accuracy(seed: int, batch: int, make: Make, lr: float, factors: Iterable[Factor]) -> float:
-    """Of the test set after the last epoch, in percent."""
+    """The accuracy on the test set after the last epoch, in percent."""
     torch.manual_seed(seed)
     digits = pt.data.digits()
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -56,12 +56,12 @@ def accuracy(seed: int, batch: int, make: Make, lr: float, factors: Iterable[Fac
 
 
 def lars(model: nn.Module, lr: float) -> Optimizer:
-    """LARS, whose biases do not decay."""
+    """LARS without decay of biases."""
     return LARS(decayed(model, 1e-4), lr=lr, trust=0.02)
 
 
 def lamb(model: nn.Module, lr: float) -> Optimizer:
-    """LAMB, whose biases do not decay."""
+    """LAMB without decay of biases."""
     return LAMB(decayed(model, 0.01), lr=lr)
 
 
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def accuracies(seeds: int, batch: int) -> None:
-    """Print the table of what is lost and won."""
+    """Print the table of losses and gains."""
     print(f"digits, {EPOCHS} epochs, seeds 0 to {seeds - 1}: accuracy in percent, mean (each)")
     for name, (size, make, lr, factors) in contenders(batch).items():
         found = [accuracy(seed, size, make, lr, factors) for seed in range(seeds)]

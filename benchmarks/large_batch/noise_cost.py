@@ -1,10 +1,10 @@
-"""What measuring the noise scale costs a training step: two ranks on this host, with and without, in turns.
+"""The cost of measuring the noise scale in a training step: two ranks on this host, with and without, in turns.
 
     python benchmarks/large_batch/noise_cost.py [--models 3]
 
 Each rank trains three equal models with synchronous SGD: one is not measured, one every 32 steps, one in every step; a
-turn has 64 steps of each. Printed is the ratio of the medians of turns, which should be at most 1.02, and from the
-third model what a look takes: with K steps between two looks it is look / (K step) of the time.
+turn has 64 steps of each. It prints the ratio of the medians of turns, which should be at most 1.02, and from the third
+model the cost of a look: with K steps between two looks it is look / (K step) of the time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def turns_of(taken: list[float]) -> float:
 def undisturbed(without: list[float], with_noise: list[float]) -> float:
     """The ratio in the quickest fifth of steps, which other programs of the machine disturb least.
 
-    A look is in every 32nd step, and its messages may meet the next one; the other steps are those of no look.
+    Every 32nd step has a look, and its messages may meet the next one; the other steps are as without a look.
     """
 
     def quick(found: list[float]) -> float:

@@ -1,10 +1,10 @@
-"""The picture of docs/large-batch.md: the noise scale of a real run of digits, and what a growing batch saves in steps.
+"""The picture of docs/large-batch.md: the noise scale of a real run of digits, and the steps saved by a growing batch.
 
     python benchmarks/large_batch/plot.py docs/large-batch.png
 
-Two worker processes, synchronous SGD, rate 0.05, 15 epochs, seed 0: a batch of 16 throughout, and one that is
-multiplied by 5 after 5 and after 10 epochs. The noise scale of the
-first is measured every 4 steps; where its line has a gap, noise hid the gradient.
+Two worker processes, synchronous SGD, rate 0.05, 15 epochs, seed 0: a batch of 16 throughout, and a batch multiplied by
+5 after 5 and after 10 epochs. The noise scale of the first is measured every 4 steps; where its line has a gap, noise
+hid the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROWTH = {5: 5.0, 10: 5.0}
 
 
 def trained(folder: Path, growth: dict[int, float]) -> RunRecord:
-    """What a run left."""
+    """The results of a run."""
     options = pt.RunOptions(
         global_batch_size=BATCH, lr=0.05, epochs=EPOCHS, noise_scale=4, batch_growth=growth, out=folder
     )

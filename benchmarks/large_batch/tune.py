@@ -4,11 +4,11 @@
     python benchmarks/large_batch/tune.py mnist --data FOLDER --seeds 1
     python benchmarks/large_batch/tune.py chars --data FOLDER --seeds 3 --budget 0.5 --grid points.json
 
-Samples to the target loss on the test set, over a grid of global batches and rates, and with the advice for 2, 8 and
-32 workers. Each run is one process on the batch of all workers, whose gradient synchronous SGD computes; with --virtual
-the advice is also followed by as many virtual workers. A run that does not arrive costs the cap. Points that the file
-of `--grid` has are not run again; those that are run are added to it. `chars` is tiny Shakespeare with a smaller model
-and shorter windows than the job of that name, so that a point takes seconds.
+Samples to the target loss on the test set, over a grid of global batches and rates, and with the advice for 2, 8 and 32
+workers. Each run is one process on the batch of all workers, with synchronous SGD's gradient; with --virtual as many
+virtual workers also follow the advice. A run that does not arrive costs the cap. Points in the file of `--grid` are not
+run again; new points are added to it. `chars` is tiny Shakespeare with a smaller model and shorter windows than the job
+of that name, so that a point takes seconds.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ TASKS = {
     "chars": Task(2.3, (8, 16, 32, 64, 128), tuple(1e-3 * 2**k for k in range(6)), 0.75, 64, scored=250),
 }
 CONTEXT, WIDTH = 32, 32
-"""Of the task `chars`: characters of a window, numbers for each of them."""
+"""The task `chars`: characters of a window, numbers for each of them."""
 
 
 class Outcome(NamedTuple):
-    """How many samples a run took; infinite `to_target`: it did not arrive."""
+    """A run's samples; infinite `to_target`: it did not arrive."""
 
     to_target: float
     spent: float
 
 
 class Setting(NamedTuple):
-    """What all runs of one call have in common. `seeds`: so many runs of each point. `length`: an epoch's samples."""
+    """The common settings of all runs of one call. `seeds`: so many runs of each point. `length`: an epoch's
+    samples."""
 
     name: str
     job: Job
@@ -115,7 +116,7 @@ def scored_on(data: Data, count: int | None) -> Data:
 
 
 def known_points(file: Path | None) -> dict[tuple[int, float, int], Outcome]:
-    """What earlier runs of the grid have left there: by batch, rate and seed."""
+    """The grid's earlier runs: by batch, rate and seed."""
     if file is None or not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -123,7 +124,7 @@ def known_points(file: Path | None) -> dict[tuple[int, float, int], Outcome]:
 
 
 def averaged(found: list[Outcome]) -> Outcome:
-    """Over seeds."""
+    """The mean over seeds."""
     return Outcome(statistics.mean(o.to_target for o in found), statistics.mean(o.spent for o in found))
 
 
@@ -170,7 +171,7 @@ def print_advice(setting: Setting, grid: dict[Point, Outcome], workers: int, adv
 
 
 def print_virtual(setting: Setting, workers: int, advice: BatchAdvice, folder: Path | None) -> None:
-    """When as many virtual workers arrive by the advice."""
+    """Print the arrival of as many virtual workers by the advice."""
     found = pt.simulate(
         *(setting.job, pt.strategies.sync_sgd(), workers),
         options=pt.RunOptions(

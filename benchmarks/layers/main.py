@@ -1,14 +1,14 @@
 """Pure data parallelism beside the hybrid that a plan of layers chooses, on four hosts: measured and predicted.
 
-    export POLYTEMPO_NETLAB=…/netlab.sh      # see compression/lab.py for what the script has to do; needs root
+    export POLYTEMPO_NETLAB=…/netlab.sh      # see compression/lab.py for the script; needs root
     python benchmarks/layers/main.py [--mbit 1000] [--samples 32]
 
 One process a host, one thread each. A host is a network namespace with a PID namespace and a /dev/shm of its own, so
 no memory is shared. The hosts share this machine's cores.
 
-The network is a small AlexNet: three convolutions, three fully connected layers that hold 99 % of the weights. What is
-predicted is the time of the same step in place, four ranks beside each other on this machine's cores and on links that
-are so fast that they take no time, and the plan's time of what a step sends, one after the other.
+The network is a small AlexNet: three convolutions, three fully connected layers that hold 99 % of the weights. The
+prediction is the time of the same step in place, four ranks at the same time on this machine's cores and on links that
+take no time, and the plan's time of a step's bytes, one after the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HOSTS = 4
 FAST_MBIT = 40_000
 """Links that take less than a fortieth of the time."""
 GOODPUT = 1448 / 1514
-"""Of a shaped link's rate: what TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
+"""The part of a shaped link's rate that TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
 LATENCY_S = 100e-6
 _WARM_UP, _RUN_S = 2, 230.0
 SCHEMES: tuple[Scheme, ...] = ("data", "hybrid")
@@ -56,10 +56,10 @@ OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run measures."""
+    """The settings of a run."""
 
     samples: int
-    """Of a rank and step."""
+    """The samples of a rank and step."""
     steps: int
     rounds: int
     bytes_per_s: float
@@ -78,13 +78,13 @@ def network() -> nn.Module:
 
 
 def batch(samples: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Of one rank."""
+    """One rank's batch."""
     random = torch.Generator().manual_seed(rank)
     return torch.randn(samples, 3, 32, 32, generator=random), torch.randint(0, 100, (samples,), generator=random)
 
 
 def planned(settings: Settings) -> LayerPlan:
-    """Of the network, on links as fast as they carry data."""
+    """The network's plan, on links as fast as they carry data."""
     return pt.plan_layers(
         network(),
         batch(2, 0)[0],
@@ -159,7 +159,7 @@ _MAKES: dict[str, Callable[[ProcessWorld, Settings, LayerPlan], Step]] = {
 
 
 def measured(script: Path, mbit_per_s: int, settings: Settings) -> dict[str, Any]:
-    """What rank 0 said, over a network that is made for this and gone afterwards."""
+    """Rank 0's numbers, over a network that is made for this and gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="polytempo-layers-") as folder, lab(script, HOSTS, mbit_per_s):
         result = Path(folder) / "seconds.json"
         told = json.dumps([vars(settings), str(result)])

@@ -31,7 +31,7 @@ from polytempo.engines.processes.fork import die_with, fork
 from polytempo.native.group import Group
 
 LIMIT_S = 1.0
-"""From the kill to the error of each survivor."""
+"""The time from the kill to the error of each survivor."""
 GIVE_UP_S = 20.0
 COUNTS = (1, 1000, 50_000, 300_000)
 MOST_DELAY_S = 0.02
@@ -39,7 +39,7 @@ MOST_DELAY_S = 0.02
 
 
 class Notice(NamedTuple):
-    """What a rank says of its end: the error, whom it names, and when it was raised."""
+    """A rank's end: the error, the named rank, and the time of the error."""
 
     rank: int
     error: str
@@ -48,7 +48,7 @@ class Notice(NamedTuple):
 
 
 class Crew:
-    """Processes that run `work(group)` in one group, each of which says a line when it begins and one when it ends."""
+    """Processes that run `work(group)` in one group; each prints a line at its begin and at its end."""
 
     def __init__(self, size: int, work: Callable[[Group], None], folder: str) -> None:
         self._lines, write_end = os.pipe()
@@ -94,7 +94,7 @@ class Crew:
         return line.decode()
 
     def end(self) -> None:
-        """Kill those that are left, if any, and wait for all."""
+        """Kill the remaining processes, and wait for all."""
         for process in self.processes:
             os.kill(process, signal.SIGKILL)
         for process in self.processes:
@@ -121,7 +121,7 @@ def filled(group: Group, count: int, value: int, in_arena: bool) -> Tensor:
 
 
 def check(tensor: Tensor, value: int) -> None:
-    """Whether all of a tensor is what it has to be."""
+    """True if all of a tensor has the right value."""
     if not bool((tensor == value).all()):
         raise ArithmeticError(f"{tensor[tensor != value][0].item()} instead of {value} among {tensor.numel()} values")
 

@@ -17,7 +17,7 @@ BENCHMARKS = ("collectives", "training", "memory")
 
 
 def measured(benchmark: str, folder: Path, quick: bool) -> str:
-    """Run one benchmark; its section: the command, the machine, the table, and what could not be measured."""
+    """Run one benchmark; its section: the command, the machine, the table, and missing measurements."""
     options = [benchmark, "--out", str(folder), *(["--quick"] if quick else [])]
     subprocess.run([sys.executable, "-m", "polytempo", "bench", *options], check=True)
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -1,13 +1,13 @@
-"""How much of an exchange between two hosts hides behind the backward pass.
+"""The part of an exchange between two hosts that hides behind the backward pass.
 
-    export POLYTEMPO_NETLAB=…/netlab.sh             # see compression/lab.py for what the script has to do; needs root
+    export POLYTEMPO_NETLAB=…/netlab.sh             # see compression/lab.py for the script; needs root
     python benchmarks/overlap/main.py --mbit 1000 --megabytes 32
 
-A model of equal layers whose backward computes nothing on the CPU and takes a given time, as on an accelerator: by
-default, together, as long as its gradients take on the link. Steps of all contenders are timed in turns, in one process
-a host. *Before* is `pt.attach` without the thread of `worlds/process/progress_thread.py`: coroutines advance when they
-are launched and when the step waits for them. The limit is the longer one of backward and the link's time for the
-bytes.
+A model of equal layers with a backward pass that computes nothing on the CPU and takes a given time, as on an
+accelerator: by default, together, as long as its gradients take on the link. Steps of all contenders are timed in
+turns, in one process a host. *Before* is `pt.attach` without the thread of `worlds/process/progress_thread.py`:
+coroutines advance when they are launched and when the step waits for them. The limit is the longer one of backward and
+the link's time for the bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "compression"))
 from lab import lab, on_every_host
 
 GOODPUT = 0.95
-"""Of a link's rate: what Ethernet, IP and TCP leave of frames of 1,500 bytes."""
+"""The part of a link's rate that Ethernet, IP and TCP leave of frames of 1,500 bytes."""
 ROUTES: dict[str, Route] = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling, "native": native}
 _HOSTS, _RUN_S = 2, 1800.0
 
@@ -66,7 +66,7 @@ class _Layer(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """`num` layers of `numel` parameters, whose backward passes take `seconds` each."""
+    """`num` layers of `numel` parameters, with backward passes of `seconds` each."""
 
     def __init__(self, num: int, numel: int, seconds: float) -> None:
         super().__init__()
@@ -181,7 +181,9 @@ def main() -> None:
         found = {"machine": machine(), "command": sys.argv, **given, "seconds": seconds}
         arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     whole_s = 4 * given["layers"] * given["numel"] / given["bytes_per_s"]
-    link_s = dict.fromkeys(given["routes"], whole_s)  # of two ranks, each sends the buffer once, both ways at once
+    link_s = dict.fromkeys(
+        given["routes"], whole_s
+    )  # of two ranks, each sends the buffer once, both ways at the same time
     print(table(seconds, link_s, given["layers"] * given["layer_s"]))
 
 
@@ -193,7 +195,7 @@ def parsed(argv: Sequence[str]) -> tuple[dict[str, Any], argparse.Namespace]:
     parser.add_argument("--megabytes", type=int, default=32, help="of gradients")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--bucket-megabytes", type=int, default=4)
-    parser.add_argument("--backward", type=float, help="seconds; default: what the gradients take on the link")
+    parser.add_argument("--backward", type=float, help="seconds; default: the gradients' time on the link")
     parser.add_argument("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)

@@ -1,10 +1,10 @@
-"""How well strategies with a parameter server learn: real processes, against synchronous SGD on as many samples.
+"""The learning of strategies with a parameter server: real processes, against synchronous SGD on as many samples.
 
     python benchmarks/parameter_server/accuracy.py [--jobs digits mnist] [--workers 4] [--seeds 3] [--epochs N]
 
-Everybody has the job's own learning rate (Downpour's Adagrad has its own), batches, epochs and schedule, and
-the servers have two shards. The rows are medians over the seeds. MNIST is looked for where `POLYTEMPO_DATA` says, or
-in `shared/data` beside the repository.
+All have the job's own learning rate (Downpour's Adagrad has its own), batches, epochs and schedule, and the servers
+have two shards. The rows are medians over the seeds. MNIST is looked for where `POLYTEMPO_DATA` says, or in
+`shared/data` beside the repository.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STRATEGIES = [
     *[pt.strategies.downpour(shards=SHARDS, lr=lr) for lr in (0.01, 0.02)],
     pt.strategies.easgd(shards=SHARDS),
 ]
-"""The first is what the others are compared with."""
+"""The first is the base of the comparison."""
 COLUMNS = [
     "strategy",
     "accuracy",
@@ -50,7 +50,7 @@ COLUMNS = [
 
 
 def data_of(job: str) -> Path | None:
-    """Where the job's data are; None: they come with it."""
+    """The folder of the job's data; None: they come with it."""
     if not job.startswith("mnist"):
         return None
     shared = Path(__file__).resolve().parents[3] / "shared" / "data"

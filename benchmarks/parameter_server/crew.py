@@ -1,7 +1,7 @@
 """Crews: the processes of each contender, which live all the time and take turns.
 
 main      ── calls ──▶ rank_info, rank_info, …       a rank_info makes so many calls and says how long they took
-          ◀─ seconds ─                     a server of the crew just serves; whose turn it is not, sleeps
+          ◀─ seconds ─                     a server of the crew just serves; the others sleep
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORK = multiprocessing.get_context("fork")
 _START_S, _TURN_S = 120.0, 300.0
 
 Attend = Callable[[Callable[[int], object]], None]
-"""A rank_info calls it when it is ready, with what makes a number of calls. It returns when the benchmark is over."""
+"""A ready worker calls it, with a function that makes a number of calls. It returns when the benchmark is over."""
 RankInfo = Callable[[Attend], None]
 
 
@@ -31,7 +31,7 @@ class Unavailable(RuntimeError):
 
 
 class Crew:
-    """One contender: `rank_infos` take part in the timing, `servers` do not. Everybody is a process of his own."""
+    """One contender: `rank_infos` take part in the timing, `servers` do not. Every member is a process of its own."""
 
     def __init__(self, name: str, rank_infos: Sequence[RankInfo], servers: Sequence[Callable[[], None]] = ()) -> None:
         self.name, self._pipes, self._processes = name, list[Connection](), list[Any]()

@@ -24,7 +24,7 @@ from polytempo.bench.tables import markdown
 
 TICKETS, LAST_POINT = 800, 700
 LIMIT_S = 5.0
-"""What 95 % of recoveries must not exceed."""
+"""The limit for 95 % of recoveries."""
 WORKER_LOST_S = 2.0
 """Instead of half a minute, so that stopped workers are given up within the experiment."""
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def once_each(seed: int, victims: Sequence[tuple[str, int]], number: signal.Signals) -> Story:
-    """A run in which each of the victims gets the signal once, in random order at random points."""
+    """A run with one signal for each of the victims, in random order at random points."""
     plan = random.Random(seed)
     order = plan.sample(victims, len(victims))
     points = sorted(plan.randrange(LAST_POINT) for _ in order)
@@ -77,7 +77,7 @@ def once_each(seed: int, victims: Sequence[tuple[str, int]], number: signal.Sign
 
 
 def row_of(what: str, recoveries: Sequence[Recovery]) -> tuple[list[Sequence[str]], list[str]]:
-    """The table's row, if there is one, and what is wrong with it."""
+    """The table's row, if there is one, and its faults."""
     needed = sorted(r.needed_s for r in recoveries if r.needed_s is not None)
     whole = sorted(r.whole_s for r in recoveries if r.whole_s is not None)
     if not needed or not whole:

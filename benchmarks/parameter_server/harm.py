@@ -1,6 +1,6 @@
-"""Runs with a parameter server in which processes are killed and stopped on purpose, and what came of each.
+"""Runs with a parameter server and processes killed and stopped on purpose, with the outcome of each.
 
-The job's gradients count: ticket t is one sample, whose gradient is 1 at place t. With plain SGD the final weight t
+The job's gradients count: ticket t is one sample, with a gradient of 1 at place t. With plain SGD the final weight t
 says how often the ticket was used, to the bit.
 """
 
@@ -41,7 +41,7 @@ GIVE_UP_S = 20.0
 _MOST_DELAY_S = 0.02
 """A fault comes up to so long after its ticket was dealt: a worker makes several steps in this time."""
 _LAST_TICKETS = 100
-"""So many wait for the last fault: with their help a run recovers from those that are still to come."""
+"""So many tickets wait for the last fault: with their help a run recovers from later ones."""
 
 # ----------------------------------------------------------------------------------------------------------- the job
 
@@ -59,7 +59,7 @@ class Counts(nn.Module):
 
 
 def counting(tickets: int, loss: Callable[[Tensor, Tensor], Tensor] | None = None, *, tested: bool = False) -> pt.Job:
-    """A job of so many tickets an epoch, whose weights count them down."""
+    """A job of so many tickets an epoch, with weights that count them down."""
     samples = TensorDataset(torch.eye(tickets), torch.zeros(tickets))
     return pt.Job(
         model=partial(Counts, tickets),
@@ -72,7 +72,7 @@ def counting(tickets: int, loss: Callable[[Tensor, Tensor], Tensor] | None = Non
 
 
 def counted(tickets: int, epochs: int = 1) -> str:
-    """The hash of the weights that a run ends with in which each ticket was used once by each shard."""
+    """The hash of the final weights after each shard used each ticket once."""
     model = Counts(tickets)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,7 +93,7 @@ class Fault(NamedTuple):
 
 
 class Recovery:
-    """What came of a fault. Seconds from it; None: it did not come to that before the run's end."""
+    """The outcome of a fault. Seconds from it; None: it did not come to that before the run's end."""
 
     def __init__(self, fault: Fault, node: int, asks: int, process: int, life: int, dealt: set[int]) -> None:
         """`asks`: the worker that calls for work for this one, which holds a stage; itself, where it holds all."""
@@ -103,7 +103,7 @@ class Recovery:
         self.needed_s: float | None = None
         """Until a push was acknowledged that needed the process: of a worker its own next, of a shard any."""
         self.whole_s: float | None = None
-        """Until everybody was there again, and each copy had its state."""
+        """The time until all processes were there again, and each copy had its state."""
 
     def hear(self, ask: Ask) -> None:
         """A worker says which tickets were acknowledged."""
@@ -120,8 +120,8 @@ class Recovery:
 class Watching(Launcher):
     """A launcher that does harm: one fault after the other, each when the run has recovered from the one before.
 
-    With one further copy of each shard that is what is promised: the loss of any one process. The last tickets wait for
-    the last fault, so that no run ends before it, however long recoveries take on a busy machine.
+    One further copy of each shard promises that: the loss of any one process. The last tickets wait for the last fault,
+    so that no run ends before it, however long recoveries take on a busy machine.
     """
 
     def __init__(self, run: ServedRun, supervisor: ProcessSupervisor, faults: Sequence[Fault], seed: int) -> None:
@@ -142,7 +142,7 @@ class Watching(Launcher):
         self._full = {node for chain in run.plan.topology.chains for node in chain}
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """As the launcher, and take notes."""
+        """Receive as the launcher does, and take notes."""
         if isinstance(message, Beat) and message.incarnation:
             self._full.add(source)
         if isinstance(message, Ask):
@@ -156,7 +156,7 @@ class Watching(Launcher):
         return self._noted(super().receive(now_s, source, message))
 
     def _must_wait(self, ask: Ask) -> bool:
-        """Whether a call is for one of the last tickets, a fault is to come, and no recovery needs the call."""
+        """True if a call is for one of the last tickets, a fault is to come, and no recovery needs the call."""
         if not self._faults or len(self.dealt) < self._tickets - _LAST_TICKETS or not self._is_member(ask):
             return False
         last = self.recoveries[-1] if self.recoveries else None
@@ -168,7 +168,7 @@ class Watching(Launcher):
         return bool(self.run.coordinator.members.get(ask.worker) == ask.incarnation)
 
     def tick(self, now_s: float) -> Outbox:
-        """As the launcher, and do the next harm when its time has come."""
+        """Tick as the launcher does, and do the next harm at its time."""
         out = self._noted(super().tick(now_s))
         for source, ask in list(self._waiting.items()):
             if not self._must_wait(ask):
@@ -185,13 +185,13 @@ class Watching(Launcher):
         return out
 
     def wait_s(self, now_s: float) -> float:
-        """As the launcher, or until the next harm."""
+        """The launcher's wait, or the time until the next harm."""
         wait_s = super().wait_s(now_s)
         return wait_s if self._due_s is None else max(0.0, min(wait_s, self._due_s - now_s))
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last victim is gone, all workers take part, and each chain has its copies with their states."""
+        """True if the last victim is gone, all workers take part, and each chain has its copies with their states."""
         coordinator = self.run.coordinator
         copies = all(len(chain) == COPIES and self._full.issuperset(chain) for chain in coordinator.chains)
         there = copies and len(coordinator.members) == len(self.run.plan.topology.firsts)
@@ -199,7 +199,7 @@ class Watching(Launcher):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the run has recovered from the last fault in every respect."""
+        """True if the run has recovered from the last fault in every respect."""
         return self.is_whole and all(recovery.needed_s is not None for recovery in self.recoveries[-1:])
 
     def process(self, node: int) -> int | None:
@@ -230,7 +230,7 @@ Launch = Callable[[ServedRun, ProcessSupervisor], Watching]
 
 
 class Story(NamedTuple):
-    """A run, and all that is known of it. `wrong`: what should not have been."""
+    """A run, and all that is known of it. `wrong`: the errors."""
 
     result: pt.Result
     launcher: Watching
@@ -269,7 +269,7 @@ def performed(
 
 
 def wrong_with(result: pt.Result, launcher: Watching) -> list[str]:
-    """Tickets that were not used exactly once by each shard, and what contradicts it."""
+    """Tickets that each shard did not use exactly once, and contradictions."""
     run, ledger, wrong = launcher.run, launcher.ledger, list[str]()
     tickets, epochs = run.program.batches.num_samples, round(result.epochs)
     for shard, said in sorted(run.coordinator.statistics.items()):
@@ -277,7 +277,7 @@ def wrong_with(result: pt.Result, launcher: Watching) -> list[str]:
         for ticket in sorted(used):
             ledger.applied(shard, ticket)
         if launcher.acknowledged - used:
-            wrong.append(f"shard {shard} lost what was acknowledged: tickets {sorted(launcher.acknowledged - used)}")
+            wrong.append(f"shard {shard} lost acknowledged tickets {sorted(launcher.acknowledged - used)}")
         if sum(said.staleness.values()) != len(used):
             wrong.append(f"shard {shard} used {sum(said.staleness.values())} gradients of {len(used)} tickets")
     wrong += [str(ledger.verdict(epoch)) for epoch in range(epochs) if not ledger.verdict(epoch).exact]
@@ -286,12 +286,12 @@ def wrong_with(result: pt.Result, launcher: Watching) -> list[str]:
     return wrong
 
 
-# ----------------------------------------------------------------------------------------------- what is left behind
+# ----------------------------------------------------------------------------------------------- remains
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Where private folders come into being meanwhile."""
+    """The place of private folders meanwhile."""
     with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
         yield Path(folder)
 
@@ -304,7 +304,8 @@ def left_behind(folder: Path, processes: set[int]) -> list[str]:
 
 
 def orphaned(number: signal.Signals, dealt: int, tickets: int) -> tuple[float, list[str]]:
-    """Send signal `number` to a launcher when `dealt` tickets were dealt: seconds until all is gone, what is left."""
+    """Send signal `number` to a launcher when `dealt` tickets were dealt: seconds until all is gone, and the
+    remains."""
     listening, speaking = os.pipe()
 
     class Speaking(Watching):
@@ -333,7 +334,7 @@ def orphaned(number: signal.Signals, dealt: int, tickets: int) -> tuple[float, l
 
 
 def running(processes: set[int]) -> set[int]:
-    """Those that have not ended: an orphan that nobody has collected yet has."""
+    """The processes that have not ended: an uncollected orphan has."""
     return {p for p in processes if os.path.exists(f"/proc/{p}") and " Z " not in Path(f"/proc/{p}/stat").read_text()}
 
 

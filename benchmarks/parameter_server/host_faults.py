@@ -3,7 +3,7 @@
     python benchmarks/parameter_server/host_faults.py --namespaces h0 h1 h2 h3 --address 10.0.0.1 \\
         --plan processes hosts lost launcher resumed [--runs 5] [--seed 1]
 
-Run it as root in the first of four network namespaces. The launcher is on host 0. What a run of each plan meets:
+Run it as root in the first of four network namespaces. The launcher is on host 0. The faults of each plan:
 
     processes  2 workers, heads and tails each killed, stopped for ever, and stopped for 5 s
     hosts      hosts 1 to 3 each stopped for 5 s, and cut off for 5 s
@@ -48,15 +48,15 @@ from polytempo.server.timing import Timing
 TICKETS, STEP_S = 400, 0.1
 PAUSE_S, LIMIT_S = 5.0, 5.0
 LOST_S = 2.0
-"""After which a stopped worker is given up, instead of half a minute."""
+"""A stopped worker is given up after it, instead of half a minute."""
 GONE_S = 60.0
 EPOCHS, RESUMED_EPOCHS = {"processes": 9}, 2
-"""By plan; 4 where nothing is said.."""
+"""The epochs of each plan; 4 without an entry."""
 TICKETS_PER_FAULT = 20
-"""On the average, between a recovery and the next fault at the earliest."""
+"""The mean number of tickets between a recovery and the next fault at the earliest."""
 KILL, STOP, PAUSE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 CUT, CUT_FOREVER = signal.SIGUSR1, signal.SIGUSR2
-"""Signals stand for what is done. PAUSE: SIGSTOP, and SIGCONT after PAUSE_S. CUT: no cable for so long."""
+"""Signals stand for cuts. PAUSE: SIGSTOP, and SIGCONT after PAUSE_S. CUT: no cable for so long."""
 JOB = f"""
 import os, time
 from functools import partial
@@ -103,7 +103,7 @@ class OnHosts(Watching):
     folder: Path
     namespaces: Namespaces
     _under_way = ""
-    """What is going to end by itself."""
+    """The self-ending fault under way."""
     _hurries = False
 
     def __init__(self, *more: Any) -> None:
@@ -139,7 +139,7 @@ class OnHosts(Watching):
             self._harm([process], "", fault.signal)
 
     def tick(self, now_s: float) -> Outbox:
-        """As before; when all faults are over, the run hurries to its end."""
+        """Tick as before; when all faults are over, the run hurries to its end."""
         if not self._faults and self._goes_on and not self._hurries:
             self._hurries = True
             (self.folder / "hurry").touch()
@@ -147,7 +147,7 @@ class OnHosts(Watching):
 
     def _harm(self, pids: Sequence[int], namespace: str, kind: signal.Signals) -> None:
         words = " ".join(map(str, pids))
-        if kind == PAUSE:  # by another process, for this one may be the one that stops
+        if kind == PAUSE:  # by another process, for this one may be the stopped one
             script = f"kill -STOP {words}; sleep {PAUSE_S}; kill -CONT {words} 2> /dev/null"
             self._ends_by_itself(subprocess.Popen(["sh", "-c", script]))
         elif kind == CUT:
@@ -180,7 +180,7 @@ class OnHosts(Watching):
 
     @property
     def is_whole(self) -> bool:
-        """As before, and what ends by itself has ended."""
+        """True if it is whole as before, and self-ending faults have ended."""
         return super().is_whole and not self._under_way
 
     @property
@@ -211,7 +211,7 @@ def planned(plan: str, seed: int) -> list[tuple[str, int, signal.Signals]]:
 
 
 def story(plan: str, seed: int, namespaces: Namespaces, address: str) -> tuple[list[Recovery], list[str]]:
-    """A run with faults, and what is wrong afterwards."""
+    """A run with faults, and the errors afterwards."""
     faults, dice, launchers = planned(plan, seed), random.Random(seed), list[OnHosts]()
     points = sorted(dice.randrange(TICKETS_PER_FAULT * len(faults)) for _ in faults)
     due = [Fault(point, *fault) for point, fault in zip(points, faults, strict=True)]
@@ -269,9 +269,9 @@ pt.run(pt.jobs.find(f"{folder}/own.py:job"), strategy(), WORKERS, epochs=RESUMED
 
 
 def resumed(seed: int, namespaces: Namespaces, address: str) -> tuple[signal.Signals, float, list[str]]:
-    """Harm a launcher at a random moment, and resume its run: (how, seconds until all is gone, what is wrong).
+    """Harm a launcher at a random moment, and resume its run: (way, seconds until all is gone, errors).
 
-    A launcher whose host is cut off goes on alone if that host holds a copy of each shard; its run comes to its end.
+    A launcher on a cut-off host goes on alone if that host holds a copy of each shard; its run comes to its end.
     """
     dice, kind = random.Random(seed), (KILL, STOP, CUT_FOREVER)[seed % 3]
     wrong = list[str]()
@@ -332,12 +332,12 @@ NAMES = {
 
 
 def back_s(fault: Fault) -> float:
-    """When a victim that is not replaced is back: the launcher has no copy."""
+    """The return of a victim that is not replaced: the launcher has no copy."""
     return PAUSE_S if fault.what == "launcher" else 0.0
 
 
 def table(recoveries: Sequence[Recovery]) -> tuple[list[Sequence[str]], list[str]]:
-    """The rows of all kinds of faults, and those that miss the limit."""
+    """The rows of all kinds of faults, and the rows that miss the limit."""
     rows, wrong = list[Sequence[str]](), list[str]()
     for kind in sorted({(recovery.fault.signal, recovery.fault.what) for recovery in recoveries}):
         these = [r for r in recoveries if (r.fault.signal, r.fault.what) == kind]

@@ -3,8 +3,8 @@
     python benchmarks/parameter_server/host_push.py --namespaces h0 h1 --address 10.0.0.1 [--rounds 5]
 
 Run it as root in the first of two network namespaces. `unshare` gives each host processes of its own, so that no memory
-is shared between hosts. The shard is on the first host, so what the second host's link sends are its workers' pushes,
-and what it receives are their pulls. Bytes are what the link counts, for each batch of its workers.
+is shared between hosts. The shard is on the first host, so the second host's link sends its workers' pushes, and
+receives their pulls. Bytes are the link's count, for each batch of its workers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
     """One run."""
 
     batches: int
-    """Of the second host's workers."""
+    """The batches of the second host's workers."""
     pushed_bytes: int
     pulled_bytes: int
     samples_per_s: float

@@ -4,9 +4,9 @@
         --command 'ip netns exec {host} unshare --pid --fork --kill-child --mount-proc' \\
         --hosts h0=10.0.0.1 h1=10.0.0.2 h2=10.0.0.3 h3=10.0.0.4 [--only push_pull all_reduce] [--rounds 7]
 
-Start it on the first host. It starts its processes by `command`, one role each, with what they must know as JSON on
-standard input. All of them have one thread. Processes in one PID namespace can share memory, so that network
-namespaces alone are one host for the native core: `unshare` makes them several.
+Start it on the first host. It starts its processes by `command`, one role each, with their facts as JSON on standard
+input. All of them have one thread. Processes in one PID namespace can share memory, so that network namespaces alone
+are one host for the native core: `unshare` makes them several.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TIMING = Timing(retry_s=60.0, longest_retry_s=60.0)
 """Nothing is lost here; a request that is sent again would be measured as well."""
 
 
-# ------------------------------------------------------------------------------------------------- what processes do
+# ------------------------------------------------------------------------------------------------- processes
 
 
 def _world(order: dict[str, Any]) -> MailWorld:
@@ -93,7 +93,7 @@ class _Silent:
         return getattr(self._node, name)
 
     def tick(self, now_s: float) -> list[Any]:
-        """What is for other nodes."""
+        """Send the messages for other nodes."""
         return [(to, message) for to, message in self._node.tick(now_s) if to >= 0]
 
 
@@ -111,7 +111,7 @@ def push_pull_turns(order: dict[str, Any]) -> None:
 
 
 def raw_turns(order: dict[str, Any]) -> None:
-    """Two plain sockets, the limit: so many bytes there and back. Node 1 sends what node 0 has sent."""
+    """Two plain sockets, the limit: so many bytes there and back. Node 1 sends node 0's bytes back."""
     host, _, port = order["addresses"][1].removeprefix("tcp://").rpartition(":")
     buffer = memoryview(bytearray(4 * NUMEL))
     if order["node"]:
@@ -309,7 +309,7 @@ def all_reduce(hosts: Hosts, rounds: int) -> None:
 
 
 def _environment(hosts: Hosts, rank: int, local: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """The variables that torchrun would set."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(RANKS_PER_HOST * len(hosts.names)),

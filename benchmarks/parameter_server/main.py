@@ -1,4 +1,4 @@
-"""How fast the parameter server is: a large model on one host, over sockets, with a slow worker, and small messages.
+"""The speed of the parameter server: a large model on one host, over sockets, with a slow worker, and small messages.
 
     python benchmarks/parameter_server/main.py [--quick] [--only push_pull wire straggler messages]
 
@@ -31,7 +31,7 @@ from polytempo.wire.shared import Arenas
 
 NUMEL = 25_000_000
 STEP_S, SLOWED = 0.01, 10
-"""How long a step of a worker takes in `straggler`, asleep, and how many times as long that of the slow one."""
+"""The seconds of a worker's step in `straggler`, asleep, and the factor of the slow worker's."""
 BOUND = 3
 SMALL, MANY = 16, 1000
 """`messages`: parameters and workers."""
@@ -94,7 +94,7 @@ def _both(a: Measurement, b: Measurement) -> tuple[str, str]:
 
 
 class TrainingContext:
-    """Four workers whose steps take `STEP_S` each, asleep; that of worker 3 `slowed` times as long."""
+    """Four workers with steps of `STEP_S` each, asleep; worker 3's are `slowed` times as long."""
 
     WORKERS, SLOW = 4, 3
 
@@ -117,7 +117,7 @@ class TrainingContext:
 
     @property
     def lead(self) -> int:
-        """How many steps a worker that had read was ahead of the slowest, at most."""
+        """The largest lead of a worker that had read over the slowest, in steps."""
         return int(self._leads.max())
 
     async def _turn(self, port: Port, worker: int, gradient: Tensor, calls: int) -> None:
@@ -136,7 +136,7 @@ class TrainingContext:
 
 
 def straggler(rounds: int, turn_s: float) -> None:
-    """Four workers, one of them slowed: what the others do meanwhile, and how far they get ahead."""
+    """Four workers, one of them slowed: the others' speed, and their lead."""
     all_well = TrainingContext("async_sgd, all well", pt.strategies.async_sgd(), 1)
     free = TrainingContext("async_sgd, one slowed", pt.strategies.async_sgd(), SLOWED)
     bound = TrainingContext(f"ssp(bound={BOUND}), one slowed", pt.strategies.ssp(BOUND), SLOWED)
@@ -193,7 +193,7 @@ def _per_second(pulls: bool, turn_s: float) -> float:
     for request in requests:
         answered += len(node.receive(0.0, request.worker, request))  # type: ignore[attr-defined]
     seconds = time.process_time() - begun
-    assert answered == len(requests), "on arrival everything is answered at once"
+    assert answered == len(requests), "on arrival everything is answered immediately"
     assert node.shard.version == repeats * MANY, "every push was an update"
     return repeats * MANY / seconds
 

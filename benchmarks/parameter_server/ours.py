@@ -1,4 +1,4 @@
-"""Ours: the classes of a run on real processes, without a coordinator: nobody dies here.
+"""Ours: the classes of a run on real processes, without a coordinator: no process dies here.
 
 worker    Client ── through ── MailWorld ── Mailbox      tensors in an arena (ipc), or as frames (tcp)
 server    Shard ── Node ── serve ── MailWorld ── Mailbox
@@ -52,7 +52,7 @@ class Mail:
         written.rename(home / f"{node}.address")
 
     def post(self, to: int, message: Message) -> bool:
-        """Send; to nobody, if there is nobody."""
+        """Send; without a receiver, drop."""
         if to not in self._known:
             try:
                 self._mailbox.connect(to, (self._home / f"{to}.address").read_text(encoding="ascii"))
@@ -144,9 +144,9 @@ class Served:
 
 
 async def push_and_pull(port: Port, worker: int, gradient: Tensor, calls: int) -> None:
-    """As the transforms `push` and `pull` do: begin a push, pull behind it, have both.
+    """The transforms `push` and `pull` do the same: begin a push, pull behind it, wait for both.
 
-    What is pulled has been copied into the worker's own memory.
+    The pulled weights have been copied into the worker's own memory.
     """
     for call in range(calls):
         push = await port.start(port.push(gradient, call))

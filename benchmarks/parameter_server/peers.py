@@ -124,7 +124,7 @@ def torch_rpc(numel: int, workers: int) -> Crew:
                     parameters.copy_(rpc.rpc_sync(f"n{workers}", _push_pull, (gradient,)))
 
             attend(run)
-            os._exit(0)  # an orderly end waits for everybody
+            os._exit(0)  # an orderly end waits for all
 
         return work
 

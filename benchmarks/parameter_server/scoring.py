@@ -1,4 +1,4 @@
-"""What scoring costs an asynchronous run: workers' idle share and rate, with a score after each epoch and without.
+"""The cost of scoring in an asynchronous run: workers' idle share and rate, with a score after each epoch and without.
 
     python benchmarks/parameter_server/scoring.py [--rounds 7]
 

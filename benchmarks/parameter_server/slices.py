@@ -1,9 +1,10 @@
-"""From which batch on rapid reassignment pays: virtual steps of `flexrr` beside those that wait, by batch and grain.
+"""The least batch with a gain of rapid reassignment: virtual steps of `flexrr` against waiting steps, by batch and
+grain.
 
 python benchmarks/parameter_server/slices.py [--batches 16 32 64 128 200 400 800]
 
 Eight workers, one at half speed. A sample takes 1.7 ms, a message 0.2 ms and its bytes at 1 GB/s. Each column is the
-time of a step beside that of eight even workers that wait for each other.
+time of a step over the step of eight even workers that wait for each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test accuracy of pipelines whose activations and gradients pass from stage to stage in 16 and in 8 bits.
+"""Test accuracy of pipelines with activations and gradients between stages in 16 and in 8 bits.
 
     POLYTEMPO_DATA=… python benchmarks/pipeline/accuracy.py [--jobs digits mnist] [--seeds 3]
 
@@ -37,7 +37,7 @@ CODECS: dict[str, tuple[Callable[[], Codec] | None, Callable[[], Codec] | None]]
 
 
 def data(job: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training inputs and labels, and those of the test; a row a sample."""
+    """Inputs and labels for training and for the test; a row a sample."""
     if job == "digits":
         train, test = pt.data.digits()
         return (*train.tensors, *test.tensors)

@@ -2,11 +2,11 @@
 
     python benchmarks/pipeline/actions.py --stage 1 --rounds 32
 
-One process, nothing is sent: what the actions themselves cost. All contenders take a step each in turns, and processor
-time is what is compared, so that other programs on the machine disturb little; lower quartiles.
+One process, nothing is sent: the cost of the actions themselves. All contenders take a step each in turns, and
+processor times are compared, so that other programs on the machine disturb little; lower quartiles.
 
-    whole batch        forward and backward pass of all samples at once
-    8 micro-batches    the same in 8 parts, whose gradients are summed by autograd
+    whole batch        forward and backward pass of all samples together
+    8 micro-batches    the same in 8 parts, with gradients summed by autograd
     a schedule         its actions of this stage, as the pipeline's executor calls them
 """
 
@@ -45,7 +45,7 @@ class Half:
         self.optimizer = optimizer(self.part.module.parameters())
 
     def plain(self, micro_batches: int) -> Step:
-        """By autograd alone."""
+        """A pass by autograd alone."""
 
         def step() -> None:
             self.optimizer.zero_grad()
@@ -61,7 +61,7 @@ class Half:
         return step
 
     def scheduled(self, schedule: Schedule) -> Step:
-        """By the actions of `schedule`."""
+        """A pass by the actions of `schedule`."""
         versions = ParameterVersions(list(self.part.module.parameters()), stashes=True, overtaken=False)
         work = computed(self.part, versions, schedule, lambda number: {})
         batches = MicroBatches(self.parts, schedule, nn.functional.mse_loss, 0, 0)

@@ -1,4 +1,4 @@
-"""What late and estimated gradients do to training: test errors of every pipeline beside those of back-propagation.
+"""The effect of late and estimated gradients on training: test errors of every pipeline against back-propagation's.
 
     python benchmarks/pipeline/convergence.py limits             # digits: errors by learning rate and number of stages
     python benchmarks/pipeline/convergence.py digits             # digits, four stages, as papers on delay have it
@@ -68,7 +68,7 @@ class Data(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is trained, and how."""
+    """The trained model, and its training."""
 
     data: Callable[[], Data]
     layers: tuple[int, ...]
@@ -113,7 +113,7 @@ def model_of(setting: Setting, seed: int) -> nn.Sequential:
 
 
 class Trained(NamedTuple):
-    """A model after training, its parts, and what trained them."""
+    """A model after training, its parts, and their optimizers."""
 
     model: nn.Sequential
     parts: Cut

@@ -1,11 +1,11 @@
 """Four stages on four hosts, measured and predicted: seconds of a step, by schedule, over emulated links.
 
-    export POLYTEMPO_NETLAB=…/netlab.sh      # see compression/lab.py for what the script has to do; needs root
+    export POLYTEMPO_NETLAB=…/netlab.sh      # see compression/lab.py for the script; needs root
     python benchmarks/pipeline/hosts.py [--mbit 1000] [--forward-ms 4]
 
-One process a host, one thread each. A host is a network namespace with a PID namespace and a /dev/shm of its own, so
-no memory is shared. The hosts share this machine's cores. So that they do not compute for each other, a layer waits for
-the time that an accelerator would take; what the cores do is to send, to receive, and to run the executor.
+One process a host, one thread each. A host is a network namespace with a PID namespace and a /dev/shm of its own, so no
+memory is shared. The hosts share this machine's cores. So that they do not compute for each other, a layer waits for an
+accelerator's time; the cores only send, receive, and run the executor.
 
 The prediction is the virtual world's: the same stages, schedule and sizes, with those times, on links of that rate.
 """
@@ -46,9 +46,9 @@ from lab import lab, on_every_host
 
 STAGES, MICRO_BATCHES, SAMPLES = 4, 8, 64
 WIDTH = 16_384
-"""Of a layer: numbers that a sample sends to the next stage."""
+"""The width of a layer: numbers that a sample sends to the next stage."""
 GOODPUT = 1448 / 1514
-"""Of a shaped link's rate: what TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
+"""The part of a shaped link's rate that TCP, IP and Ethernet leave of a frame, as `tc` counts it."""
 WARM_UP = 6
 """Steps until every schedule's pipeline is full."""
 _RUN_S = 900.0
@@ -65,10 +65,10 @@ OWN_MEMORY = ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run measures."""
+    """The settings of a run."""
 
     forward_s: float
-    """That a layer takes for a micro-batch; backward takes twice as long."""
+    """A layer's time for a micro-batch; backward takes twice as long."""
     steps: int
     bytes_per_s: float
 
@@ -88,7 +88,7 @@ class _Waits(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """As an accelerator would: `seconds_per_sample` for a sample's forward pass, twice that for its backward pass."""
+    """An accelerator's layer: `seconds_per_sample` for a sample's forward pass, twice that for its backward pass."""
 
     def __init__(self, width: int, seconds_per_sample: float) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def half_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Without momentum."""
+    """SGD without momentum."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
@@ -140,7 +140,7 @@ def _end_with_launcher() -> None:
 
 
 def _measured(world: ProcessWorld, settings: Settings, schedule: schedules.Schedule) -> dict[str, list[float]]:
-    """Of each stage: seconds of a step, those of them that it computed, and those of the update."""
+    """Each stage's seconds of a step, of its computing, and of the update."""
     model, x = made(settings, waits=True)
     begins = [str(number) for number in range(1, STAGES)]
     pipe = pipeline(model, sgd, half_square, schedule, sample=x[:1], by=begins, world=world)
@@ -171,7 +171,8 @@ def _measured(world: ProcessWorld, settings: Settings, schedule: schedules.Sched
 
 
 def predicted(settings: Settings, schedule: schedules.Schedule, computed_s: float, update_s: float) -> float:
-    """Seconds of a step in the virtual world, whose stages compute `computed_s` in one, and update in `update_s`."""
+    """Seconds of a step in the virtual world, with stages that compute `computed_s` in one, and update in
+    `update_s`."""
     model, x = made(settings, waits=False)
     parts = cut(model, sample=x[:1], by=[str(number) for number in range(1, STAGES)])
     link = pt.cluster.ethernet(gbit_per_s=settings.bytes_per_s * 8e-9)
@@ -192,7 +193,7 @@ def predicted(settings: Settings, schedule: schedules.Schedule, computed_s: floa
 
 
 def _micro_batches(parts: Cut, x: Tensor, count: int, flops: float) -> list[MicroBatch]:
-    """The parts of a batch, whose passes through the whole model cost `flops` together."""
+    """The parts of a batch, with passes through the whole model that cost `flops` together."""
 
     def one(piece: Tensor) -> MicroBatch:
         layouts = parts.layouts(piece)
@@ -204,14 +205,14 @@ def _micro_batches(parts: Cut, x: Tensor, count: int, flops: float) -> list[Micr
 
 
 def _nothing() -> None:
-    """What costs time alone."""
+    """An action that costs time alone."""
 
 
 # ------------------------------------------------------------------------------------------------- both
 
 
 def measured(script: Path, mbit_per_s: int, settings: Settings, names: Sequence[str]) -> dict[str, Any]:
-    """What the stages said, over a network that is made for this and gone afterwards."""
+    """The stages' numbers, over a network that is made for this and gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="polytempo-stages-") as folder, lab(script, STAGES, mbit_per_s):
         result = Path(folder) / "seconds.json"
         told = json.dumps([vars(settings), list(names), str(result)])

@@ -6,9 +6,9 @@
 All contenders take turns in one run, one thread a process. `limit`: two processes that train half of the model each and
 do not talk; `limit, 8 micro-batches`: the same, with gradients summed over 8 parts of the batch. Beside each schedule
 with micro-batches stands its part of the latter and its bubble together, which it cannot beat. torch's schedules come
-with the same stages and micro-batches, over gloo and over our backend. Beside each of our schedules stands what it took
-in parts of its own prediction: the timetable played with each action's time in the same run, without messages; once
-with the time in which it computed, once with all that the stage did without waiting.
+with the same stages and micro-batches, over gloo and over our backend. Each of our schedules has its time over the
+times of its own prediction: the timetable played with each action's time in the same run, without messages; once with
+the computing time, once with all time of the stage without waiting.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def seconds_of(step: Callable[[], object], steps: int, *, together: bool) -> float:
-    """Mean seconds of a step, after those in which a pipeline fills.
+    """Mean seconds of a step, after the steps that fill a pipeline.
 
     `together`: of processes that do not talk; they begin and end at one time. Stages wait for each other anyway, and
     have work under way when their steps begin to count.
@@ -133,7 +133,7 @@ def half(name: str, steps: int, micro_batches: int = 1) -> float:
 
 
 def ours(name: str, steps: int, schedule: str) -> tuple[float, list[TurnTime]]:
-    """A stage by one of our schedules, and what each of its turns took, from the first step on."""
+    """A stage by one of our schedules, and the time of each of its turns, from the first step on."""
     pt.init(quiet=True)
     model, x, y, begins = made(name)
     pipe = pipeline(model, optimizer, nn.functional.mse_loss, SCHEDULES[schedule](), sample=x, by=begins)
@@ -145,7 +145,7 @@ def ours(name: str, steps: int, schedule: str) -> tuple[float, list[TurnTime]]:
 
 
 TurnTime = tuple[float, float]
-"""Seconds of one action of a stage: in which it computed, and with what the stage did around it without waiting."""
+"""Seconds of one action of a stage: its computing, and its whole time without waiting."""
 
 
 def turns_timed(world: ProcessWorld) -> list[TurnTime]:
@@ -167,7 +167,7 @@ def turns_timed(world: ProcessWorld) -> list[TurnTime]:
 
 
 def predicted_s(schedule: Schedule, steps: int, stages: list[list[TurnTime]], which: int) -> float:
-    """What a step would take if messages took no time; `which` of each turn's times."""
+    """The time of a step without message times; `which` of each turn's times."""
     taken = {
         (stage, turn): times[which]
         for stage, each in enumerate(stages)
@@ -200,9 +200,9 @@ class Measured(NamedTuple):
 
     step_s: float
     computed_s: float = 0.0
-    """Of the times in which actions computed."""
+    """The prediction from computing times."""
     busy_s: float = 0.0
-    """Of the times in which stages did not wait."""
+    """The prediction from times without waiting."""
 
 
 def with_bubble() -> dict[str, float]:
@@ -215,7 +215,7 @@ def with_bubble() -> dict[str, float]:
 
 
 def contenders(name: str, steps: int) -> dict[str, Callable[[], Measured]]:
-    """Everything that takes turns: a name, and what measures it in processes of its own."""
+    """All contenders: a name, and the function that measures it in processes of its own."""
 
     def launched(work: Callable[[], float], processes: int = 2) -> Callable[[], Measured]:
         return lambda: Measured(max(pt.launch(lambda info: work(), processes, threads=1)))
@@ -271,7 +271,7 @@ def main() -> None:
             beside = f"   {bubbles[name] * micro_limit_s / median.step_s:4.2f} of {MICRO_LIMIT}, with its bubble"
         if median.busy_s:
             ratios = (statistics.median(m.step_s / m[which] for m in each) for which in (1, 2))
-            beside += "   {:4.2f} of computing alone, {:4.2f} of what stages did".format(*ratios)
+            beside += "   {:4.2f} of computing alone, {:4.2f} of the stages' whole time".format(*ratios)
         print(f"{name:28}{1e3 * median.step_s:9.1f} ms   {alone_s / median.step_s:5.2f} x{beside}", flush=True)
 
 

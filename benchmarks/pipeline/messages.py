@@ -82,7 +82,7 @@ def measured(turns: int) -> list[dict[str, float]]:
     groups = {"gloo": dist.new_group(backend="gloo"), "ours": dist.group.WORLD}
     ways = {
         "one way": (there_and_back, lent_there_and_back, 2),
-        "both at once": (both_at_once, lent_both_at_once, 1),
+        "both ways": (both_at_once, lent_both_at_once, 1),
     }
     found = []
     for num_bytes in SIZES.values():
@@ -112,7 +112,7 @@ def main() -> None:
     print(f"{'':10}{'':14}{'lent':>10}{'sent':>10}{'gloo':>10}{'limit':>10}   gloo / lent, gloo / sent")
     for size, *each in zip(SIZES, *ranks, strict=True):
         slowest = {key: max(one[key] for one in each) for key in each[0]}
-        for way in ("one way", "both at once"):
+        for way in ("one way", "both ways"):
             lent, ours, gloo = (slowest[f"{way}: {name}"] for name in ("lent", "ours", "gloo"))
             copied_s = slowest.get(f"{way}: limit")
             limit = "" if copied_s is None else f"{1e6 * copied_s:7.0f} µs"

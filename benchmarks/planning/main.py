@@ -3,9 +3,9 @@
     python benchmarks/planning/main.py                        the grid under the virtual clock, in some minutes
     python benchmarks/planning/main.py --namespaces h0 h1 h2 h3 --address 10.0.0.1         on processes, between hosts
 
-Regret: how much longer the first choice really takes than the fastest run of the grid. Coverage: in how many runs the
-time lies in the plan's interval, of nine in ten. A run's time is that until it reaches the target; each cell has
-`--repeats` runs, whose seeds the plan did not use, and the cell's truth is their median.
+Regret: how much longer the first choice really takes than the fastest run of the grid. Coverage: the share of runs with
+a time in the plan's interval, for nine in ten. A run's time ends when it reaches the target; each cell has `--repeats`
+runs, with seeds that the plan did not use, and the cell's truth is their median.
 
 Between hosts: run it as root in the first of four network namespaces. The hosts are calibrated first; the processes of
 each host get a PID namespace of their own, so no memory is shared between hosts.
@@ -180,12 +180,12 @@ def real(job: pt.Job, until: dict[str, float], engine: Any) -> Measure:
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for."""
+    """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", default="digits")
     parser.add_argument("--accuracy", type=float, default=0.97)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--namespaces", nargs="+", help="network namespaces, of which this process is in the first")
+    parser.add_argument("--namespaces", nargs="+", help="network namespaces, the first one with this process")
     parser.add_argument("--earlier", type=Path, help="a file of these hosts that was calibrated before")
     parser.add_argument("--address", help="of the first, as the others reach it")
     return parser.parse_args()

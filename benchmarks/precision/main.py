@@ -1,13 +1,13 @@
-"""What 16-bit parameters with float32 masters cost in accuracy, and save in memory.
+"""The cost of 16-bit parameters with float32 masters in accuracy, and their saving of memory.
 
     export POLYTEMPO_DATA=…              # a folder with mnist/
     python benchmarks/precision/main.py accuracy [--seeds 3] [--epochs 3] [--jobs digits] [--families stages,split]
     python benchmarks/precision/main.py memory [--parameters 100e6]
 
-`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision; then two stages, layers
-split over two workers, and layers divided over them, with what passes between them in 32, 16 and 8 bits; then a
-parameter server. `memory`: a process for each precision trains three steps by SGD without momentum, alone; its peak
-beyond what it had before the model was made.
+`accuracy`: digits (10 epochs) and MNIST, two workers; synchronous SGD in each precision; then two stages, layers split
+over two workers, and layers divided over them, with messages in 32, 16 and 8 bits; then a parameter server. `memory`: a
+process for each precision trains three steps by SGD without momentum, alone; it prints the peak beyond the memory
+before the model was made.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, list[tuple[str, str | None]]]] = {
     "divided": ("hybrid('auto'{})", [(_BITS[1][0], None), *_BITS]),
     "server": ("async_sgd({})", [("", "bf16"), ("codec=bf16, pull_codec=bf16", "bf16")]),
 }
-"""By name: a strategy with room for codecs, as it is measured in float32 first, and the codecs and precisions then."""
+"""Name -> a strategy with room for codecs, as it is measured in float32 first, and the codecs and precisions then."""
 DIGITS_EPOCHS = 10.0
 LAYERS, BATCH, STEPS = 12, 8, 3
 _KIB, _MIB = 1024, 2**20
@@ -119,7 +119,7 @@ def peak_of(parameters: float, precision: str | None) -> tuple[int, int]:
 
 
 def warm_up(precision: str | None) -> None:
-    """What torch and its libraries load when they are first used is not the model's."""
+    """Loads torch's and its libraries' late imports, which are not the model's memory."""
     train(nn.Sequential(nn.Linear(64, 64, bias=False)), precision, 64)
 
 

@@ -1,4 +1,4 @@
-"""Scheduled model parallelism: how fast two processes are, how many updates priority saves, and what programs reach.
+"""Scheduled model parallelism: the speed of two processes, the updates saved by priority, and the programs' results.
 
     python benchmarks/scheduled/main.py [--data FOLDER] [--only speed,updates,topics,optimum]
 
@@ -107,7 +107,7 @@ def topics(folder: Path | None) -> None:
 
 
 def optimum(folder: Path | None) -> None:
-    """What programs reach with two processes, and scikit-learn in one."""
+    """The programs' results with two processes, and scikit-learn's in one."""
     drawn = data.correlated(rows=500, columns=300, block=10, correlation=0.9, nonzeros=5)
     rows = [_beside("Lasso, drawn, 500 x 300, λ = 0.2", lasso(l1=0.2), drawn, _sklearn_lasso(0.2))]
     if folder is not None:
@@ -122,7 +122,7 @@ def optimum(folder: Path | None) -> None:
 
 
 Reference = Callable[[Tensor, Tensor], tuple[float, float]]
-"""From the data to the least objective and the seconds that it took."""
+"""The data -> the least objective and its seconds."""
 
 
 def _alone(name: str, program: Any, given: Sequence[object], tolerance: float) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ def _sklearn() -> Any:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the requested measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("POLYTEMPO_DATA"), help="the folder of real data")
     parser.add_argument("--only", default="speed,updates,topics,optimum")

@@ -78,7 +78,7 @@ class Partner:
         self._process.start()
 
     def beside(self, run: Callable[[int], list[float]]) -> Callable[[int], list[float]]:
-        """Half of a step's seconds, of two that run at the same time: what a step of two free halves would take."""
+        """Half of a step's seconds, with two at the same time: the time of a step of two free halves."""
 
         def turn(calls: int) -> list[float]:
             torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def _serve(job: pt.Job, asked: Connection) -> None:
 
 
 def limit(threaded: ThreadedModel) -> float:
-    """How many times as fast the counted operations allow on two threads, if regions were all there is."""
+    """The speed-up that the counted operations allow on two threads, if regions were all there is."""
     parts = threaded.parts
     regions = () if parts is None else parts.regions
     total = sum(region.operations for region in regions)
@@ -138,7 +138,7 @@ def branches(rounds: int, turn_s: float) -> None:
 
 
 def tune(names: list[str], rounds: int, true_rounds: int) -> None:
-    """What `tune threads` chooses, and what that is worth in a longer measurement of the whole grid."""
+    """The choice of `tune threads`, and its place in a longer measurement of the whole grid."""
     rows = []
     for name in names:
         plan = GridPlan(JOBS[name], None, CORES, None, None, rounds, 0.5)

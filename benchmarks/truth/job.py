@@ -1,4 +1,4 @@
-"""The jobs of this benchmark: perceptrons on noise, of which only the time matters."""
+"""The jobs of this benchmark: perceptrons on noise; only the time matters."""
 
 from __future__ import annotations
 

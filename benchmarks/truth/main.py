@@ -13,9 +13,9 @@ disturbed count no more than others, in both. Beside it the mean step of all run
 With --pace-each-round the job's own pace is measured before each round of runs, as `calibrate --job` does it, and
 predicted is the mean over the rounds: a shared machine is faster in one minute than in another.
 
-With --processor measured is the time that a worker takes on its processor, from two runs of which one is longer, and
-predicted the step at full speed: on one host a worker computes or copies, and waits little, so that the two should be
-equal. That can be measured while other programs run, which a step's time cannot.
+With --processor the measurement is a worker's time on its processor, from two runs, one of them longer, and the
+prediction is the step at full speed: on one host a worker computes or copies, and waits little, so that the two should
+be equal. That can be measured while other programs run, which a step's time cannot.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ class Taken(NamedTuple):
 
 
 def mean_of(found: list[Taken]) -> Taken:
-    """Of some predictions."""
+    """The mean of some predictions."""
     return Taken(*(statistics.fmean(figures) for figures in zip(*found, strict=True)))
 
 
 def step_of(run: Callable[..., Any]) -> Taken:
-    """Those of a run that leaves its trace in a folder."""
+    """The steps of a run with a trace in a folder."""
     with tempfile.TemporaryDirectory(prefix="polytempo-truth-") as folder:
         result = run(out=Path(folder) / "run")
         events = load_run(Path(folder) / "run").events
@@ -155,7 +155,7 @@ def step_of(run: Callable[..., Any]) -> Taken:
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for."""
+    """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", default="cluster.toml")
     parser.add_argument("--workers", type=int, default=2)
@@ -173,7 +173,7 @@ def arguments() -> argparse.Namespace:
 
 
 def engine_of(asked: argparse.Namespace) -> Any:
-    """This host's processes, or those of the hosts that were named."""
+    """This host's processes, or the named hosts'."""
     if asked.hosts is None:
         return pt.engines.local()
     command = tuple(shlex.split(asked.command))

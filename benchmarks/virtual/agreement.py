@@ -15,7 +15,7 @@ from polytempo.core import Strategy
 
 
 def batched(strategy: Strategy) -> str:
-    """How far the parameters are apart after some steps."""
+    """The distance of the parameters after some steps."""
     if any((strategy.server, strategy.schedule, strategy.slices, strategy.distillation, strategy.one_copy)):
         return "refused"
     (alone, apart), (result, together) = (
@@ -26,7 +26,7 @@ def batched(strategy: Strategy) -> str:
 
 
 def alike(strategy: Strategy) -> str:
-    """Whether four ranks tell what nine do."""
+    """True if four ranks act as nine do."""
     if any((strategy.server, strategy.schedule, strategy.distillation)):
         return "-"
     with pytest.MonkeyPatch.context() as patch:

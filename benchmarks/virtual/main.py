@@ -1,8 +1,8 @@
-"""How fast the virtual world is: operations a second, rings on meta tensors, workers that really train, and prices.
+"""The speed of the virtual world: operations a second, rings on meta tensors, workers that really train, and prices.
 
 python benchmarks/virtual/main.py [messages rings exact batched many priced] [--workers 256] [--steps 200]
 
-Seconds are those of a core (`time.process_time`): a machine that others use gives them to this program later.
+Seconds are a core's (`time.process_time`): a shared machine gives them to this program later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_VALUES = 10**9
 
 
 def messages(num_messages: int = 20_000) -> None:
-    """A ping-pong: what one message costs this program."""
+    """A ping-pong: this program's cost of one message."""
 
     async def program(port: Port) -> None:
         ball = torch.zeros(1)
@@ -98,7 +98,7 @@ def training(workers: int, steps: int, *, batched: bool) -> None:
 def many(workers: int = 1000, steps: int = 100) -> None:
     """Samples a second of many workers, without setting them up: from two lengths of a run."""
     job = find("digits")
-    num_samples = workers * job.batch_size  # an epoch is a step, or every other one would be of what is left
+    num_samples = workers * job.batch_size  # an epoch is a step, or every other one would be of the rest
 
     def data(folder: Path | None) -> pt.Data:
         train: Any = job.data(folder).train
@@ -106,7 +106,7 @@ def many(workers: int = 1000, steps: int = 100) -> None:
         return pt.Data(TensorDataset(*(tensor[again] for tensor in train.tensors)))
 
     seconds, samples = [], []
-    for length in (1, 1, 1 + steps):  # the first one makes what all share
+    for length in (1, 1, 1 + steps):  # the first one makes the shared objects
         begin_s = time.process_time()
         result = pt.simulate(
             replace(job, data=data), pt.strategies.sync_sgd(), workers, steps=length, epochs=1000, batched=True
@@ -121,11 +121,11 @@ def many(workers: int = 1000, steps: int = 100) -> None:
 
 
 _LONGEST_S, _MOST_BYTES = 60, 6 << 30
-"""Of one price: seconds of a core, loading included, and address space."""
+"""The limits of one price: seconds of a core, loading included, and address space."""
 
 
 def priced(workers: int, strategies: list[str]) -> None:
-    """Two steps of each strategy without values, each in a process of its own, whose memory is measured."""
+    """Two steps of each strategy without values, each in a process of its own with measured memory."""
     for strategy in strategies:
         asked = [sys.executable, __file__, "one", "--workers", str(workers), "--strategy", strategy]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60 * _LONGEST_S, check=False)
@@ -136,11 +136,11 @@ def priced(workers: int, strategies: list[str]) -> None:
 
 
 def one(workers: int, strategy: str) -> None:
-    """What `priced` starts."""
+    """The program that `priced` starts."""
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (_LONGEST_S, 2 * _LONGEST_S))
     made, job = pt.parse_strategy(strategy), find("digits")
-    pt.simulate(job, pt.strategies.sync_sgd(), 2, meta=True, steps=1)  # what is loaded once
+    pt.simulate(job, pt.strategies.sync_sgd(), 2, meta=True, steps=1)  # loads shared modules once
     begin_s = time.process_time()
     cluster = None if made.one_copy is not None else pt.cluster.ethernet()
     result = pt.simulate(job, made, workers, cluster, meta=True, steps=2)

@@ -1,8 +1,8 @@
 """Hugging Face Accelerate on "polytempo": make the process group first, then the `Accelerator`.
 
 Accelerate chooses among the backends that it knows, and answers another name with "Your assigned backend polytempo is
-not available". It uses a group that exists already, whatever its backend. Write `cpu=True` (or
-ACCELERATE_USE_CPU=true): without it, and without a GPU, every rank trains for itself.
+not available". It uses an existing group, with any backend. Write `cpu=True` (or ACCELERATE_USE_CPU=true): without it,
+and without a GPU, every rank trains for itself.
 
 Prints the same numbers on "polytempo" as on "gloo", and needs no data. Needs `pip install accelerate`:
 
@@ -28,7 +28,7 @@ from polytempo.data import digits
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) -> tuple[int, int]:
-    """How many of the test digits are right; the samples that fill up the last batch do not count."""
+    """The number of right test digits; the samples that fill up the last batch do not count."""
     model.eval()
     right = count = 0
     for images, labels in loader:

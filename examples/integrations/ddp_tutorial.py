@@ -118,7 +118,7 @@ def checkpoint(path: Path) -> None:
 
 
 def work(backend: str) -> None:
-    """What every worker does, once it is in the group."""
+    """Every worker's work, once it is in the group."""
     with TemporaryDirectory() as folder:
         agreed = [folder]
         dist.broadcast_object_list(agreed, src=0)

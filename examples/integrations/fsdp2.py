@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def sharded(mixed: bool) -> Model:
-    """A model whose parameters are dealt to all ranks, layer by layer."""
+    """A model with parameters dealt to all ranks, layer by layer."""
     torch.manual_seed(0)
     model = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -95,7 +95,7 @@ def main() -> None:
     loaded: dict[str, Any] = get_model_state_dict(again, options=everything)
     equal = all(torch.equal(tensor, loaded[name]) for name, tensor in whole.items())
     if dist.get_rank() == 0:
-        print(f"{mine:,} of {sum(tensor.numel() for tensor in whole.values()):,} weights lie on rank 0")
+        print(f"{mine:,} of {sum(tensor.numel() for tensor in whole.values()):,} weights are on rank 0")
         print(f"norm of the weights {size:.5f}; loaded into another model: {'equal' if equal else 'not equal'}")
     dist.destroy_process_group()
 

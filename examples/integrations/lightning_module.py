@@ -1,8 +1,8 @@
 """Lightning on "polytempo": `DDPStrategy(process_group_backend="polytempo")`, and values logged with `sync_dist=True`.
 
-Lightning takes any backend that torch knows. What `self.log(…, sync_dist=True)` averages over ranks it adds up and
-divides itself where the backend is called "gloo", and asks every other for averages, also of whole numbers (the sizes
-of batches): "polytempo" has these.
+Lightning takes any backend that torch knows. For averages over ranks `self.log(…, sync_dist=True)` adds up and divides
+where the backend is called "gloo", and asks every other backend for averages, also of whole numbers (the sizes of
+batches): "polytempo" has these.
 
 Prints the same numbers on "polytempo" as on "gloo", and needs no data. Needs `pip install lightning`:
 
@@ -51,7 +51,7 @@ class Classifier(lightning.LightningModule):
 
 
 class Show(lightning.Callback):
-    """Prints what was logged, when an epoch is over; ranks have agreed on it by then."""
+    """Prints the logged values, when an epoch is over; ranks have agreed on them by then."""
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         values = ", ".join(f"{name} {float(value):.6f}" for name, value in sorted(trainer.callback_metrics.items()))

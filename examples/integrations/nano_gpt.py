@@ -126,7 +126,7 @@ def train(model: DistributedDataParallel, ids: Tensor, validation: Tensor, args:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, 3e-3)
         for micro_step in range(micro_steps):
-            model.require_backward_grad_sync = micro_step == micro_steps - 1  # what no_sync() does, without the block
+            model.require_backward_grad_sync = micro_step == micro_steps - 1  # as no_sync() does, without the block
             autocast: AbstractContextManager[object] = nullcontext()
             if args.bf16:
                 autocast = torch.autocast("cpu", dtype=torch.bfloat16)

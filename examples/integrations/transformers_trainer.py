@@ -1,8 +1,8 @@
 """`transformers.Trainer` on "polytempo": make the process group first, then the `TrainingArguments`.
 
 `TrainingArguments(ddp_backend="polytempo")` is refused ("Your assigned backend polytempo is not available"), because
-Accelerate knows a fixed list of names. It uses a group that exists already, whatever its backend: so leave
-`ddp_backend` out, and write `use_cpu=True`.
+Accelerate knows a fixed list of names. It uses an existing group, with any backend: so leave `ddp_backend` out, and
+write `use_cpu=True`.
 
 The model is a small GPT-2 with random weights, so nothing is fetched. Prints the same numbers on "polytempo" as on
 "gloo", and needs no data. Needs `pip install transformers accelerate`:
@@ -51,7 +51,7 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 
 
 class Show(TrainerCallback):
-    """Prints what the trainer logs, without the times."""
+    """Prints the trainer's logs, without the times."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -60,7 +60,7 @@ class Show(TrainerCallback):
 
 
 def next_token_accuracy(found: EvalPrediction) -> dict[str, float]:
-    predicted, labels = found.predictions[:, 2:-1], found.label_ids[:, 3:]  # two tokens say what the stride is
+    predicted, labels = found.predictions[:, 2:-1], found.label_ids[:, 3:]  # two tokens give the stride
     return {"accuracy": float((predicted == labels).mean())}
 
 
