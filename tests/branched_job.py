@@ -28,7 +28,7 @@ class WideTowers(nn.Module):
 
 
 class Undecided(WideTowers):
-    """It cannot be traced."""
+    """Tracing fails."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.sum() > 0 else -x)

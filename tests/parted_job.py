@@ -28,7 +28,7 @@ def classes(num_samples: int, seed: int) -> TensorDataset:
 
 
 def job(**changed: Any) -> pt.Job:
-    """Its loss is torch's cross-entropy, its optimizer has momentum, its schedule decays."""
+    """The job's loss is torch's cross-entropy, its optimizer has momentum, its schedule decays."""
     given: dict[str, Any] = {
         "model": classifier,
         "data": lambda folder: pt.Data(classes(68, 0), classes(16, 1)),

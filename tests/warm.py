@@ -47,7 +47,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _end(server: subprocess.Popen[str]) -> None:
-    """It ends when no process can ask any more, and its programs end with it."""
+    """The process ends when no caller can ask any more, and its programs end with it."""
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.close()

@@ -57,7 +57,7 @@ def test_every_strategy_is_here() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> list[list[dict[str, Any]]]:
-    """Each of three processes' results of each row's training, one after the other."""
+    """The results of three processes for each row's training, one after the other."""
     job = find("digits")
 
     def work(rank_info: RankInfo) -> Result:

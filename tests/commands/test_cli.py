@@ -79,7 +79,7 @@ def test_train_prints_one_json_object_and_leaves_a_run(tmp_path: Path) -> None:
 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
-    """By default it gets a folder of its own; a named folder is refused; `--resume` goes on in it."""
+    """The default is a folder of its own; a named folder is refused; `--resume` goes on in it."""
     options = ("train", "digits", "--batch-size", "16", "--steps")
     answer(polytempo(*options, "3", "--json", cwd=tmp_path))
     whole = answer(polytempo(*options, "6", "--json", cwd=tmp_path))
@@ -106,7 +106,7 @@ def test_train_for_people(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_what_would_be_run(tmp_path: Path) -> None:
-    """It shows the file's options, the command line's over them, and the job's own; and does nothing."""
+    """The output has the file's options, the command line's over them, and the job's own; nothing runs."""
     (tmp_path / "run.toml").write_text('job = "digits"\nworkers = 3\nlr = 0.05\nuntil = "accuracy=0.97"\n')
     plan = answer(polytempo("train", "--config", "run.toml", "--workers", "4", "--dry-run", "--json", cwd=tmp_path))
     assert (plan["job"], plan["world"], plan["workers"], plan["lr"]) == ("digits", "process", 4, 0.05)
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_inside_a_world_it_is_one_worker(tmp_path: Path) -> None:
-    """Under torchrun no process is launched: the processes join, and the first one speaks for all."""
+    """No process is launched under torchrun: the processes join, and the first one speaks for all."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "polytempo", "train", "digits", "--steps", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False)
@@ -211,7 +211,7 @@ def test_inside_a_world_it_is_one_worker(tmp_path: Path) -> None:
 
 
 def test_doctor_lets_two_workers_talk(tmp_path: Path) -> None:
-    """It reports its findings, as JSON too."""
+    """Doctor reports its findings, as JSON too."""
     health = answer(polytempo("doctor", "--json", cwd=tmp_path))
     assert health["healthy"] is True
     assert health["problems"] == []

@@ -1,4 +1,4 @@
-"""Completion in bash: the script that the command prints, and the one that it installs."""
+"""Completion in bash: the printed script, and the installed one."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Cluster:
         return copy.deepcopy(found)
 
     def kubeconfig(self, path: Path) -> Path:
-        """A file by which `KubernetesApi.connect` finds this cluster."""
+        """A file for `KubernetesApi.connect` to find this cluster."""
         here = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
         config = {
             "apiVersion": "v1",
@@ -193,7 +193,7 @@ class _Kubelet:
         self._collect_garbage()
 
     def _jobs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The specs of Jobs by name, included those that other objects stand for."""
+        """The specs of Jobs by name, with those behind other objects."""
         for job in self._cluster.objects("Job"):
             yield job["metadata"]["name"], job["spec"]
         for jobset in self._cluster.objects("JobSet"):
@@ -269,7 +269,7 @@ class _Kubelet:
             self._add(pod.job, pod.index, spec["template"], failures)
 
     def _end(self, pod: Pod) -> None:
-        """Its Job is gone: SIGTERM, and SIGKILL when the grace period is over."""
+        """The pod's Job is gone: SIGTERM, and SIGKILL when the grace period is over."""
         now_s = time.monotonic()
         if pod.process is not None and pod.process.poll() is None:
             if pod.killed_at_s is None:

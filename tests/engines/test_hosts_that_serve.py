@@ -150,7 +150,7 @@ def test_where_the_server_of_a_host_is_killed_the_other_hosts_goes_on(hosts: Hos
 def test_a_worker_of_another_host_comes_back(
     strategy: str, servers: int, rank: int, hosts: Hosts, tmp_path: Path
 ) -> None:
-    """Its second process has its keys from a file, for it is in no process group."""
+    """The worker's second process has its keys from a file, for it is in no process group."""
     ended = started(hosts, 2 + servers, tmp_path, strategy, str(servers), "-2", again=rank)
     assert [code for code, _, _ in ended] == [0] * (2 + servers), ended
     assert ledger(ended[0][1]) == (SAMPLES, 0, 0)

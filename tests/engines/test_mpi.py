@@ -86,7 +86,7 @@ def test_a_run_that_is_ended_leaves_no_process(name: str, number: signal.Signals
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_world_that_mpirun_has_started_is_joined(name: str, tmp_path: Path) -> None:
-    """Each of its processes is a worker, without an engine of ours."""
+    """Every process is a worker, without an engine of ours."""
     out = tmp_path / "run"
     command = [*COMMANDS[name], *train("--epochs=2", f"--out={out}")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)

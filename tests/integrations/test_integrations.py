@@ -71,7 +71,7 @@ TrainingArguments("unused", use_cpu=True, ddp_backend="polytempo")
 
 @pytest.mark.parametrize("library", NAMED)
 def test_a_name_in_place_of_a_group_is_refused_as_the_examples_say(library: str, tmp_path: Path) -> None:
-    """Where this fails, the library takes the name by now, and the recipe becomes one line shorter."""
+    """A failure here means that the library takes the name by now, and the recipe becomes one line shorter."""
     done = run(("-c", NAMED[library]), tmp_path, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     assert done.returncode == 1
     assert "Your assigned backend polytempo is not available" in done.stderr

@@ -29,8 +29,8 @@ class Row(NamedTuple):
     """The function in `polytempo.strategies`."""
     make: Callable[[], Strategy]
     alone: str = "torch"
-    """With one rank it equals plain torch, or the definition in `ALONE` of `test_laws.py` (with a parameter server:
-    the first test of `test_served_laws.py`)."""
+    """One rank equals plain torch, or the definition in `ALONE` of `test_laws.py` (with a parameter server: the
+    first test of `test_served_laws.py`)."""
     joined: bool = False
     """N ranks equal one rank on the joined batch."""
     meets: Callable[[int], bool] | None = None

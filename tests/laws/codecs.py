@@ -24,11 +24,11 @@ class Row(NamedTuple):
     passes: bool = False
     """NaN and infinities arrive unchanged."""
     draws: bool = False
-    """It draws random numbers: its law holds in the mean."""
+    """Random draws: the law holds in the mean."""
     feeds_itself: bool = False
-    """It keeps its own residual: it has no `encode_`."""
+    """A residual of its own: it has no `encode_`."""
     diverges: bool = False
-    """Its error may be longer than x, so that with feedback the residual grows without end."""
+    """An error that may be longer than x, so that with feedback the residual grows without end."""
 
     @property
     def feedable(self) -> bool:

@@ -217,7 +217,7 @@ def accumulated_zeroed(trial: Trial) -> None:
 
 
 def accumulated_aloud(trial: Trial) -> None:
-    """Without no_sync: the second pass adds to the answer of the first."""
+    """The second pass, without no_sync, adds to the answer of the first."""
     for one, two in zip(trial.batches(), trial.batches(8), strict=True):
         trial.optimizer.zero_grad()
         trial.loss(one).backward()

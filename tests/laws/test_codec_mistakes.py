@@ -104,7 +104,7 @@ def damaged(wire: Tensor, how: str, number: int) -> Tensor:
 def test_a_damaged_wire_writes_nowhere_else(
     row: Row, shape: tuple[int, ...], dtype: torch.dtype, damage: tuple[str, int]
 ) -> None:
-    """It is refused by a ValueError, or decodes to values of the right shape."""
+    """A ValueError refuses it, or it decodes to values of the right shape."""
     codec, x = row.make(), Case(shape, "normal", dtype).tensor()
     wire = damaged(codec.encode(x, codec.init(x))[0], *damage)
     memory, flat = guarded(x.numel() * x.element_size(), 0x55, dtype)

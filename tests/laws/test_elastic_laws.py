@@ -132,7 +132,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 class Interrupted(Rank):
-    """Its commit points fail as often as ranks meet; the exchange is undone, and then finished after all."""
+    """Commit points fail as often as ranks meet; the exchange is undone, and then finished after all."""
 
     async def steps(self, port: Port, first: int, last: int) -> None:
         """See the class."""
@@ -175,7 +175,7 @@ def test_a_broken_exchange_leaves_no_trace_and_can_be_finished(row: Row) -> None
 
 @every_row
 def test_ranks_meet_after_different_numbers_of_steps(row: Row) -> None:
-    """After 9 steps rank r makes r of its own; all meet at step 11, and go on to the end of the next round."""
+    """Rank r makes r steps of its own after 9 steps; all meet at step 11, and go on to the end of the next round."""
     ranks = [Rank(row.make(), rank, NUM_RANKS, SETTING, False) for rank in range(NUM_RANKS)]
     before: list[Tensor] = [torch.empty(0)] * NUM_RANKS
 

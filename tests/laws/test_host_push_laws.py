@@ -1,7 +1,7 @@
 """Pushes that workers of a host make together: each gradient counts once, with any loss at any time.
 
-Three workers of a host, one of them its leader, push to two shards of two copies each. The story is told first without
-a fault; then again with each fault at each of its messages. Ticket t is -1 at place t of each shard, so weights count.
+Three workers of a host, one of them its leader, push to two shards of two copies each. The story runs first without a
+fault; then again with each fault at each of its messages. Ticket t is -1 at place t of each shard, so weights count.
 """
 
 from __future__ import annotations

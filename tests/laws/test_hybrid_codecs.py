@@ -56,7 +56,7 @@ def test_an_identity_is_no_codec_to_the_bit(sizes: tuple[int, ...], exchange: Ex
 
 @pytest.mark.parametrize("row", SERVING, ids=text)
 def test_a_pass_repeats_itself_and_ranks_agree_on_gradients(row: Row) -> None:
-    """`full_gradients` joins the parts, whatever the codec draws."""
+    """`full_gradients` joins the parts; codecs may draw."""
     first, again = (passes((3, 2, 2), "slices", activations=row.make(), gradients=row.make()) for _ in range(2))
     assert same(first, again)
     names = [name for name, _ in made(images).named_parameters()]
@@ -193,7 +193,7 @@ CODECS: dict[str, Wires] = {
 def test_what_is_sent_is_what_the_plan_and_the_layers_say(
     sizes: tuple[int, ...], exchange: Exchange, name: str
 ) -> None:
-    """The bytes are exact, except for each rank's number of samples, and the number by which codecs draw."""
+    """The bytes are exact, except for each rank's number of samples, and the codecs' seed number."""
     wires, num_ranks = CODECS[name], len(sizes)
 
     def work(step: bool) -> Callable[[Port], dict[str, list[float]]]:

@@ -97,7 +97,7 @@ def sign_sgd(row: Row, optimized: Optimized, workers: int) -> Tensor:
 
 
 def bounded(row: Row, optimized: Optimized, workers: int) -> Tensor:
-    """Each of the N workers' batches is one step, at one Nth of the learning rate."""
+    """Every batch of the N workers is one step, at one Nth of the learning rate."""
     weights = Weights()
     optimizer = optimized.make(weights.parameters())
     weights.clock.grad, weights.still.grad = (torch.tensor([slope], dtype=torch.float64) for slope in PLAIN)

@@ -51,7 +51,8 @@ def test_watching_a_pipeline_changes_nothing(row: Row, tmp_path: Path, monkeypat
 
 @every
 def test_one_stage_is_the_inner_strategy(row: Row) -> None:
-    """To the bit with one micro-batch, except where weights' gradients are computed apart. Dropout has other seeds."""
+    """Equal to the bit with one micro-batch, except where weights' gradients are computed apart. Dropout has other
+    seeds."""
     strategy = row.make()
     options = {"stages": 1} | ({"micro_batches": 1} if "micro_batches" in str(strategy) else {})
     alone = getattr(pt.strategies, row.name)(**options | ({"parts": 1} if row.name == "interleaved" else {}))

@@ -137,7 +137,7 @@ def test_adaptive_compensation_is_for_sgd() -> None:
 @every_row
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_a_worker_that_dies_changes_no_rate(row: Row, step: int) -> None:
-    """Its batches are dealt again, later, with the rate of their place in the run."""
+    """The dead worker's batches are dealt again, later, with the rate of their place in the run."""
     strategy = row.make()
     if row.name == "easgd":
         return  # the dead worker's exploration is lost, as its parameters are its own

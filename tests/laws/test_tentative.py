@@ -17,7 +17,7 @@ CASES = [(row, *case) for number, row in enumerate(ROWS) for case in [(1, torch.
 
 
 class Undecided(Rank):
-    """Exchanges unused gradients before those of the step."""
+    """Exchanges unused gradients before the step's own."""
 
     async def steps(self, port: Port, first: int, last: int) -> None:
         """Steps `first` to `last` - 1, remembering the parameters after each."""

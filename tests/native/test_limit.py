@@ -48,7 +48,7 @@ def five_barriers(crew: BenchRank) -> list[float]:
 
 
 def test_it_says_how_long_each_call_took() -> None:
-    """As many positive times as calls."""
+    """The times are as many as the calls, and positive."""
     times = crewed(five_barriers, 2)
     assert [len(each) for each in times] == [5, 5]
     assert all(seconds > 0 for each in times for seconds in each)

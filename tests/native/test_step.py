@@ -267,7 +267,7 @@ def killed_run(rule: str, chance: random.Random, folder: Path) -> list[tuple[int
 
 @pytest.mark.parametrize("rule", KILLED)
 def test_who_survives_a_kill_has_the_weights_after_a_whole_number_of_steps(rule: str, tmp_path: Path) -> None:
-    """The bits are those of a run without kills. The seed decides who is killed, and how long after the start."""
+    """The bits equal a run without kills. The seed decides who is killed, and how long after the start."""
     reference = Reference(HYPERS[rule], tensors(torch.float32, KILLED[rule]))
     digests = [reference.digest()]
     recovered = 0

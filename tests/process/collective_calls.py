@@ -142,7 +142,7 @@ def barrier(group: Any, rank: int) -> Answer:
 
 
 def objects(group: Any, rank: int) -> Answer:
-    """All of the object collectives, as one number each."""
+    """Every object collective, as one number each."""
     all_of_them: list[Any] = [None] * SIZE
     dist.all_gather_object(all_of_them, {"rank": rank, "text": "x" * rank}, group=group)
     at_one: list[Any] | None = [None] * SIZE if rank == 1 else None

@@ -42,7 +42,7 @@ def loaded_by_a_step(optimizer: str, change: str = "") -> list[str]:
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_an_agent_has_loaded_what_a_first_step_needs(optimizer: str) -> None:
-    """Its processes are its forks, so none of them imports anything in a step, which would be training time."""
+    """The agent forks its processes, so none of them imports anything in a step, which would be training time."""
     assert loaded_by_a_step(optimizer) == []
 
 

@@ -114,7 +114,7 @@ def test_a_skipped_step_is_none(strategy: Strategy) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Each of two layers is computed again in the backward pass, by a backward pass inside it."""
+    """Both layers are computed again in the backward pass, by a backward pass inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ class Checkpointed(nn.Module):
 
 
 def test_reentrant_checkpointing() -> None:
-    """It makes several exchanges a step: a mean bears that, a strategy that counts them refuses it."""
+    """Reentrant checkpointing makes several exchanges a step: a mean bears that, a strategy that counts them refuses
+    it."""
 
     def work(world: ProcessWorld) -> Result:
         net = Checkpointed()

@@ -73,8 +73,7 @@ def test_memory_is_measured(tmp_path: Path) -> None:
 
 
 def test_without_the_native_core_the_rest_is_measured(tmp_path: Path) -> None:
-    """Through the command line: one JSON object on standard output, files in the folder, the reason for missing
-    parts."""
+    """The command line prints one JSON object, writes files in the folder, and gives the reason for missing parts."""
     done = subprocess.run(
         [sys.executable, "-m", "polytempo", "bench", "collectives", "--quick", "--operations", "barrier", "--json"],
         capture_output=True,

@@ -53,7 +53,7 @@ def test_parameters_are_equal_while_ddp_cuts_its_buckets_anew() -> None:
     "codec", [FED, feedback(bf16()), qsgd(levels=4), exact()], ids=lambda codec: str(codec.facts.name)
 )
 def test_it_is_attach_with_the_same_codec(codec: Codec) -> None:
-    """To the bit where nothing depends on buckets. Random numbers follow the parameters' names."""
+    """Equal to the bit where nothing depends on buckets. Random numbers follow the parameters' names."""
 
     def story(rank: int) -> Sequence[Tensor]:
         net, wrapped = Net(), Net()
@@ -209,7 +209,7 @@ WAYS: dict[str, Callable[[Any, int], Sequence[Tensor]]] = {
 
 
 def test_whatever_ddp_does_the_mean_is_the_mean() -> None:
-    """With a lossless codec DDP ends as without a hook."""
+    """DDP with a lossless codec ends as without a hook."""
 
     def story(rank: int) -> Sequence[Tensor]:
         found: list[Tensor] = []

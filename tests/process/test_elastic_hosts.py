@@ -38,7 +38,7 @@ job = made({hurry})
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders, those of agents too; there may be none afterwards."""
+    """The place of private folders, the agents' too; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))

@@ -136,7 +136,7 @@ def misused_optimizers(rank: int, size: int) -> None:
 
 @CHECKS.check
 def closures(rank: int, size: int) -> None:
-    """A closure's gradients are reduced; one that computes none leaves the earlier ones."""
+    """A closure's gradients are reduced; a closure without any leaves the earlier ones."""
     for computes in (True, False):
         model = net()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -81,7 +81,7 @@ def groups_of_several_dtypes(rank: int, size: int) -> None:
 
 @CHECKS.check
 def large_tensors_beside_small_ones(rank: int, size: int) -> None:
-    """They are fused, but not copied; on the last rank the large one is not contiguous."""
+    """Large tensors are fused, but not copied; on the last rank the large one is not contiguous."""
     shape = (400, 500)
     large = values(rank, shape=shape[::-1]).t() if rank == size - 1 else values(rank, shape=shape)
     given = [values(rank), large, values(rank, torch.float64, shape), values(rank, shape=(7,))]

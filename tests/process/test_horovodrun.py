@@ -86,7 +86,7 @@ def work(tensor, more=0.0):
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders, those of agents too; there may be none afterwards."""
+    """The place of private folders, the agents' too; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -95,7 +95,7 @@ def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def horovodrun(folder: Path, source: str, *options: str) -> tuple[int, str, str]:
-    """Its exit code and its output."""
+    """The command's exit code and output."""
     (folder / "script.py").write_text(source)
     done = warm.run(["-m", "polytempo", "horovodrun", *options, sys.executable, "script.py"], folder)
     return done.returncode, done.stdout, done.stderr

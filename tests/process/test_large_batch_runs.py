@@ -33,7 +33,7 @@ def saved(out: Path) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_resumed_run_goes_on_with_its_average_to_the_bit(strategy: pt.Strategy, tmp_path: Path) -> None:
-    """Its weights are those of a run without an average."""
+    """The weights are a plain run's."""
     whole = run(strategy, tmp_path / "whole", 14, ema=0.9)
     run(strategy, tmp_path / "cut", 6, ema=0.9)
     with pytest.raises(

@@ -282,7 +282,7 @@ def test_a_run_ends_where_sigchld_is_ignored(private: Path) -> None:
 
 
 def test_a_stopped_agent_whose_starter_is_gone_leaves_no_process(private: Path) -> None:
-    """It cannot see that it is alone, and a kill of ssh does not reach it: its janitor ends it."""
+    """The agent cannot see that it is alone, and a kill of ssh does not reach it: its janitor ends it."""
     listening, speaking = os.pipe()
 
     def agent(starter: int) -> None:

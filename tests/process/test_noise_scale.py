@@ -62,7 +62,7 @@ def test_workers_of_a_parameter_server_measure_each_for_itself(tmp_path: Path) -
 
 
 def test_a_loop_of_its_own_has_it_at_hand() -> None:
-    """It is the same on all ranks, and follows from the gradients: a linear model's are known."""
+    """The noise scale is the same on all ranks, and follows from the gradients: a linear model's are known."""
 
     def work(world: ProcessWorld) -> Result:
         found: list[Any] = []

@@ -1,4 +1,4 @@
-"""On real processes: NaN of one worker ends the run with its name, and earlier files stay."""
+"""Real processes: NaN of one worker ends the run with its name, and earlier files stay."""
 
 from __future__ import annotations
 

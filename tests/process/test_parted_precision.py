@@ -33,7 +33,7 @@ def whole() -> nn.Sequential:
 
 
 def on_two(kind: str, work: Callable[[ProcessWorld], Any]) -> list[Any]:
-    """Its value on two ranks with one model in split layers."""
+    """The function's value on two ranks with one model in split layers."""
 
     def serve(_: RankInfo) -> Any:
         return work(pt.init(quiet=True, mesh={"model": 2} if kind == "split" else None))

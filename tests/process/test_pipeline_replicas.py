@@ -118,7 +118,7 @@ def test_shares_of_a_short_batch_weigh_replicas_also_where_gradients_are_late() 
 
 
 def alone(schedule: schedules.Schedule, data: list[Any]) -> nn.Module:
-    """Its stages without replicas, in the virtual world."""
+    """The pipeline's stages without replicas, in the virtual world."""
     model, strategy = perceptron(), strategy_of(schedule, None)
     parts = chain(model, schedule.stages)
 

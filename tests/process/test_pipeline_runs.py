@@ -99,7 +99,7 @@ def scores_in(run: Path) -> dict[int, float]:
 
 
 def test_a_checkpoint_is_the_whole_model_and_goes_on_in_other_stages(tmp_path: Path) -> None:
-    """It loads into a plain module, and momentum follows the parameters' names."""
+    """The checkpoint loads into a plain module, and momentum follows the parameters' names."""
     plain = job(dropout=0.0)
     three = pt.strategies.one_f_one_b(3, micro_batches=1)
     pt.simulate(plain, three, 3, steps=SAVED, out=tmp_path, checkpoint_every=SAVED, threads=1)

@@ -84,7 +84,7 @@ def test_every_schedule_computes_the_bits_of_the_virtual_world(
 
 
 def test_a_pipeline_never_receives_what_another_one_has_sent() -> None:
-    """Also behind a pipeline with messages under way, and in one that goes on from its state."""
+    """Also behind a pipeline with messages under way, and in a resumed one."""
 
     def work(world: ProcessWorld) -> Any:
         found = {}

@@ -71,7 +71,7 @@ def test_a_run_of_16_bits_goes_on_in_float32(tmp_path: Path) -> None:
 
 
 def test_ranks_in_a_loop_of_their_own() -> None:
-    """They agree on skipped steps, on the norm, and on the model; the loop scores their mean."""
+    """Ranks agree on skipped steps, on the norm, and on the model; the loop scores their mean."""
 
     def work(rank_info: RankInfo) -> tuple[list[float], list[float], float, int]:
         world = pt.init(quiet=True)

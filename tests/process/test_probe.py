@@ -80,7 +80,7 @@ def test_a_calibrated_host_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_job_of_ones_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps take three times its kernels' time in this test."""
+    """The steps take three times the kernels' time in this test."""
     speeds = Speeds((("elementwise", KernelSpeed(call_s=1e-5)), ("step", KernelSpeed(call_s=1e-4))))
     cluster = Cluster(Link(1e-5, 1e9), workers_per_host=2, speeds=speeds)
     step_s = {pace: _without_exchange(cluster, pace) for pace in (1.0, 2.0, 3.0)}

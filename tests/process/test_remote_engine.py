@@ -64,7 +64,7 @@ pt.run(pt.jobs.find("digits"), pt.strategies.sync_sgd(), 1, epochs=10_000, engin
 
 @pytest.fixture(autouse=True)
 def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place of private folders in this test, those of agents too; there may be none afterwards."""
+    """The place of private folders in this test, the agents' too; there may be none afterwards."""
     folder = tmp_path_factory.mktemp("p")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -301,7 +301,7 @@ def agent_pids(launcher: int) -> dict[int, int]:
 
 
 def listening_addresses(processes: Sequence[int], known: Collection[str] = ()) -> set[str]:
-    """The addresses at which processes listen with TCP, except for the sockets `known`."""
+    """The TCP addresses of listening processes, except for the sockets `known`."""
     return {address for number, address in listening(processes).items() if number not in known}
 
 

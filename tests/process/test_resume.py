@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed in new processes equals one that never stopped, to the last bit."""
+"""A run stopped and resumed in new processes equals an undisturbed one, to the last bit."""
 
 from __future__ import annotations
 

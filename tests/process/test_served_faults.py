@@ -179,7 +179,8 @@ def test_processes_may_die_and_stand_still_before_they_have_said_a_word() -> Non
 
 
 class Unwelcoming(Watching):  # type: ignore[misc, valid-type]
-    """Kills the first two processes that are started to hold a copy: one immediately, one that waits for its state."""
+    """Kills the first two processes that are started to hold a copy: one immediately, and one while it waits for its
+    state."""
 
     def _copy(self, shard: int) -> None:
         super()._copy(shard)
@@ -199,7 +200,7 @@ def test_a_new_copy_may_die_before_it_has_its_state() -> None:
 
 
 def test_a_run_leaves_no_file_open_before_any_garbage_is_collected() -> None:
-    """It runs in an interpreter of its own: here other tests have files open, and threads that open and close some."""
+    """A run in an interpreter of its own: here other tests have files open, and threads that open and close some."""
     program = (
         "import gc, os, runpy, sys\n"
         "found = runpy.run_path(sys.argv[1])\n"

@@ -264,7 +264,7 @@ SYNCHRONOUS = pt.strategies.backup_workers(backups=0, shards=2)
 
 
 def test_a_synchronous_run_resumed_at_any_step_is_the_undisturbed_one(tmp_path: Path) -> None:
-    """To the bit, with running statistics: the score uses them."""
+    """Equal to the bit, with running statistics: the score uses them."""
     whole = pt.run(normed(), SYNCHRONOUS, WORKERS, steps=20, threads=1)
     for step in (1, 7, 13):
         out = tmp_path / str(step)
@@ -290,7 +290,7 @@ def test_a_synchronous_run_killed_at_any_moment_is_the_undisturbed_one_in_the_en
 
 @pytest.mark.parametrize("strategy", [SYNCHRONOUS, pt.strategies.ssp(bound=1, shards=2)], ids=str)
 def test_a_run_that_its_score_ends_in_the_middle_of_a_step_ends(tmp_path: Path, strategy: Strategy) -> None:
-    """No worker waits for the gradient of one that was ordered to finish, and the saved model is the result's."""
+    """No worker waits for the gradient of a finished worker, and the saved model is the result's."""
     result = pt.run(normed(), strategy, WORKERS, epochs=60, threads=1, out=tmp_path, until={"loss": 8.0})
     assert result.loss is not None
     assert result.loss <= 8.0

@@ -32,7 +32,8 @@ s, ring = pt.strategies, pt.collectives.ring
     ids=str,
 )
 def test_real_processes_go_on_from_a_simulation(strategy: Strategy, tmp_path: Path) -> None:
-    """At step 14, an epoch's second step; `delayed_sgd` has three exchanges under way there, which a save leaves."""
+    """The stop is at step 14, an epoch's second step; `delayed_sgd` has three exchanges under way there, which a
+    save leaves."""
     straight = pt.simulate(job(), strategy, 2, steps=20, threads=1)
     pt.simulate(job(), strategy, 2, steps=15, out=tmp_path, checkpoint_every=14)
     newest = latest(tmp_path / "checkpoint")

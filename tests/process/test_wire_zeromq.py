@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool], box: Mailbox) -> None:
 
 
 def comes_to_refuse(box: Mailbox, refused: int) -> None:
-    """Its guard, in a thread of its own, may hear of a handshake after the mail that came by it."""
+    """The guard, in a thread of its own, may hear of a handshake after the mail that came by it."""
     for _ in range(2000):
         if box.counts.refused == refused:
             return

@@ -130,7 +130,7 @@ def test_ways_that_send_the_fewest_bytes(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_codecs_of_a_split(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of two workers makes a wire of 160 numbers: 160 bytes and a scale of 4; a sum has two rounds of them."""
+    """Two workers make a wire of 160 numbers each: 160 bytes and a scale of 4; a sum has two rounds of them."""
     out, _ = split(capsys, "digits", "--activations", "int8", "--link", "1gbit")
     assert [line.split()[4:8] for line in out.splitlines()[1:3]] == [
         ["column", "0", "B", "0"],

@@ -25,7 +25,7 @@ from polytempo.server.message import Message, Ticket
 
 TENTHS = Reassignment(helpers=1, grain=0.1, first_offer=0.1, later_offers=0.2, patience=2.0)
 HELPEE, HELPER = 0, 1
-"""Each of two workers is the other's helper."""
+"""Two workers, each the other's helper."""
 
 AT = Position(1, 5, 0.5)
 PIECE = Slice(HELPEE, 1, 5, 9, 90, 100)

@@ -38,7 +38,7 @@ def test_data_that_are_seen_in_turns_are_not_mixed_up() -> None:
 
 
 def test_a_stand_in_has_memory_of_its_own() -> None:
-    """With more ranks than remaining samples, ranks without one get a copy of the first."""
+    """Ranks without a sample of their own get a copy of the first."""
     data, gathered = TensorDataset(torch.arange(6.0)), Gathered()
     found = []
     for rank in range(4):

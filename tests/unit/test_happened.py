@@ -1,4 +1,4 @@
-"""Events of a run's processes are told immediately, counted, and kept up to a bound."""
+"""Events of a run's processes are reported immediately, counted, and kept up to a bound."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_when_the_command_ends_all_agents_have_ended_and_it_is_quoted(ticket: Ag
 
 
 def test_one_agent_that_fails_leaves_the_others_and_a_line(ticket: AgentTicket) -> None:
-    """For the launcher the shell around the agent has ended well."""
+    """The launcher sees a good end of the shell around the agent."""
     both = " ".join("'" + word.replace("'", "'\"'\"'") + "'" for word in in_shell(["sh", "-c", "kill -9 $$"]))
     starter = LaunchedAgents(["sh", "-c", f"{both} || exit 1; echo the other goes on"], WHERE)
     with started(starter, ticket) as process:

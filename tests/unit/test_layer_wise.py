@@ -118,7 +118,7 @@ def test_the_kernels_and_torch_agree_in_float32(make: Make, options: dict[str, A
 def test_a_layers_step_does_not_depend_on_the_scale_of_the_loss(
     make: Make, options: dict[str, Any], by_hand: object
 ) -> None:
-    """For a matrix, without weight decay (and with a negligible ε). A bias's step under LARS does."""
+    """A matrix, without weight decay (and with a negligible ε). A bias's step under LARS does."""
     free = options | {"weight_decay": 0.0} | ({"eps": 0.0} if make is LAMB else {})
     once, often = trained(make, **free), trained(make, times=1000.0, **free)
     for place in (0, 2):

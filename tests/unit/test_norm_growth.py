@@ -40,7 +40,7 @@ def job(**more: Any) -> pt.Job:
 
 
 def growth(num_samples: int = 1000) -> tuple[NormGrowth, DataShard]:
-    """For rank 0 of two, with 8 samples in the first global batch and θ = 1/2: 4 𝓑 is wanted."""
+    """Rank 0 of two, with 8 samples in the first global batch and θ = 1/2: 4 𝓑 is wanted."""
     shard = DataShard(TensorDataset(torch.zeros(num_samples)), rank=0, size=2, batch_size=4)
     net = nn.Linear(2, 1)
     watch = NoiseWatch(HeldRow(), s.sync_sgd(), dict(net.named_parameters()), every=8)

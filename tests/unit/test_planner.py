@@ -80,7 +80,7 @@ def test_an_unknown_codec_is_named() -> None:
 
 @pytest.mark.parametrize("noise_scale", [2, 32, 512])
 def test_a_law_is_found_again(noise_scale: float) -> None:
-    """Within the grid's step of 𝓑, a factor of the fourth root of 2 either way."""
+    """The tolerance is the grid's step of 𝓑, a factor of the fourth root of 2 either way."""
     law = SamplesLaw(100.0 * noise_scale, 100.0)
     again = fitted([(batch, law.samples(batch)) for batch in (8, 64, 512)])
     for batch in (8, 64, 512, 2048):
@@ -222,7 +222,7 @@ def test_the_chance_is_the_share_of_the_draws() -> None:
 
 
 def test_what_would_change_the_choice_is_told_of_what_was_chosen_by() -> None:
-    """With a deadline alone the cheapest run is chosen, though a dearer one is faster."""
+    """The cheapest run is chosen with a deadline alone, though a dearer one is faster."""
     pricer, one_bit = Pricer(job(), None, CLUSTER), pt.parse_strategy("one_bit_sgd()").name
     cheap, fast = found(10.0, 1)._replace(run=PlannedRun(SYNCHRONOUS, 1, 8)), found(4.0, 4)
     fast = fast._replace(run=PlannedRun(one_bit, 4, 8, 4, one_bit))

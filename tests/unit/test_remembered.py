@@ -67,6 +67,6 @@ def test_renewed_drops_residuals() -> None:
 
 @pytest.mark.parametrize("transform", [push_sum(random_targets()), overlapped(mix(ring_graph))])
 def test_what_gossip_remembers_of_parameters_follows_those_that_are_loaded(transform: Transform) -> None:
-    """By its anchor `training.hooks.step_hooks.Loaded` knows that the memory has to begin again."""
+    """The anchor `training.hooks.step_hooks.Loaded` notices the loaded parameters."""
     parameters = Bundle({"w": torch.arange(3.0)})
     assert [anchor.flat.tolist() for anchor in anchors(transform.init(parameters))] == [[0.0, 1.0, 2.0]]

@@ -193,7 +193,7 @@ def test_an_agent_that_was_taken_for_lost_and_comes_back_is_ended() -> None:
 
 
 def test_an_agent_that_comes_long_before_the_last_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing until it is welcome: here for 20 s, while the other one loads torch."""
+    """The agent says nothing until it is welcome: here for 20 s, while the other one loads torch."""
     admit, ahead_s = RemoteEngine._admit, [0.0]
 
     def admitted(engine: RemoteEngine, peer: bytes, hello: Hello) -> None:

@@ -1,4 +1,4 @@
-"""From a call to an object: names, nested calls, and the checks of arguments."""
+"""Resolving a call to an object: names, nested calls, and the checks of arguments."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_torch_ops_give_the_bits_of_plain_torch(rule: UpdateRule) -> None:
 @kernel
 @every_rule
 def test_the_kernel_is_near_plain_torch(rule: UpdateRule) -> None:
-    """In f32 the largest elements move by 100 and more; plain torch in f64, rounded, is as near."""
+    """The largest elements move by 100 and more in f32; plain torch in f64, rounded, is as near."""
     torch.testing.assert_close(in_shard(rule, native=True), alone(rule), rtol=1e-5, atol=1e-6)
 
 

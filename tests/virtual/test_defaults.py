@@ -44,7 +44,7 @@ def test_defaults_learn_what_ships(name: str) -> None:
 
 
 def test_estimates_that_grow_without_end_name_the_rate_to_take() -> None:
-    """It is a fifth of the job's 0.1, and it learns."""
+    """The rate is a fifth of the job's 0.1, and it learns."""
     strategy = pt.strategies.synthetic_gradients()
     with pytest.raises(NotFinite, match=r"learning rate: a fifth of this one is 0\.02"):
         pt.simulate(JOB, strategy, workers=2, epochs=8)

@@ -154,7 +154,7 @@ def test_the_death_of_a_copy_loses_no_slice() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_one_worker_is_plain_torch_and_learners_are_one_with_the_joined_batch(optimizer: str, served: Runner) -> None:
-    """To the bit where a batch is one slice, else to rounding."""
+    """Equal to the bit where a batch is one slice, else to rounding."""
     setting = Setting(optimizer, torch.float64)
     for row in HELPED:
         expected = stepped(batches_of(13, setting), setting)

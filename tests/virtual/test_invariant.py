@@ -66,7 +66,7 @@ def test_another_global_batch_and_other_slices_are_other_bits() -> None:
 
 
 def test_the_mean_is_that_of_the_other_routes() -> None:
-    """To rounding: shares, also of slices of different sizes, are right."""
+    """Equal to rounding: shares, also of slices of different sizes, are right."""
     quiet = replace(find("digits"), batch_size=21)
     first, second = (
         pt.simulate(quiet, strategy, 3, global_batch_size=61, steps=30)

@@ -28,7 +28,7 @@ class Letter:
 
 
 Taken = tuple[float, int, str]
-"""The time at which a message was taken, its sender, and its text."""
+"""A message's time of taking, its sender, and its text."""
 
 
 async def taken(port: Port, wait_s: float | None = None) -> Taken | None:
@@ -68,7 +68,7 @@ def test_a_message_is_there_after_its_latency_and_its_bytes() -> None:
 
 
 def test_a_message_that_the_processor_works_on_when_the_wait_ends_is_not_lost() -> None:
-    """It is there after 1.25 s, and its processor takes 2 s for it; a take waits for 0.5 s."""
+    """The message is there after 1.25 s, and its processor takes 2 s for it; a take waits for 0.5 s."""
     speeds = Speeds((("elementwise", KernelSpeed()), (MESSAGE, KernelSpeed(call_s=2.0))))
 
     async def program(port: Port) -> object:

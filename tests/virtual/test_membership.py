@@ -168,7 +168,7 @@ def test_the_run_is_over_when_its_first_member_has_finished() -> None:
 
 
 def test_a_run_whose_first_member_is_lost_at_its_end_finishes_again() -> None:
-    """Its result was lost with it."""
+    """The first member's result was lost with it."""
     machine = begun()
     machine.receive(1.0, report(1, 9, finished=True))
     machine.ended(1.0, 0)

@@ -29,7 +29,7 @@ every = pytest.mark.parametrize("name", EVERY)
 
 @every
 def test_one_stage_is_plain_back_propagation(name: str) -> None:
-    """To the bit where a batch is not cut; else to the rounding of sums in another order."""
+    """Equal to the bit where a batch is not cut; else to the rounding of sums in another order."""
     schedule = EVERY[name](1)
     ours, plain = trained(schedule), plainly_trained()
     assert ours.losses == pytest.approx(plain.losses, abs=1e-14)
@@ -156,7 +156,7 @@ def test_the_virtual_world_takes_the_time_of_the_timetable(name: str) -> None:
 
 
 def test_stripes_of_a_layer_are_trained_as_the_layer_is() -> None:
-    """Without delay: only the bits of a sum differ."""
+    """Only the bits of a sum differ without delay."""
 
     def order(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
         return Action("forward"), Action("backward"), Action("update")
@@ -201,7 +201,7 @@ def stepping(optimizer: SGD) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("strategy", [pt.strategies.gpipe(2, 1), pt.strategies.zero_bubble(2, 1)], ids=str)
 def test_stages_of_16_bits_with_norms_that_stay_float32_are_the_whole_model(strategy: pt.Strategy) -> None:
-    """To the bit, where no batch is cut and crossing tensors have 16 bits anyway."""
+    """Equal to the bit, where no batch is cut and crossing tensors have 16 bits anyway."""
     x, y = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(0)).unbind()
 
     def model() -> nn.Module:

@@ -88,8 +88,8 @@ def total_residual(states: list[State]) -> Tensor:
 def resumed(
     transform: Transform, states: list[State], num_ranks: int, dtype: torch.dtype = torch.float64
 ) -> list[State]:
-    """As `training.observe.resumption.load`: leaves of rank r mod N, and the residuals of ranks r, r + N', r + 2N',
-    …"""
+    """The rule of `training.observe.resumption.load`: leaves of rank r mod N, and the residuals of ranks r, r + N',
+    r + 2N', …"""
     layout = gradient(0, 0, dtype)
     written = [saved(state, "gradients") for state in states]
     through_disk = [Saved({k: t.clone() for k, t in one.tensors.items()}, dict(one.scalars)) for one in written]
@@ -130,7 +130,7 @@ def test_momentum_is_neither_copied_nor_dropped_when_ranks_come_or_go(numbers: t
 
 
 def test_what_is_still_to_come_after_growth_is_what_was_to_come_before() -> None:
-    """At ratio 1 each step sends Σ u, so zeros as gradients show it: m · Σ u, m² · Σ u, …"""
+    """Every step at ratio 1 sends Σ u, so zeros as gradients show it: m · Σ u, m² · Σ u, …"""
     transform = c.through(c.dgc(1.0, momentum=MOMENTUM), exact_below=0)
     _, states = run(transform, range(3), [transform.init(gradient(0, 0)) for _ in range(2)])
     expected = memories(states)[0] * (MOMENTUM + MOMENTUM**2)
@@ -210,7 +210,7 @@ HELD_IN = {
 @pytest.mark.parametrize(("before", "after"), [(a, b) for a in HELD_IN for b in HELD_IN if a is not b], ids=str)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_run_goes_on_in_another_dtype(name: str, before: torch.dtype, after: torch.dtype) -> None:
-    """Residuals stay the same, in a dtype to which gradients can be added, and wires fit their destination."""
+    """Residuals stay the same, in a dtype for sums with gradients, and wires fit their destination."""
     transform = TRANSFORMS[name]
     _, states = run(transform, range(3), [transform.init(gradient(0, 0, before)) for _ in range(2)], before)
     left = total_residual(states)

@@ -120,7 +120,7 @@ def test_unscheduled_updates_of_correlated_columns_diverge(order: str) -> None:
 def test_priority_needs_half_the_updates_of_the_round_robin(
     columns: int, block: int, nonzeros: int, l1: float, sweeps: int
 ) -> None:
-    """To 1e-3 of the optimum, of 500 samples."""
+    """The bound is 1e-3 of the optimum, of 500 samples."""
     data = correlated(rows=500, columns=columns, block=block, correlation=0.9, nonzeros=nonzeros)
     best = reports(lasso(l1=l1), data, sweeps=400, tolerance=3e-5)[-1]
     assert best.error <= 3e-5  # type: ignore[operator]

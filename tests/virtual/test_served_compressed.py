@@ -105,7 +105,7 @@ def test_three_workers_with_exact_wires_are_plain_to_the_bit() -> None:
 
 
 def test_one_shard_and_four_are_the_same_where_a_codec_knows_no_groups() -> None:
-    """With groups, cuts inside rows make others: see the next test for cuts between rows."""
+    """Groups would differ where cuts are inside rows: see the next test for cuts between rows."""
     one, four, plain = (final(synchronous(n, codec, bf16())) for n, codec in ((1, FED[0]), (4, FED[0]), (1, None)))
     assert one == four != plain
 

@@ -122,7 +122,7 @@ def test_codecs_of_one_way_change_the_ways() -> None:
 
 
 def test_the_ways_of_alexnet() -> None:
-    """Its first linear layer takes whole channels, of 36 inputs each."""
+    """The first linear layer takes whole channels, of 36 inputs each."""
     with torch.device("meta"):
         net = alexnet()
     found = {

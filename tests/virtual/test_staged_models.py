@@ -107,7 +107,7 @@ def test_a_stage_cannot_be_clipped_by_its_own_norm() -> None:
 
 
 def hooked(layer: nn.Linear) -> nn.Module:
-    """Its gradients are changed before they are added."""
+    """The gradients are changed before they are added."""
     for parameter in layer.parameters():
         parameter.register_hook(lambda gradient: gradient / 2)
     return layer
@@ -137,7 +137,7 @@ def test_weights_that_are_made_of_others_and_hooks_of_gradients(change: Callable
 @pytest.mark.parametrize("inner", [s.sync_sgd(), s.diloco(period=2)], ids=str)
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_stage_may_be_frozen(part: int, inner: pt.Strategy) -> None:
-    """Its optimizer may get no parameter."""
+    """The optimizer may get no parameter."""
 
     def make(*, whole: bool = False) -> nn.Module:
         model = model_with(KEEPING["BatchNorm"])()

@@ -52,7 +52,7 @@ def test_no_gradient_is_staler_than_2n_if_times_vary_by_half(n: int) -> None:
 
 @pytest.mark.parametrize("n", SPLITS)
 def test_the_bound_2n_is_of_even_clusters_not_of_the_protocol(n: int) -> None:
-    """With exponential times one gradient in twelve to one in eight is staler."""
+    """Exponential times make one gradient in twelve to one in eight staler."""
     random = Random(n)
     taus = staleness(n, lambda worker: random.expovariate(1.0))
     assert 0.075 < sum(tau > 2 * n for tau in taus) / len(taus) < 0.135
