@@ -92,11 +92,11 @@ def _parent(process: int) -> int:
     return 0
 
 
-def awaited(condition: Callable[[], Any], what: str) -> Any:
-    """The value of `condition`, once that is true."""
-    until_s = time.monotonic() + LONG_S
+def awaited(condition: Callable[[], Any], what: str, timeout_s: float = LONG_S) -> Any:
+    """The value of `condition`, once that is true. The systems tell no event, so it is asked until then."""
+    until_s = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < until_s, f"{what} did not come within {LONG_S:g} s"
+        assert time.monotonic() < until_s, f"{what} did not come within {timeout_s:g} s"
         time.sleep(_PAUSE_S)
     return found
 

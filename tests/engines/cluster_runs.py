@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 import polytempo as pt
+from engines.batch_runs import awaited
 from polytempo.engines.engine import EngineSetup
 
 TESTS = Path(__file__).parents[1]
@@ -38,7 +38,6 @@ job = replace(digits, name="fails", data=read)
 """
 SERVED = "downpour(shards=2, replicas=1)"
 LONG_S = 300.0
-_PAUSE_S = 0.05
 
 
 @contextmanager
@@ -76,15 +75,6 @@ def folders() -> list[Path]:
 def parent(process: int) -> int:
     """The process id of its parent."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[1])
-
-
-def awaited(condition: Callable[[], Any], what: str) -> Any:
-    """The value of `condition`, once that is true."""
-    until_s = time.monotonic() + LONG_S
-    while not (found := condition()):
-        assert time.monotonic() < until_s, f"{what} did not happen within {LONG_S:g} s"
-        time.sleep(_PAUSE_S)
-    return found
 
 
 def digits(strategy: str, engine: EngineSetup | None, **options: Any) -> pt.Result:

@@ -7,10 +7,11 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from engines.batch_runs import awaited
 
 _UP_S = 60.0
 _END_S = 10.0
@@ -66,16 +67,16 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         for option, name in {**files, "log-file": "munged.log"}.items():
             munge.append(f"--{option}={folder / name}")
         running.enter_context(_daemon(munge, folder))
-        _wait_for(lambda: (folder / "munge.socket").exists(), "munged")
+        awaited(lambda: (folder / "munge.socket").exists(), "munged", _UP_S)
         for command in (["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
             running.enter_context(_daemon([f"/usr/sbin/{command[0]}", *command[1:]], folder, variables))
         try:
-            _wait_for(lambda: _idle_nodes(variables) == 2, f"Slurm (its logs are in {folder})")
+            awaited(lambda: _idle_nodes(variables) == 2, f"Slurm (its logs are in {folder})", _UP_S)
             yield variables
         finally:
             subprocess.run(["scancel", "--user=root"], env=os.environ | variables, check=False, capture_output=True)
             with suppress(TimeoutError):
-                _wait_for(lambda: not queue(variables), "the end of Slurm's jobs")
+                awaited(lambda: not queue(variables), "the end of Slurm's jobs", _UP_S)
 
 
 def queue(variables: dict[str, str]) -> list[str]:
@@ -129,12 +130,3 @@ def _daemon(command: Sequence[str], folder: Path, variables: dict[str, str] | No
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _wait_for(condition: object, what: str) -> None:
-    assert callable(condition)
-    until = time.monotonic() + _UP_S
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{what} did not come within {_UP_S:g} s")
-        time.sleep(0.1)

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import polytempo as pt
+from engines.batch_runs import awaited
 from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.lost_launcher import number_after
 from polytempo.server.snapshots.snapshot import complete
@@ -25,13 +25,13 @@ from polytempo.spec.result import parameters_sha256
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 TICKETS, EPOCHS, SHARDS, WORKERS = 120, 40, 2, 4
-LONG_S = 240.0
 JOB = f"""
 from functools import partial
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import polytempo as pt
+from engines.batch_runs import awaited
 
 class Counts(nn.Module):
     def __init__(self):
@@ -54,6 +54,7 @@ job = pt.Job(
 LAUNCHER = """
 import sys
 import polytempo as pt
+from engines.batch_runs import awaited
 from test_hosts import agents, strategy
 
 folder, epochs, started_by = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -110,19 +111,14 @@ def test_each_ticket_counts_once_over_two_agents(folder: Path) -> None:
 def test_a_killed_launcher_ends_the_run_with_all_saved_that_was_acknowledged(started_by: str, folder: Path) -> None:
     run, batches = folder / "run", random.Random(started_by).randrange(200, 400)
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(folder), str(EPOCHS), started_by])
-    until_s = time.monotonic() + LONG_S
     try:
-        while _samples_of(run) < batches:
-            assert launcher.poll() is None
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        awaited(lambda: _samples_of(run) >= batches or launcher.poll() is not None, "the batches")
+        assert launcher.poll() is None
     finally:
         launcher.kill()
         launcher.wait()
     acknowledged = _samples_of(run)
-    while list((folder / "t").glob("polytempo-*")):
-        assert time.monotonic() < until_s + LONG_S, "the agents have ended"
-        time.sleep(0.05)
+    awaited(lambda: not list((folder / "t").glob("polytempo-*")), "the agents' end")
     assert complete(run / "checkpoint", number_after(0), SHARDS)
     epochs = -(-acknowledged // TICKETS) + 2
     result = pt.run(

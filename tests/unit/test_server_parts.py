@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import Tensor
 
 from polytempo.core.rule import Service, UpdateRule
-from polytempo.server.layout import Parameter, Span, Spans
+from polytempo.server.layout import Empty, Parameter, Span, Spans, plain_empty
 from polytempo.server.message import COORDINATOR, Lend, Lent, Members, Push, Pushed, Reply, Reshape
 from polytempo.server.rules.coverage import covered
 from polytempo.server.shard.shard import Shard
@@ -22,9 +22,9 @@ PARTS = torch.randn(2, 3, NUMEL, dtype=torch.float64, generator=torch.Generator(
 """Two batches of three parts each; the third closes."""
 
 
-def shard(number: int = 0, spans: Spans = WHOLE) -> Shard:
+def shard(number: int = 0, spans: Spans = WHOLE, empty: Empty = plain_empty) -> Shard:
     weights = torch.ones(sum(end - begin for begin, end in spans), dtype=torch.float64)
-    return Shard(number, (Parameter("w", NUMEL),), spans, weights, SERVICE, native=False)
+    return Shard(number, (Parameter("w", NUMEL),), spans, weights, SERVICE, native=False, empty=empty)
 
 
 def push(worker: int, sequence: int, batch: int, numbers: tuple[int, ...], gradient: Tensor) -> Push:
@@ -51,8 +51,8 @@ def expected() -> Tensor:
     return weights.detach()
 
 
-def begun(spans: Spans = WHOLE) -> Shard:
-    found = shard(spans=spans)
+def begun(spans: Spans = WHOLE, empty: Empty = plain_empty) -> Shard:
+    found = shard(spans=spans, empty=empty)
     found.apply(Members(COORDINATOR, 1, 1, ((0, 1), (1, 1))))
     return found
 
@@ -107,7 +107,14 @@ def test_parts_move_with_their_elements(cut: int) -> None:
 
 def test_memory_of_sums_is_used_again() -> None:
     """Twenty batches, two at a time, need no more than two sums."""
-    server = begun()
+    taken: list[int] = []
+
+    def empty(numel: int, dtype: torch.dtype) -> Tensor:
+        taken.append(numel)
+        return plain_empty(numel, dtype)
+
+    server = begun(empty=empty)
+    sums = len(taken) + 2
     for batch in range(0, 40, 2):
         first = batch + 1
         applied(server, push(1, first, batch, (3,), PARTS[0, 0]))
@@ -115,4 +122,4 @@ def test_memory_of_sums_is_used_again() -> None:
         applied(server, push(1, first + 1, batch + 1, (0, 1, 2, CLOSING), PARTS[1, 1]))
         applied(server, push(0, first + 1, batch, (0, 1, 2, CLOSING), PARTS[0, 1]))
     assert server.version == 40
-    assert len(server._weights._idle) == 2
+    assert len(taken) == sums

@@ -11,7 +11,7 @@ from torch import Tensor
 from polytempo.core.rule import Add, Arrival, Rule, Service, Update, UpdateRule
 from polytempo.native.library import available
 from polytempo.server.layout import Parameter, shard_map
-from polytempo.server.message import COORDINATOR, Lend, Lent, Members, Push, Reshape, Rows
+from polytempo.server.message import COORDINATOR, Lend, Lent, Members, Pull, Pulled, Push, Reshape, Rows
 from polytempo.server.rules.asynchronous import on_arrival, softsync
 from polytempo.server.rules.staleness import inverse
 from polytempo.server.shard.shard import Shard
@@ -226,7 +226,9 @@ def test_rows_of_tables_count_by_their_rates_too(kind: str) -> None:
     for number, (rows, value, lrs) in enumerate(parts, start=1):
         touched = Rows(0, torch.tensor(rows), torch.full((2, 2), value))
         held.apply(Push(0, 1, number, number, 0, 1, lrs, (), torch.full((2,), value), (touched,)))
-    table = held._tables._tables[0].values[:, 0]  # type: ignore[union-attr]
+    *_, pulled = held.apply(Pull(0, 1, 2, 2, -1))
+    assert isinstance(pulled, Pulled)
+    table = pulled.rows[0].values[:, 0]
     rate = (0.2 + 0.6) / 2
     means = torch.tensor([0.2 * 1, 0.2 * 1 + 0.6 * 3, 0.6 * 3]) / (2 * rate)
     expected = -rate * (means if kind == "sgd" else means.sign())
