@@ -37,12 +37,16 @@ from polytempo.worlds import ProcessWorld
 from process.crew import together
 from some_cases import some_of
 
-ROWS = covering() + IDLE_LAYERS
+ROWS = covering()
 VIRTUAL = [row for row in ROWS if row.world == "virtual"]
 JOBS = [row for row in ROWS if row.world == "processes" and row.loop not in OWN]
 LOOPS = [row for row in ROWS if row.loop in OWN]
 BROKEN_OFF_AT = 4
 """The step is in the middle of the second epoch, and of a round of local steps."""
+
+
+def idle_layers(world: str) -> list[Combination]:
+    return [row for row in IDLE_LAYERS if row.world == world]
 
 
 @contextmanager
@@ -77,7 +81,7 @@ def test_every_pair_of_values_is_in_a_row() -> None:
     assert sum(refusal(row._asdict()) is None for row in ROWS) > 0.7 * len(ROWS)
 
 
-@pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3), ids=str)
+@pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3) + idle_layers("virtual"), ids=str)
 def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
     """Saving changes no bit, no operation and no time; the saved model is plain torch's."""
     with refused_or_not(row):
@@ -88,7 +92,7 @@ def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("row", some_of(JOBS, 0, of=8), ids=str)
+@pytest.mark.parametrize("row", some_of(JOBS, 0, of=8) + idle_layers("processes"), ids=str)
 def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
     """The bits of the virtual world, also where it is saved, or broken off and resumed."""
     with refused_or_not(row):
