@@ -28,6 +28,7 @@ from polytempo.server.layout import Empty, Parameter, ParameterPart
 from polytempo.server.step_rates import Factor, of_group
 
 T = TypeVar("T")
+_ALL = slice(None)
 _TINY = 1e-300
 """Stands for Adagrad's ε = 0 in the kernel: added to a square root in f64 it changes nothing but 0/0, which is 0."""
 
@@ -142,16 +143,18 @@ class Optimizer:
         if self.rule.kind == "sgd":
             moments = moments._replace(second=None)  # a modifier's
         factors = lrs, divisor, *(factor for _, factor in terms)
-        pieces = self._stepped(weights, out, step, factors)
-        if self._updater is not None:
-            self._native_(weights, out, terms, divisor, moments, lrs, pieces)
-            return
-        for where, group, number in pieces:
-            cut = Moments(*(None if moment is None else moment[where] for moment in moments))
-            own = [(gradient[where], of_group(factor, group)) for gradient, factor in terms]
-            gradient = _sum_of(own, of_group(divisor, group), weights[where])
-            lr = lrs[group] if lrs else 0.0
-            _STEPS[self.rule.kind](self.rule, weights[where], out[where], gradient, cut, number, lr)
+        for where, group, number in self._stepped(weights, out, step, factors):
+            w, target, own = _at(weights, where), _at(out, where), [_at(gradient, where) for gradient, _ in terms]
+            cut = Moments(*(None if moment is None else _at(moment, where) for moment in moments))
+            shares = [of_group(factor, group) for _, factor in terms]
+            lr, share = lrs[group] if lrs else 0.0, of_group(divisor, group)
+            if self._updater is None:
+                gradient = _sum_of(list(zip(own, shares, strict=True)), share, w)
+                _STEPS[self.rule.kind](self.rule, w, target, gradient, cut, number, lr)
+            else:
+                hyper = self._updater.hyper
+                hyper.lr, hyper.step, hyper.first = lr, number, number == 1
+                self._updater.update_(own, [each / share for each in shares], w, target, *cut)
 
     @property
     def descends(self) -> bool:
@@ -207,30 +210,9 @@ class Optimizer:
                 out[where] = weights[where]
         return pieces
 
-    def _native_(
-        self,
-        weights: Tensor,
-        out: Tensor,
-        terms: Sequence[Term],
-        divisor: Factor,
-        moments: Moments,
-        lrs: tuple[float, ...],
-        pieces: Sequence[tuple[slice, int, int]],
-    ) -> None:
-        updater = self._updater
-        assert updater is not None, "asked for only where there is one"
-        first, second = moments
-        for where, group, number in pieces:
-            updater.hyper.step, updater.hyper.first = number, number == 1
-            updater.hyper.lr = lrs[group] if lrs else 0.0
-            share = of_group(divisor, group)
-            scales = [of_group(factor, group) / share for _, factor in terms]
-            if where == slice(None):
-                updater.update_([g for g, _ in terms], scales, weights, out, first, second)
-                continue
-            m = None if first is None else first[where]
-            v = None if second is None else second[where]
-            updater.update_([g[where] for g, _ in terms], scales, weights[where], out[where], m, v)
+
+def _at(vector: Tensor, where: slice) -> Tensor:
+    return vector if where == _ALL else vector[where]
 
 
 def _hyper(rule: UpdateRule) -> Hyper:
