@@ -146,7 +146,8 @@ from pathlib import Path
 try:
     os.close(os.open("first", os.O_CREAT | os.O_EXCL))
 except FileExistsError:
-    while not Path("lost").exists():
+    until_s = time.monotonic() + 120
+    while not Path("lost").exists() and time.monotonic() < until_s:
         time.sleep(0.02)
 else:
     exec(sys.argv[1])
