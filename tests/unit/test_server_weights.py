@@ -10,20 +10,20 @@ from torch import Tensor
 
 from polytempo.core.rule import Add, UpdateRule
 from polytempo.native.library import available
-from polytempo.server.layout import Segment
+from polytempo.server.layout import Parameter, Span, parameter_parts
 from polytempo.server.tensors.optimizer import Optimizer
 from polytempo.server.tensors.weights import Weights
 
 NUMEL = 300
 LRS = (0.5, 0.25)
-SEGMENTS = [Segment(0, 200, 0), Segment(200, NUMEL, 1)]
+PARTS = tuple(parameter_parts((Parameter("w", 200), Parameter("b", NUMEL - 200, group=1)), (Span(0, NUMEL),)))
 
 
 def weights(rule: UpdateRule | None = None) -> Weights:
     rule = rule or UpdateRule("sgd", weight_decay=0.1)
     return Weights(
         torch.linspace(-1, 1, NUMEL),
-        Optimizer(rule, SEGMENTS, torch.float32, native=available()),
+        Optimizer(rule, PARTS, torch.float32, native=available()),
         lambda numel, dtype: torch.empty(numel, dtype=dtype),
         keeps_reads=False,
     )
