@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
+from polytempo.engines.processes import capacity, fork
 from polytempo.engines.processes.capacity import (
     ProcessLimits,
     batch_notes,
@@ -30,6 +33,58 @@ def test_this_machine_holds_two_workers() -> None:
     found = limits()
     assert found.cores >= 1
     check_processes(2, 2, found)
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/a/b", {"a/pids.max": "9", "a/pids.current": "2", "a/b/pids.max": "max", "memory.max": "max"}),
+        ("0::/a", {"a/pids.max": "7", "a/pids.current": "0", "pids.max": "99", "pids.current": "0"}),
+        ("0::/\n4:cpu:/a\n5:pids,cpuset:/a/b", {"pids/a/b/pids.max": "8", "pids/a/b/pids.current": "1"}),
+        ("8:pids:/outside", {"pids/pids.max": "7", "pids/pids.current": "0"}),  # a container sees its own group as all
+    ],
+    ids=["around", "own", "version 1", "version 1, container"],
+)
+def test_control_groups_of_both_versions_limit_processes(
+    own: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
+    monkeypatch.setattr(capacity, "_OWN_GROUPS", tmp_path / "own")
+    assert limits().processes == 7
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cached"),
+    [
+        ("memory.max", "memory.current", "active_file 500\ninactive_file 500"),
+        (
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "active_file 7\ntotal_active_file 600\ntotal_inactive_file 400",
+        ),
+    ],
+)
+def test_control_groups_of_both_versions_limit_memory(
+    limit: str, used: str, cached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in ((limit, "10000"), (used, "4000"), ("memory.stat", cached), ("own", "0::/")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
+    monkeypatch.setattr(capacity, "_OWN_GROUPS", tmp_path / "own")
+    assert limits().memory_bytes == 7000
+
+
+def test_a_process_that_cannot_start_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", full)
+    with pytest.raises(BlockingIOError, match=r"limit of processes and threads .*pids.max.*use fewer workers"):
+        fork.fork(lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ _COPIES = 2
 """A virtual worker has weights, gradients and its optimizer's state."""
 _LEAST_MODEL_BYTES = 20_000
 """Python's objects around a model of one layer."""
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _INSTEAD = "or simulate that many: pt.simulate, `polytempo simulate`"
 
 
@@ -42,9 +42,10 @@ class ProcessLimits(NamedTuple):
 
 
 def limits() -> ProcessLimits:
-    """The least of the limits of this machine, this user and this control group."""
-    memory = [*_group("memory.max", "memory.current", "memory.stat"), *_available()]
-    processes = [*_group("pids.max", "pids.current", None), *_kernel()]
+    """The least of the limits of this machine, this user and its control groups."""
+    memory = [*_memory_groups(), *_available()]
+    processes = [left for group in _groups("pids") for left in _left(group, "pids.max", "pids.current")]
+    processes += _kernel()
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
         processes.append(soft)
@@ -132,16 +133,34 @@ def _fewer(workers: int, processes: int, most: int) -> int:
     return max(1, most - (processes - workers))
 
 
-def _group(most: str, used: str, statistics: str | None) -> Iterator[int]:
-    """The memory that the control group has left; memory that holds copies of files counts as free."""
+def _groups(controller: str) -> Iterator[Path]:
+    """The control groups of this process and all around them, of version 2, and of version 1 with this controller."""
+    lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines() if _OWN_GROUPS.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or controller in controllers.split(","):
+            top = _CGROUP / controller if controllers else _CGROUP
+            own = top / path.strip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
+
+
+def _memory_groups() -> Iterator[int]:
+    for group in _groups("memory"):
+        yield from _left(group, "memory.max", "memory.current")
+        yield from _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _left(group: Path, most: str, used: str) -> Iterator[int]:
+    """The rest of one group's limit; memory that holds copies of files counts as free."""
     try:
-        limit = (_CGROUP / most).read_text(encoding="ascii").strip()
+        limit = (group / most).read_text(encoding="ascii").strip()
         if limit == "max":
             return
-        taken = int((_CGROUP / used).read_text(encoding="ascii"))
-        if statistics is not None:
-            lines = (_CGROUP / statistics).read_text(encoding="ascii").splitlines()
-            taken -= sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+        taken = int((group / used).read_text(encoding="ascii"))
+        if most.startswith("memory"):
+            lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+            of_all = "total_" if most == "memory.limit_in_bytes" else ""  # version 1: of this group's children, too
+            kinds = (f"{of_all}inactive_file ", f"{of_all}active_file ")
+            taken -= sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
     except (OSError, ValueError):
         return
     yield max(0, int(limit) - taken)

@@ -60,7 +60,7 @@ def fork(child: Callable[[], None]) -> int:
 
 
 def _fork() -> int:
-    with _without_warning(), _outside_of_hooks():
+    with _without_warning(), _outside_of_hooks(), _named_limit():
         return os.fork()
 
 
@@ -93,6 +93,18 @@ def _without_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*use of fork\(\) may lead to", category=DeprecationWarning)
         yield
+
+
+@contextmanager
+def _named_limit() -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError as error:
+        raise OSError(
+            error.errno,
+            "no further process can start here: the limit of processes and threads is reached (ulimit -u, or pids.max "
+            "of the control group); raise it, or use fewer workers",
+        ) from error
 
 
 @contextmanager
@@ -139,7 +151,7 @@ def sleep_until_ended(processes: Iterable[int], timeout_s: float) -> None:
 
 def open_program(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """`subprocess.Popen` inside `held_signals`: the program does not inherit the mask, so SIGTERM ends it."""
-    with _without_warning(), _outside_of_hooks():
+    with _without_warning(), _outside_of_hooks(), _named_limit():
         return subprocess.Popen(words, preexec_fn=_let_signals_through, **options)  # noqa: S603 - the caller's words
 
 
