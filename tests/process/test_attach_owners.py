@@ -91,7 +91,7 @@ def test_another_optimizers_step_is_refused(move: Callable[[nn.Module, Strategy,
         for strategy in STRATEGIES:
             if "shared_memory" in str(strategy) and move is the_inner_one_steps:
                 continue  # which refuses the wrapper itself
-            with pytest.raises(RuntimeError, match=r"has moved .* attach the optimizer whose step\(\) is called"):
+            with pytest.raises(RuntimeError, match=r"has moved .* attach the optimizer that makes the steps"):
                 move(small(torch.float32), strategy, list(mine(batches(2, torch.float32), world)))
         return None
 

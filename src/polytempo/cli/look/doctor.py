@@ -198,7 +198,7 @@ def _rows(health: Health) -> list[tuple[str, str]]:
     return rows + [("problem", problem) for problem in health.problems]
 
 
-TESTED_TORCH = ("2.9", "2.13", "2.14", "2.15")
+TESTED_TORCH = ("2.9", "2.11", "2.13", "2.14", "2.15")
 TESTED_PYTHON = ("3.11", "3.12", "3.13")
 """The versions of torch and Python that `make test-torch` has passed with."""
 
