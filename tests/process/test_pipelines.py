@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,32 @@ def test_a_pipeline_never_receives_what_another_one_has_sent() -> None:
         for name in EVERY:
             expected = plain(dict(virtually(name).model.named_parameters()))
             assert found[name] == [expected, expected], name
+
+
+def test_new_processes_go_on_from_the_state_that_others_have_saved(tmp_path: Path) -> None:
+    """With messages under way, under schedules that carry them past a step."""
+
+    def saved(world: ProcessWorld) -> Any:
+        for name, make in EVERY.items():
+            pipe = pt.pipeline(perceptron(), sgd, mse, make(2), sample=SAMPLE)
+            for x, y in batches(3):
+                pipe.step(x, y)
+            torch.save(pipe.training_state(), tmp_path / f"{name} {world.rank}")
+
+    def gone_on(world: ProcessWorld) -> Any:
+        found = {}
+        for name, make in EVERY.items():
+            pipe = pt.pipeline(perceptron(), sgd, mse, make(2), sample=SAMPLE)
+            pipe.load_training_state(torch.load(tmp_path / f"{name} {world.rank}"))
+            for x, y in batches(6)[3:]:
+                pipe.step(x, y)
+            found[name] = plain(pipe.state_dict())
+        return found
+
+    together(2, saved)
+    for found in together(2, gone_on):
+        for name in EVERY:
+            assert found[name] == plain(dict(virtually(name).model.named_parameters())), name
 
 
 def test_codecs_compute_the_bits_of_the_virtual_world_and_send_the_bytes_that_they_claim() -> None:
