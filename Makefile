@@ -32,7 +32,7 @@ RUNS := $(patsubst %,tests/process/test_%.py,attach_join attach_models attach_re
 	engines faults flexrr_run handed_out held_agent host_mail hybrid init large_batch_runs lbfgs_runs local_engine_ends loop_servers \
 	lost_launcher mesh_training noise_resumes noise_scale norm_growth not_finite observation one_copy parted_precision \
 	parted_runs pipeline_replicas pipeline_runs pipelines placed_runs precision preemption probe progress remote_engine replay \
-	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn \
+	report_browser resume scheduled scripts served_by_rows served_compressed served_faults served_learn served_order \
 	served_pipelines served_rates served_reshape served_resume served_stages served_transport simulated_checkpoint \
 	split split_stage_runs split_stages sudden_death url_runs validate) \
 	$(wildcard tests/process/test_horovod*.py) \
