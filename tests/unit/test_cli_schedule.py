@@ -21,10 +21,12 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 
 def test_a_table_of_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = asked(capsys, "lasso(l1=0.1)", *SMALL, "--workers", "3", "--sweeps", "50", "--tolerance", "0")
+    out, told = asked(capsys, "lasso(l1=0.1)", *SMALL, "--workers", "3", "--sweeps", "50", "--tolerance", "0")
+    assert "not converged: after 50 sweeps" in told
+    assert "--sweeps 100" in told
     lines = out.splitlines()
     assert lines[0].startswith(
-        "lasso(l1=0.1, at_once=32, bound=0.1, order='priority', cut='rows', seed=0), 3 workers, eth"
+        "lasso(l1=0.1, at_once=32, bound=0.1, order='priority', cut='rows', seed=0, candidates=None), 3 workers, eth"
     )
     assert lines[1].split() == ["sweep", "rounds", "updates", "seconds", "objective", "error"]
     assert [int(line.split()[0]) for line in lines[2:-1]] == [*range(0, 49, 3), 50]
@@ -37,6 +39,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(out)
     assert (found["workers"], len(found["sweeps"])) == (2, 3)
     assert found["sweeps"][2]["rounds"] == 4
+    assert found["converged"] is None
     assert found["sweeps"][2]["error"] is None
 
 

@@ -70,7 +70,7 @@ def test_priority_is_what_correlated_columns_have_moved_since() -> None:
     correlations = torch.eye(4, dtype=torch.float64)
     correlations[0, 1] = correlations[1, 0] = 0.9
     correlations[0, 2] = correlations[2, 0] = 0.05  # below the bound
-    scheduler = Scheduler(SetRule(at_once=2), torch.ones(4, dtype=torch.bool), seed=0)
+    scheduler = Scheduler(SetRule(at_once=2, candidates=2), torch.ones(4, dtype=torch.bool), seed=0)
     scheduler.moved(torch.arange(4), torch.zeros(4, dtype=torch.float64), correlations)
     scheduler.moved(torch.tensor([0]), torch.tensor([-2.0], dtype=torch.float64), correlations[:1])
     drawn = [each for _ in range(40) for each in scheduler.candidates().tolist()]
@@ -170,6 +170,7 @@ def test_a_play_becomes_documents(tmp_path: Path) -> None:
         (lambda: classes("missing.svm"), "there is no file missing.svm"),
         (lambda: SetRule("best").checked(), "order must be one of priority, last"),
         (lambda: SetRule(at_once=0).checked(), "at_once=0"),
+        (lambda: SetRule(candidates=8).checked(), "candidates=8: a round that updates 32"),
         (lambda: SetRule(bound=1.5).checked(), "bound=1.5"),
         (lambda: Scheduler(SetRule(), torch.zeros(3, dtype=torch.bool), 0), "every column of the data is zero"),
     ],

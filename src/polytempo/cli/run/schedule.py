@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import cast
 
@@ -31,7 +32,7 @@ def schedule(asked: ScheduleOptions) -> None:
             timeout_s=asked.timeout_s,
         )
     if asked.json:
-        shown = {"program": fit.program, "world": fit.world, "workers": fit.workers}
+        shown = {"program": fit.program, "world": fit.world, "workers": fit.workers, "converged": fit.converged}
         rows = [report._asdict() for report in fit.sweeps]
         show_json({**shown, "bytes_sent_per_rank": fit.bytes_sent_per_rank, "trace": fit.trace_hash, "sweeps": rows})
         return
@@ -39,6 +40,12 @@ def schedule(asked: ScheduleOptions) -> None:
     columns = ("sweep", "rounds", "updates", "seconds", "objective", "error")
     show_table(columns, [_row(report) for report in _some(fit.sweeps)])
     print(f"each worker sent {size(fit.bytes_sent_per_rank)}")
+    if fit.converged is False:
+        print(
+            f"not converged: after {fit.last.sweep} sweeps the error is {fit.last.error:.2g}, above the tolerance of "
+            f"{asked.tolerance:g}; allow more sweeps, --sweeps {2 * asked.sweeps} for example",
+            file=sys.stderr,
+        )
 
 
 def _some(reports: Sequence[SweepReport]) -> list[SweepReport]:

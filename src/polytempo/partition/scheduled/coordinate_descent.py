@@ -198,13 +198,14 @@ def lasso(
     order: str = "priority",
     cut: str = "rows",
     seed: int = 0,
+    candidates: int | None = None,
 ) -> DescentJob:
     """Minimise (1/2n) ‖y - Xβ‖² + λ ‖β‖₁, λ = `l1`, updating `at_once` coordinates together that hardly interfere.
 
         pt.schedule(pt.partition.scheduled.lasso(l1=0.02), (x, y), workers=2)
 
-    schedule: coordinates are drawn by how much what they correlate with has moved (`order`), and kept while
-    |corr(xⱼ, xₖ)| < `bound` for all pairs.
+    schedule: `candidates` coordinates (3 `at_once`) are drawn by how much what they correlate with has moved (`order`),
+    and kept while |corr(xⱼ, xₖ)| < `bound` for all pairs.
     push: xⱼᵀ(y - Xβ) over a worker's samples (`cut="rows"`) or for its columns (`cut="columns"`). pull:
     βⱼ ← S(βⱼ + xⱼᵀ(y - Xβ)/‖xⱼ‖², nλ/‖xⱼ‖²). The error is the duality gap, as a part of the objective at β = 0.
 
@@ -222,7 +223,7 @@ def lasso(
     L1-regularized loss minimization", 2011.
     """
     name = call_name(lasso, locals())
-    rule = SetRule(order, at_once, bound).checked()
+    rule = SetRule(order, at_once, bound, candidates).checked()
     return DescentJob(name, LeastSquares(), l1, rule, cut, seed)
 
 
@@ -251,6 +252,7 @@ def logistic(
     order: str = "priority",
     cut: str = "rows",
     seed: int = 0,
+    candidates: int | None = None,
 ) -> DescentJob:
     """Minimise (1/n) Σᵢ log(1 + exp(-yᵢ xᵢ·β)) + λ ‖β‖₁, λ = `l1`, yᵢ = ±1, by coordinates that hardly interfere.
 
@@ -264,7 +266,7 @@ def logistic(
     descent for L1-regularized loss minimization", 2011.
     """
     name = call_name(logistic, locals())
-    rule = SetRule(order, at_once, bound).checked()
+    rule = SetRule(order, at_once, bound, candidates).checked()
     return DescentJob(name, LogisticLoss(), l1, rule, cut, seed, _check_labels)
 
 

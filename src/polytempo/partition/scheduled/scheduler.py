@@ -12,8 +12,8 @@ ORDERS = ("priority", "last_change", "round_robin", "random")
 
 FLOOR = 0.1
 """Of the mean weight: what each parameter's has besides, so that those that nothing has moved are drawn, too."""
-_IN_TURN = 3
-"""Candidates for each place of a round robin's set, some of which interfere."""
+CANDIDATES = 3
+"""Candidates for each place of a set: U' of the paper is 3 U. Some of them interfere."""
 _MOST_WEIGHTS = 1 << 24
 """That torch draws from at once."""
 
@@ -25,6 +25,13 @@ class SetRule(NamedTuple):
     at_once: int = 32
     bound: float | None = 0.1
     """Of the correlation of any two of a set; None: whatever is drawn is updated together."""
+    candidates: int | None = None
+    """Parameters drawn for a set; None: 3 for each of `at_once` with a bound, and else one."""
+
+    @property
+    def drawn(self) -> int:
+        """Parameters drawn for a set."""
+        return self.candidates or self.at_once * (1 if self.bound is None else CANDIDATES)
 
     def checked(self) -> SetRule:
         """This rule. ValueError where it chooses nothing."""
@@ -32,6 +39,8 @@ class SetRule(NamedTuple):
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.at_once < 1:
             raise ValueError(f"at_once={self.at_once}: a round needs at least one parameter")
+        if self.candidates is not None and self.candidates < self.at_once:
+            raise ValueError(f"candidates={self.candidates}: a round that updates {self.at_once} draws as many or more")
         if self.bound is not None and not 0 < self.bound <= 1:
             raise ValueError(f"bound={self.bound:g}: correlations lie above 0 and up to 1; None leaves them unbounded")
         return self
@@ -40,8 +49,9 @@ class SetRule(NamedTuple):
 class Scheduler:
     """Draws candidates of `num_parameters` and keeps a set; the same on each worker that sees the same changes.
 
-    Candidates are `at_once` draws with repetition, in random order. `priority` and `last_change` draw each parameter
-    once, and then with weight wⱼ + mean w / 10. `last_change` is the paper's: wⱼ = |Δβⱼ|, by its last update.
+    Candidates are drawn with repetition, three for each place of the set, and considered in random order: the paper
+    draws U' > U, as some of them interfere with others. `priority` and `last_change` draw each parameter once, and then
+    with weight wⱼ + mean w / 10. `last_change` is the paper's: wⱼ = |Δβⱼ|, by its last update.
     `priority` adds up what others that interfere have moved since then, wⱼ = Σₖ |corr(xⱼ, xₖ)| |Δβₖ| over correlations
     of at least `bound`: about the most that βⱼ will move. `random` gives all the same weight; the candidates of
     `round_robin` are the head of a queue, whose end joins what is updated.
@@ -61,8 +71,8 @@ class Scheduler:
     def candidates(self) -> Tensor:
         """Some parameters in the order in which they are considered, int64."""
         if self._rule.order == "round_robin":
-            return self._queue[: self._rule.at_once if self._rule.bound is None else _IN_TURN * self._rule.at_once]
-        drawn = torch.multinomial(self._weights(), self._rule.at_once, replacement=True, generator=self._random)
+            return self._queue[: self._rule.drawn]
+        drawn = torch.multinomial(self._weights(), self._rule.drawn, replacement=True, generator=self._random)
         distinct: Tensor = torch.unique(drawn)
         return distinct[torch.randperm(len(distinct), generator=self._random)]
 

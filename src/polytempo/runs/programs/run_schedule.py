@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,12 @@ class ScheduledFit:
     """The measures at the beginning and after each sweep."""
     bytes_sent_per_rank: float
     trace_hash: str
+    tolerance: float = 0.0
+
+    @property
+    def converged(self) -> bool | None:
+        """True where the error is at most the tolerance. None: the program has no error."""
+        return None if self.last.error is None else self.last.error <= self.tolerance
 
     @property
     def last(self) -> SweepReport:
@@ -97,11 +103,12 @@ def schedule(
 
     with torch_threads():  # sums of several threads have other bits
         if cluster is None:
-            return _on_processes(program, rank, ShownRun(str(program), "schedule", workers, sweeps), timeout_s, out)
+            fit = _on_processes(program, rank, ShownRun(str(program), "schedule", workers, sweeps), timeout_s, out)
+            return replace(fit, tolerance=tolerance)
         outcome = VirtualWorld(cluster, workers, seed=seed).run(rank)
     each = [worker for worker in outcome.results if worker is not None]
     sent = sum(outcome.trace.bytes_sent.values())
-    return _fit(program, cluster.name, each, sent, outcome.trace.hash)
+    return replace(_fit(program, cluster.name, each, sent, outcome.trace.hash), tolerance=tolerance)
 
 
 def _on_processes(
