@@ -93,9 +93,9 @@ def test_waiting_for_96_of_100_gives_three_and_a_half_times_the_samples() -> Non
         late = sum(comb(WORKERS, k) * 0.02**k * 0.98 ** (WORKERS - k) for k in range(WORKERS - n + 1, WORKERS + 1))
         return n / (1 + 4 * late)
 
-    gain = rate(96, five_times(0), 400) / rate(100, five_times(1), 200)
-    assert gain == pytest.approx(law(96) / law(100), rel=0.05)
-    assert gain == pytest.approx(3.4, rel=0.05)
+    gain = rate(96, five_times(0), 3000) / rate(100, five_times(1), 1000)
+    assert law(96) / law(100) == pytest.approx(3.57, abs=0.005)
+    assert gain == pytest.approx(3.57, rel=0.03)
 
 
 def test_the_best_number_to_wait_for_is_inside() -> None:
