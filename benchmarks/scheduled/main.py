@@ -1,4 +1,4 @@
-"""Scheduled model parallelism: the speed of two processes, the updates saved by priority, and the programs' results.
+"""Scheduled model parallelism: how fast two processes are, how many updates priority saves, and the objectives that programs reach.
 
     python benchmarks/scheduled/main.py [--data FOLDER] [--only speed,updates,topics,optimum]
 
@@ -27,7 +27,7 @@ from polytempo.bench.tables import markdown
 from polytempo.core import NotFinite
 from polytempo.data import scheduled as data
 from polytempo.engines.join.init import init
-from polytempo.engines.local_engine import launch
+from polytempo.engines.launch import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic, performed
 from polytempo.partition.scheduled.program import added
@@ -121,7 +121,7 @@ def topics(folder: Path | None) -> None:
 
 
 def optimum(folder: Path | None) -> None:
-    """The programs' results with two processes, and scikit-learn's in one."""
+    """Objectives of programs with two processes, and of scikit-learn in one."""
     drawn = data.correlated(rows=500, columns=300, block=10, correlation=0.9, nonzeros=5)
     rows = [_beside("Lasso, drawn, 500 x 300, λ = 0.2", lasso(l1=0.2), drawn, _sklearn_lasso(0.2))]
     if folder is not None:
@@ -136,7 +136,7 @@ def optimum(folder: Path | None) -> None:
 
 
 Reference = Callable[[Tensor, Tensor], tuple[float, float]]
-"""The data -> the least objective and its seconds."""
+"""From the data to the least objective and the seconds that it took."""
 
 
 def _alone(name: str, program: Any, given: Sequence[object], tolerance: float) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ def _sklearn() -> Any:
 
 
 def main() -> None:
-    """Run the requested measurements."""
+    """Measure the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("POLYTEMPO_DATA"), help="the folder of real data")
     parser.add_argument("--only", default="speed,updates,topics,optimum")

@@ -2,13 +2,14 @@
 
 A lane is a worker or a shard of a parameter server. Boxes are computations, one shade for each step; arrows are
 messages, from the moment they begin to leave to the moment they have arrived; a bar across lanes is a collective.
+`late` draws three modules of a network from timetables: a box is a pass of a batch, a bar after it an update.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from typing import NamedTuple
 import torch
 
 import polytempo as pt
+from polytempo.partition import schedules
+from polytempo.partition.schedules.action import Schedule
+from polytempo.partition.schedules.timetable import StageTimes, Timetable, played
 from polytempo.strategies import async_sgd, gossip, hogwild, local_sgd, one_bit_sgd, ssp, sync_sgd
 
 HERE = Path(__file__).parent
@@ -218,6 +222,73 @@ def one_copy() -> Panel:
     return Panel("shared_memory(): meet, each worker sums and updates its slice, meet", names, boxes, [], bars)
 
 
+MODULES, STEPS, LATE_LANE, LATE_BOX = 3, 6, 34, 24
+TIMES = StageTimes(forward_s=1.0, backward_s=2.0, update_s=0.2, learn_s=0.5)
+PASSES = {
+    "forward": ("var(--compute)", "forward"),
+    "backward": ("var(--message)", "backward"),
+    "learn": ("var(--server)", "the estimator learns"),
+    "update": ("currentColor", "update"),
+}
+LATE: dict[str, Callable[[], Schedule]] = {
+    "back-propagation: a module waits for all behind it": lambda: schedules.one_f_one_b(MODULES, 1),
+    "ddg: the gradient of module k is K-1-k steps late": lambda: schedules.ddg(MODULES),
+    "features_replay: the same, with a second forward pass in the backward one": lambda: schedules.features_replay(
+        MODULES
+    ),
+    "pipelined_backprop: 2(K-1-k) steps late": lambda: schedules.pipelined_backprop(MODULES),
+    "synthetic_gradients: no update is late, but its gradient is an estimate": lambda: schedules.synthetic_gradients(
+        MODULES
+    ),
+}
+
+
+def late() -> str:
+    """The panels below each other, on one scale of time."""
+    tables = {title: played(schedule(), STEPS, TIMES) for title, schedule in LATE.items()}
+    scale = (WIDTH - LEFT - RIGHT) / max(table.seconds for table in tables.values())
+    height = len(tables) * (TITLE + MODULES * LATE_LANE) + FOOT
+    out = [line for row, (title, table) in enumerate(tables.items()) for line in _late_panel(row, title, table, scale)]
+    x = float(LEFT)
+    for colour, text in PASSES.values():
+        out.append(f'<rect x="{x:.0f}" y="{height - 22}" width="12" height="12" rx="2" fill="{colour}"/>')
+        out.append(f'<text x="{x + 18:.0f}" y="{height - 12}" fill="currentColor" font-size="12">{text}</text>')
+        x += 50 + 7 * len(text)
+    body = "\n".join(out)
+    return (
+        f'<svg class="travel" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="system-ui, sans-serif" font-size="13">\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+    )
+
+
+def _late_panel(row: int, title: str, table: Timetable, scale: float) -> list[str]:
+    top = row * (TITLE + MODULES * LATE_LANE)
+    out = [f'<text x="{LEFT}" y="{top + 20}" fill="currentColor" font-weight="600">{title}</text>']
+    for module in range(MODULES):
+        y = top + TITLE + LATE_LANE * module
+        middle = y + LATE_LANE / 2
+        out.append(
+            f'<text x="{LEFT - 10}" y="{middle + 4:.0f}" fill="currentColor" text-anchor="end">module {module}</text>'
+        )
+        out.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{middle:.0f}" y2="{middle:.0f}" stroke="var(--wait)" '
+            'stroke-dasharray="2 4"/>'
+        )
+        for entry in table.of(module):
+            x, width = LEFT + entry.start_s * scale, max((entry.end_s - entry.start_s) * scale - 0.6, 1.2)
+            colour, _ = PASSES[entry.turn.action.kind]
+            out.append(
+                f'<rect x="{x:.1f}" y="{middle - LATE_BOX / 2:.0f}" width="{width:.1f}" height="{LATE_BOX}" rx="2" '
+                f'fill="{colour}"/>'
+            )
+            if entry.turn.micro_batch >= 0 and entry.turn.action.kind != "learn":
+                out.append(
+                    f'<text x="{x + width / 2:.1f}" y="{middle + 4:.0f}" fill="white" text-anchor="middle" '
+                    f'font-size="11">{entry.turn.micro_batch + 1}</text>'
+                )
+    return out
+
+
 def pictures() -> dict[str, str]:
     """Every picture by its name."""
     ethernet, some, ring = pt.cluster.ethernet, pt.cluster.lognormal(0.25), pt.collectives.ring
@@ -241,7 +312,7 @@ def pictures() -> dict[str, str]:
         ],
     }
     bars = {"one-copy": "each sums and updates its slice"}
-    return {name: drawn(name, each, bars.get(name, "travels")) for name, each in panels.items()}
+    return {name: drawn(name, each, bars.get(name, "travels")) for name, each in panels.items()} | {"late": late()}
 
 
 if __name__ == "__main__":

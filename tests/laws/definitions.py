@@ -101,7 +101,8 @@ def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     server = model(setting.dtype)
-    adagrad = torch.optim.Adagrad(server.parameters(), lr=optimizer.param_groups[0]["lr"], eps=1e-8, foreach=False)
+    tiny = torch.finfo(flat(server).dtype).tiny  # the paper has no ε: what never had a gradient stays
+    adagrad = torch.optim.Adagrad(server.parameters(), lr=optimizer.param_groups[0]["lr"], eps=tiny, foreach=False)
     accrued = arrived = None
     for step, batch in enumerate(batches, start=1):
         take_gradients(net, batch)

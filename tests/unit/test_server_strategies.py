@@ -31,7 +31,7 @@ ROWS = [
         "downpour(push_every=5, pull_every=5, shards=1, replicas=0, optimizer='adagrad', lr=None, warm_start=0, "
         "overlap=True)",
         "on_arrival(scale=constant)",
-        optimizer=UpdateRule("adagrad"),
+        optimizer=UpdateRule("adagrad", eps=0.0),
         steps_locally=True,
     ),
     Row(

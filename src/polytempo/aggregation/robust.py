@@ -87,7 +87,8 @@ def multi_krum(wrong: int = 1, kept: int | None = None) -> Merge:
     """The mean of the `kept` buffers that `krum` ranks first; without `kept` of N - wrong - 2.
 
     kept=1 is `krum`. Holds against `wrong` wrong ranks; needs N ≥ 2·wrong + 3, and kept ≤ N - wrong - 2.
-    Source: P. Blanchard et al., 2017, section 5.
+    Source: P. Blanchard et al., 2017, section 5, which proves nothing of it; G. Bareilles, W. Bouaziz, J. Fageot and
+    E. M. El Mhamdi, "Byzantine machine learning: MultiKrum and an optimal notion of robustness", 2026, does.
     """
     _check_wrong(wrong)
     if kept is not None and kept < 1:

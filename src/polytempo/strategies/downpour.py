@@ -29,11 +29,11 @@ def downpour(
     job's momentum shapes the local steps; the server's step is of `optimizer` alone.
 
     The server applies each sum as it arrives, by `optimizer`: "adagrad" (η = γ/√Σ Δw² for each parameter, the sum kept
-    in its shard and over the present gradient too), "sgd", "adam", "adamw", or "job", the job's own. `lr` is the
-    server's γ; without it, the mean of the job's rates at the sum's batches, often too much for Adagrad: 0.01 to 0.03
-    suits small networks. "sgd" bears only a small γ, as it applies whole sums that are many updates old. One worker
-    alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the worker computes: a fetch
-    that was asked for after one step is used after the next.
+    in its shard and over the present gradient too; no ε, and 0/0 is 0), "sgd", "adam", "adamw", or "job", the job's
+    own. `lr` is the server's γ; without it, the mean of the job's rates at the sum's batches, often too much for
+    Adagrad: 0.01 to 0.03 suits small networks. "sgd" bears only a small γ, as it applies whole sums that are many
+    updates old. One worker alone takes the first `warm_start` steps. With `overlap` pushes and fetches go on while the
+    worker computes: a fetch that was asked for after one step is used after the next.
 
     `codec` encodes each sum for each shard, `compression.feedback(compression.top_k(0.01))` for example: the part held
     back goes with the worker's next sum, and is lost with the worker's life, as is a sum that a shard drops.
@@ -71,7 +71,7 @@ def _rule(optimizer: str, lr: float | None) -> UpdateRule | None:
     if lr is not None and optimizer == "job":
         raise ValueError("the job's optimizer has its own learning rate; leave out lr, or name another optimizer")
     rules: dict[str, UpdateRule | None] = {
-        "adagrad": UpdateRule("adagrad", lr),
+        "adagrad": UpdateRule("adagrad", lr, eps=0.0),
         "sgd": UpdateRule("sgd", lr),
         "adam": UpdateRule("adam", lr),
         "adamw": UpdateRule("adamw", lr),

@@ -15,7 +15,8 @@ def easgd(
     """Every worker steps alone with the job's optimizer; every `period` steps it and the center draw nearer.
 
     d = α (x - x̃); x ← x - d at the worker, x̃ ← x̃ + d at the server (x̃, the center, is the resulting model).
-    Without `alpha` α = β/λ with λ workers. A job with Nesterov momentum makes it EAMSGD, the paper's momentum form.
+    Without `alpha` α = β/λ with λ workers. With Nesterov momentum it is EAMSGD but for the point that the spring pulls:
+    torch keeps x + δv (δ: momentum, v: velocity) where the paper's algorithm 2 keeps x, and d is of x + δv.
 
     Weight decay and schedule are of the workers' own steps, with the rate at each batch's place in the run; the center
     moves by d alone. A worker that dies loses its exploration since its last exchange.

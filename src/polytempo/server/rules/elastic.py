@@ -10,7 +10,7 @@ def elastic(alpha: float) -> Rule:
     """d = α (x - x̃); x̃ ← x̃ + d here, x ← x - d at the worker. A push carries the worker's parameters x.
 
     x̃ is the centre variable, at this server; d is the push's answer. The momentum form (EAMSGD) differs in the
-    worker's own steps only. Stable with p workers if p α ≤ 1; the paper takes α = 0.9/p.
+    worker's own steps only (see `strategies.easgd`). Stable with p workers if p α ≤ 1; the paper takes α = 0.9/p.
 
     Source: S. Zhang, A. Choromanska and Y. LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, algorithms
     1 and 2.
