@@ -1,4 +1,4 @@
-"""Scheduled model parallelism: how fast two processes are, how many updates priority saves, and the objectives that programs reach.
+"""Scheduled model parallelism: seconds of two processes, updates that weights save, and the objectives of programs.
 
     python benchmarks/scheduled/main.py [--data FOLDER] [--only speed,updates,topics,optimum]
 
