@@ -1,4 +1,4 @@
-"""What scheduled programs reach, under the virtual clock: the optimum, by how many updates, and from which sets."""
+"""Scheduled programs under the virtual clock: the optimum, the number of updates, and the sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reports(job: Any, data: Sequence[Any], workers: int = 1, **options: Any) -> 
 
 
 def sets_of(job: Any, data: Sequence[Any], workers: int, sweeps: int) -> list[list[Tensor]]:
-    """What each worker's `schedule` answers, round by round."""
+    """Each worker's answers from `schedule`, round by round."""
 
     async def rank(port: Port) -> list[Tensor]:
         begun, sets = await job.begin(port, tuple(data)), []
