@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from polytempo.engines.launch import launch
 from torch import Tensor
 
 import polytempo as pt
@@ -27,7 +28,6 @@ from polytempo.bench.tables import markdown
 from polytempo.core import NotFinite
 from polytempo.data import scheduled as data
 from polytempo.engines.join.init import init
-from polytempo.engines.launch import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic, performed
 from polytempo.partition.scheduled.program import added
@@ -136,7 +136,7 @@ def optimum(folder: Path | None) -> None:
 
 
 Reference = Callable[[Tensor, Tensor], tuple[float, float]]
-"""From the data to the least objective and the seconds that it took."""
+"""Least objective of the data, and the seconds to find it."""
 
 
 def _alone(name: str, program: Any, given: Sequence[object], tolerance: float) -> tuple[str, ...]:

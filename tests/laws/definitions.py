@@ -101,7 +101,7 @@ def downpour(batches: Batches, every: int, setting: Setting) -> Tensor:
     net = model(setting.dtype)
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     server = model(setting.dtype)
-    tiny = torch.finfo(flat(server).dtype).tiny  # the paper has no ε: what never had a gradient stays
+    tiny = torch.finfo(flat(server).dtype).tiny  # the paper has no ε: 0/0 is 0
     adagrad = torch.optim.Adagrad(server.parameters(), lr=optimizer.param_groups[0]["lr"], eps=tiny, foreach=False)
     accrued = arrived = None
     for step, batch in enumerate(batches, start=1):
