@@ -22,7 +22,7 @@ from polytempo.server.record import (
     Saving,
     Stopping,
 )
-from polytempo.server.unused import common
+from polytempo.server.step_rates import common
 from polytempo.server.worker.host.lent_gradients import add_all_
 from polytempo.server.worker.next_push import mean_rates
 

@@ -19,8 +19,7 @@ import msgspec
 from torch import Tensor
 
 from polytempo.server.layout import Spans
-from polytempo.server.step_rates import StepRates
-from polytempo.server.unused import UnusedParameters
+from polytempo.server.step_rates import StepRates, UnusedParameters
 
 COORDINATOR = -1
 """The `worker` of a request that the coordinator makes."""

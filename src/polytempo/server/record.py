@@ -43,31 +43,29 @@ class RecordError(PolytempoError):
     """A record is damaged, or of another version."""
 
 
-class PushEntry(msgspec.Struct, frozen=True, array_like=True, tag="push"):
-    """A shard applied a `Push`."""
+class RequestEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's request."""
 
     worker: int
     incarnation: int
     sequence: int
+
+
+class PartEntry(RequestEntry, frozen=True, array_like=True):
+    """Another worker's request within a push of a host."""
+
     clock: int
     basis: int
     samples: int
     tickets: tuple[int, ...]
+
+
+class PushEntry(PartEntry, frozen=True, array_like=True, tag="push"):
+    """A shard applied a `Push`."""
+
     version: int
     check: int = 0
     """`check_of` the gradient, its rows included."""
-
-
-class PartEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Another worker's request within a push of a host."""
-
-    worker: int
-    incarnation: int
-    sequence: int
-    clock: int
-    basis: int
-    samples: int
-    tickets: tuple[int, ...]
 
 
 class HostPushEntry(PushEntry, frozen=True, array_like=True, tag="host_push"):
@@ -76,12 +74,9 @@ class HostPushEntry(PushEntry, frozen=True, array_like=True, tag="host_push"):
     parts: tuple[PartEntry, ...] = ()
 
 
-class PullEntry(msgspec.Struct, frozen=True, array_like=True, tag="pull"):
+class PullEntry(RequestEntry, frozen=True, array_like=True, tag="pull"):
     """A shard applied a `Pull`."""
 
-    worker: int
-    incarnation: int
-    sequence: int
     clock: int
     basis: int
     version: int
@@ -111,12 +106,9 @@ class Inquiring(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
     version: int
 
 
-class Asking(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class Asking(RequestEntry, frozen=True, array_like=True, tag="ask"):
     """The coordinator took a worker's call for work."""
 
-    worker: int
-    incarnation: int
-    sequence: int
     done: tuple[int, ...]
 
 

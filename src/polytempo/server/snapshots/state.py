@@ -15,9 +15,8 @@ from torch import Tensor
 
 from polytempo.server.shard.deduplication import Known
 from polytempo.server.shard.replies import Waiting
-from polytempo.server.step_rates import StepRates
+from polytempo.server.step_rates import StepRates, UnusedParameters
 from polytempo.server.tensors.tables import TableState
-from polytempo.server.unused import UnusedParameters
 
 
 class State(msgspec.Struct, array_like=True, eq=False):

@@ -17,9 +17,8 @@ from torch import Tensor
 from polytempo.core.arithmetic.ranges import Range
 from polytempo.server.layout import Span, Spans, numel_of
 from polytempo.server.message import Lend, Lent
-from polytempo.server.step_rates import Factor, StepRates, largest_of
+from polytempo.server.step_rates import Factor, StepRates, UnusedParameters, joined, largest_of
 from polytempo.server.tensors.weights import Weights
-from polytempo.server.unused import UnusedParameters, joined
 
 
 class Likeness(msgspec.Struct, frozen=True, array_like=True):

@@ -16,9 +16,8 @@ from torch import Tensor
 from polytempo.core.rule import Add
 from polytempo.server.encoding import ShownEncoding
 from polytempo.server.layout import Empty
-from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, times
+from polytempo.server.step_rates import ONCE, Factor, Multiples, StepRates, UnusedParameters, times
 from polytempo.server.tensors.optimizer import Moments, Optimizer, StepNumber, Term, first_unfinite, init
-from polytempo.server.unused import UnusedParameters
 
 
 class BufferPool:

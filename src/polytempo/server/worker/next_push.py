@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polytempo.server.unused import common
+from polytempo.server.step_rates import common
 
 
 class PushFacts(NamedTuple):

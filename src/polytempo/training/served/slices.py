@@ -24,7 +24,7 @@ from polytempo.flexrr.protocol import CoveredWork, Do, Peer, covered_step
 from polytempo.flexrr.reassignment import Reassignment
 from polytempo.flexrr.slices import Slice, closing_of, cut, ticket_of
 from polytempo.server.message import Ticket
-from polytempo.server.unused import common
+from polytempo.server.step_rates import common
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.work_client import WorkClient
 from polytempo.training.model.randomness import seed_step

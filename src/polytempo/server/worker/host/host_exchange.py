@@ -23,8 +23,8 @@ from torch import Tensor
 from polytempo.server.layout import Spans, part
 from polytempo.server.message import Outbox, Push, PushPart
 from polytempo.server.requests import Requests
+from polytempo.server.step_rates import common
 from polytempo.server.timing import Timing
-from polytempo.server.unused import common
 from polytempo.server.worker.host.host_peers import HostPeers, Offer, Presence
 from polytempo.server.worker.host.lent_gradients import LentGradients, add_all_
 from polytempo.server.worker.next_push import PendingExchange, PushFacts, mean_rates
