@@ -120,7 +120,7 @@ IMPORTED_LATE = {
         "large_batch/sharpness.py",
         "scipy.optimize",
     ): "only `sharpness` needs it, and it takes a third of a second to load",
-    ("compression/encoding/entropy.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
+    ("compression/codecs/top_k.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
     ("data/readers/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
     ("data/readers/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
     ("engines/on_kubernetes/api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",

@@ -106,5 +106,5 @@ def test_the_bound_of_terngrad_is_that_of_its_worst_tensor(clip: float) -> None:
     codec = terngrad(clip)
     mean, standard_error = lost(codec, x, 3)
     assert codec.facts.law.bound(x) * 0.97 < mean < codec.facts.law.bound(x) + 5 * standard_error
-    with pytest.raises(ValueError, match="may be larger than what it encodes"):
+    with pytest.raises(ValueError, match="may be larger than its input"):
         feedback(codec)

@@ -202,7 +202,7 @@ def test_feedback_around_a_sum_whose_wires_mean_nothing_alone() -> None:
 
 
 def test_feedback_goes_around_a_codec_once() -> None:
-    with pytest.raises(ValueError, match=r"feedback\(bf16\(\)\) keeps what it has not sent already; use it without"):
+    with pytest.raises(ValueError, match=r"feedback\(bf16\(\)\) keeps its own residual; use it without"):
         feedback(feedback(compression.bf16()))
     for row in ROWS:
         if row.feeds_itself:
@@ -212,7 +212,7 @@ def test_feedback_goes_around_a_codec_once() -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.diverges], ids=text)
 def test_feedback_refuses_a_codec_whose_error_may_be_larger_than_what_it_encodes(row: Row) -> None:
-    with pytest.raises(ValueError, match=r"may be larger than what it encodes.*use it without feedback"):
+    with pytest.raises(ValueError, match=r"may be larger than its input.*use it without feedback"):
         feedback(row.make())
 
 

@@ -272,9 +272,11 @@ def test_what_cannot_be_explained_is_refused_with_a_remedy() -> None:
     async def own_route(port: Port, buffer: Tensor) -> Tensor:
         return buffer
 
-    with pytest.raises(ValueError, match="does not say what it costs; give its transform cost="):
+    with pytest.raises(ValueError, match="does not say its cost; give its transform cost="):
         pt.explain(Strategy("own", gradients=pt.core.stateless(own)))
-    with pytest.raises(ValueError, match="what route=own_route sends is not known; known are halving_doubling, native"):
+    with pytest.raises(
+        ValueError, match="the messages of route=own_route are not known; known are halving_doubling, native"
+    ):
         pt.explain(s.sync_sgd(own_route))
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         pt.explain(s.sync_sgd(), workers=0)

@@ -176,7 +176,7 @@ def test_what_would_grow_and_what_is_empty_travel_well() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"activations": c.feedback(c.one_bit())}, ValueError, r"feedback\(one_bit\(\)\) remembers what it did"),
+        ({"activations": c.feedback(c.one_bit())}, ValueError, r"feedback\(one_bit\(\)\) remembers the tensor"),
         ({"gradients": "threshold(0.5)"}, ValueError, r"wires vary in length.*use a codec of fixed length"),
         ({"activations": "int9"}, ValueError, "there is no codec 'int9' .did you mean int8"),
         ({"activations": c.int8}, TypeError, r"write int8\(\)"),

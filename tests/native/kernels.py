@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polytempo.native.kernels.twin import TwinHyper
+from native.twin import TwinHyper
 from polytempo.native.library import load, why_not
 
 DTYPES = (

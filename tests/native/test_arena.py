@@ -293,7 +293,7 @@ def test_windows_are_shared(either: Arena) -> None:
 
 
 def test_another_process_under_the_same_number_is_not_taken_for_it(either: Arena) -> None:
-    with pytest.raises(ProcessLookupError, match="no longer the one that asked to meet"):
+    with pytest.raises(ProcessLookupError, match="has ended: another one has its number"):
         Window(either.address._replace(inode=either.address.inode + 1))
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library
 from polytempo.compression import natural, qsgd
 from polytempo.compression.codecs.qsgd import levels_drawn, steps_between_levels
+from polytempo.compression.codecs.terngrad import own_scaler, ternaries
 from polytempo.compression.encoding.draw import draws
 from polytempo.compression.encoding.fields import Fields, dense_fields, num_words, packed, unpacked, whole_fields
-from polytempo.compression.kernels.drawn import own_scaler, ternaries
 from polytempo.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native core here")

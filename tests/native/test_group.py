@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
+from native import twin
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import DTYPES, OPS
 from polytempo.native.group import Group
-from polytempo.native.kernels import twin
 from polytempo.native.meeting import Unreachable
 
 pytestmark = pytest.mark.process
@@ -579,7 +579,7 @@ def test_a_forked_child_is_no_member() -> None:
                 try:
                     act()
                 except RuntimeError as error:
-                    refused += f"this is a forked child of rank {rank_info.rank}: it is no member" in str(error)
+                    refused += f"this is a forked child of rank {rank_info.rank}: it is not a member" in str(error)
             os._exit(refused)
         refused = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         tensor = torch.ones(3)

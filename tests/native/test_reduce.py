@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from native import twin
 from native.kernels import DTYPES, OPS, Buffer, assert_same_bits, choose, instruction_sets, library, reduce_
-from polytempo.native.kernels import twin
 from some_cases import examples
 
 NAN, INF = math.nan, math.inf

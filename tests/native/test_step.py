@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from native import twin
 from polytempo.core import Mismatch, PeerLost
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.fork import fork
 from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.native.group import Group
-from polytempo.native.kernels import twin
 from polytempo.native.kernels.step import RULES, Hyper, Item, StepPlan
 
 pytestmark = pytest.mark.process

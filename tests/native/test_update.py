@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from native import twin
 from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library, update_
-from polytempo.native.kernels import twin
-from polytempo.native.kernels.twin import TwinHyper
+from native.twin import TwinHyper
 from some_cases import examples
 
 HYPERS = {

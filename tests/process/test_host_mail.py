@@ -23,8 +23,7 @@ from polytempo.server.record import HostPushEntry, PartEntry, PushEntry, read_re
 from polytempo.wire.address_book import Addresses, Here, Place
 from polytempo.wire.keys import make_keys
 from polytempo.wire.shared import Arenas
-from polytempo.wire.two_ends import TwoEnds
-from polytempo.wire.zeromq import Mailbox
+from polytempo.wire.zeromq import Mailbox, TwoEnds
 
 pytestmark = pytest.mark.process
 

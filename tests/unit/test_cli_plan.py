@@ -150,7 +150,7 @@ def test_codecs_of_a_split(capsys: pytest.CaptureFixture[str]) -> None:
         ("--batch-size 0", "--batch-size 0: must be a "),
         ("--link fast", "--link fast: write a speed like"),
         ("--gradients bf17", "--gradients bf17: there is no codec 'bf17' (did you mean bf16"),
-        ("--activations feedback(int8)", "remembers what it did with the tensor before"),
+        ("--activations feedback(int8)", "remembers the tensor before"),
     ],
 )
 def test_mistakes_of_a_split(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

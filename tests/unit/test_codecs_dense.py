@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polytempo.compression import bf16, dynamic8, exact, feedback, fp16, int8, one_bit, sign
-from polytempo.compression.encoding.blocks import Tree, nearest, tree
+from polytempo.compression.codecs.dynamic8 import Tree, nearest, tree
 from polytempo.core import Codec, EncodeContext, NotFinite
 from polytempo.native.kernels import codes_dense
 from some_cases import examples
@@ -89,7 +89,7 @@ def test_sign_in_figures() -> None:
 def test_the_sign_of_zero_is_a_matter_of_turns(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 where element + rank + step is odd, whichever sign the zero has; all others keep theirs, and so does x."""
     if way == "torch":
-        monkeypatch.setattr(codes_dense, "fits", lambda *tensors: False)
+        monkeypatch.setattr(codes_dense, "available", lambda: False)
     codec, x = sign(scaled=False), torch.tensor([0.0, -0.0, 1e-7, -1e-7, 0.0, -0.0, 3.0] * 15, dtype=dtype)
     before = x.clone()
     for rank, step in ((0, 1), (1, 1), (0, 2), (5, 8), (2, 2**31)):

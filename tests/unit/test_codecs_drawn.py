@@ -12,7 +12,7 @@ from torch import Tensor
 from polytempo.compression import natural, pca, qsgd, terngrad
 from polytempo.compression.encoding.draw import draw_key, draws
 from polytempo.core import EncodeContext, NotFinite
-from polytempo.native.kernels import codes_drawn
+from polytempo.native.kernels import codes_dense
 
 CPU = torch.device("cpu")
 DRAWN = (qsgd(), qsgd(levels=1, bucket=7), qsgd(levels=127, bucket=100), terngrad(), terngrad(clip=None), natural())
@@ -25,7 +25,7 @@ codecs = pytest.mark.parametrize("codec", DRAWN, ids=lambda codec: codec.facts.n
 @pytest.fixture(params=["kernels where there are", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(codes_drawn, "load", lambda: None)
+        monkeypatch.setattr(codes_dense, "available", lambda: False)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -151,7 +151,7 @@ def test_kernels_and_torch_write_the_same_wires(monkeypatch: pytest.MonkeyPatch)
     whens = (EncodeContext(2, 1, 5), EncodeContext(2, 1, 5, terms=5, agreed=1000.0))
     cases = [(codec, when) for codec in DRAWN for when in (whens if codec.facts.summable else whens[:1])]
     first = [codec.encode(x, None, when)[0] for codec, when in cases]
-    monkeypatch.setattr(codes_drawn, "load", lambda: None)
+    monkeypatch.setattr(codes_dense, "available", lambda: False)
     for (codec, when), wire in zip(cases, first, strict=True):
         assert torch.equal(codec.encode(x, None, when)[0], wire), codec.facts.name
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from polytempo import compression as c
 from polytempo.compression.codecs.dgc import Accumulated
-from polytempo.compression.encoding import entries, entropy
+from polytempo.compression.codecs.top_k import packed_indices, unpacked_indices
+from polytempo.compression.encoding import entries
 from polytempo.compression.encoding.feedback import Fed
 from polytempo.core import Codec, EncodeContext, NotFinite, Residual
 from polytempo.native.kernels import codes_sparse
@@ -96,8 +97,8 @@ def test_indices_become_a_little_more_than_a_byte() -> None:
     assert 1000 * 4 < wire.numel() < 1000 * (4 + 1.4)
     few, _ = c.top_k(1.0, entropy=True).encode(t(3, 4))
     assert words(few)[:3] == [0, 0, 1], "zstd would be longer"
-    raw = entropy.packed(torch.tensor([3, 5, 260, 2**31 - 1], dtype=torch.int32))
-    assert entropy.unpacked(raw, 4).tolist() == [3, 5, 260, 2**31 - 1]
+    raw = packed_indices(torch.tensor([3, 5, 260, 2**31 - 1], dtype=torch.int32))
+    assert unpacked_indices(raw, 4).tolist() == [3, 5, 260, 2**31 - 1]
 
 
 def test_without_zstandard_one_learns_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_what_is_no_route_for_a_sum(build: Callable[..., Any], route: Any) -> No
 )
 def test_what_is_no_merge(merge: Any, named: str) -> None:
     for build in (merged, lambda given: c.through(c.int8(), merge=given)):
-        with pytest.raises(TypeError, match=rf"such as pt\.aggregation\.vote or median, got {named}; the mean is"):
+        with pytest.raises(TypeError, match=rf"such as pt\.aggregation\.vote or median, got {named}; leave out merge"):
             build(merge)
 
 

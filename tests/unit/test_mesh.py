@@ -132,7 +132,7 @@ def test_a_mesh_within_a_group_of_a_mesh() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda port: port.along("data", "data"), r"along each axis once, not along \['data', 'data'\]"),
+        (lambda port: port.along("data", "data"), r"spans each axis once, not \['data', 'data'\]"),
         (lambda port: port.along("tensor"), r"no axis 'tensor' in the mesh \{'data': 4, 'model': 2\}"),
         (lambda port: port.among([0]).along(), r"this group has no mesh; make one with port.meshed"),
         (lambda port: port.meshed(data=8, model=0), r"axis 'model' of a mesh has length 0"),

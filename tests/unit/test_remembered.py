@@ -10,8 +10,7 @@ import torch
 from polytempo.aggregation import mix, push_sum, random_targets, ring_graph
 from polytempo.aggregation.outer import MomentumState
 from polytempo.core import Bundle, Residual, Transform
-from polytempo.core.arithmetic.anchor import AnchorState, anchors
-from polytempo.core.state import duplicate, equal, renewed, residual_tensors
+from polytempo.core.state import AnchorState, anchors, duplicate, equal, renewed, residual_tensors
 from polytempo.synchronization import overlapped
 from polytempo.synchronization.every import PeriodState
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import polytempo as pt
-from polytempo.large_batch.points import LossSurface, flat
+from polytempo.large_batch.sharpness import LossSurface, flat
 
 lb = pt.large_batch
 BENDS = torch.tensor([4.0, 1.0, -0.5, 9.0], dtype=torch.float64)

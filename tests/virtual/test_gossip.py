@@ -194,7 +194,7 @@ def test_a_graph_whose_pushes_would_lose_something_is_refused() -> None:
     pair = [bundle(1.0), bundle(2.0)]
     with pytest.raises(ValueError, match=r"must sum to 1, but column 1 is \[0, 0.5\]"):
         applied(push_sum(lambda step, num_ranks: [[1, 0], [0, 0.5]]), pair)
-    with pytest.raises(ValueError, match=r"must keep a part of what it has, but column 0 is \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"must keep a part of its own, but column 0 is \[0, 1\]"):
         applied(push_sum(lambda step, num_ranks: [[0, 1], [1, 0]]), pair)
     with pytest.raises(ValueError, match=r"row 1 is .*; stochastic_gradient_push\(\) takes such a graph"):
         applied(mix(random_targets(seed=1)), bundles(normal(5)))

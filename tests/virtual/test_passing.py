@@ -126,5 +126,5 @@ def test_wires_of_varying_length_are_refused() -> None:
 def test_a_nan_is_named_with_sender_and_tag() -> None:
     x = ACTIVATIONS.clone()
     x[1, 2] = float("nan")
-    with pytest.raises(NotFinite, match=r"element 34 of what rank 0 sends to rank 1 \(tag 7\) is nan"):
+    with pytest.raises(NotFinite, match=r"element 34 of the tensor from rank 0 to rank 1 \(tag 7\) is nan"):
         passed(x, natural(), tag=7)

@@ -158,12 +158,12 @@ async def _nothing() -> None:
         (
             lambda: Wires(c.feedback(c.one_bit())),
             ValueError,
-            r"feedback\(one_bit\(\)\) remembers what it did with the t",
+            r"feedback\(one_bit\(\)\) remembers the t",
         ),
         (
             lambda: Wires(gradients=c.dgc(0.1)),
             ValueError,
-            r"dgc\(.*\) remembers what it did .*use a codec without feedba",
+            r"dgc\(.*\) remembers the tensor .*use a codec without feedba",
         ),
         (lambda: Wires(gradients=c.threshold(0.5)), ValueError, r"threshold\(tau=0.5\) wires vary in length"),
         (lambda: Wires(c.int8), TypeError, r"write int8\(\)"),

@@ -39,7 +39,7 @@ def refused() -> list[tuple[str, Callable[[], Transform], str]]:
                 (f"{row.text} cut", lambda row=row: through(row.make(), route=c.reduce_scatter), f"{text}.*all_gather")
             )
     for merge, route in product((median, krum(1), vote), (native, ring, tree)):
-        text = f"{merge.__name__} is no sum, so route={route.__name__} is impossible; use route=all_gather"
+        text = f"{merge.__name__} is not a sum, so route={route.__name__} is impossible; use route=all_gather"
         found.append(
             (f"{merge.__name__} {route.__name__}", lambda m=merge, r=route: through(c.fp16(), m, r), re.escape(text))
         )

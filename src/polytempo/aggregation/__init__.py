@@ -1,4 +1,4 @@
-"""How the ranks' updates become one: means, gossip, adaptive sums, low ranks, robust merges, an outer optimizer."""
+"""Merges of the ranks' updates: means, gossip, adaptive sums, low ranks, robust merges, an outer optimizer."""
 
 from polytempo.aggregation.adasum import adaptive_sum, adasum
 from polytempo.aggregation.graphs import Graph, complete, exponential_graph, random_pairs, random_targets, ring_graph

@@ -1,4 +1,4 @@
-"""Adasum: add what is orthogonal, average what is parallel.
+"""Adasum: add orthogonal gradients, average parallel ones.
 
 Source: S. Maleki et al., "Scaling distributed training with adaptive summation", 2020, equation (2)
 and section 3.2 (recursion over a binary tree, one dot product a layer).
@@ -16,7 +16,7 @@ from polytempo.core.cost import num_bytes
 from polytempo.core.state import narrowed, wide
 
 _CHUNK = 1 << 16
-"""Elements that are taken at a time: what is made of them in wider numbers stays in the cache."""
+"""Elements of a pass: their copies in wider numbers stay in the cache."""
 
 
 def adasum() -> Transform:
@@ -28,7 +28,7 @@ def adasum() -> Transform:
     along the same pairs.
 
     a·b, ‖a‖² and ‖b‖² are summed in float64, where no product of two numbers of 32 bits or fewer overflows; 16-bit
-    tensors are added in float32, rounded once, and what was finite stays finite (`core.state.narrowed`).
+    tensors are added in float32, rounded once, and finite values stay finite (`core.state.narrowed`).
 
     Cost: ⌈log₂N⌉ exchanges of the whole buffer, and three more passes over it for each.
     Deviation: whole vectors are exchanged instead of halves (the paper's section 4.1), which costs
@@ -56,7 +56,7 @@ def adasum() -> Transform:
 
 
 async def _summed(port: Port, buffer: Tensor) -> Tensor:
-    """The route on which Adasum's pairs meet, for plain sums."""
+    """The route of Adasum's pairs, for plain sums."""
     return await _along_pairs(port, buffer, torch.add)
 
 

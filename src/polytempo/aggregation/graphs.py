@@ -1,4 +1,4 @@
-"""Who gossips with whom. A graph gives each step's mixing matrix: doubly stochastic, or for pushes by columns alone."""
+"""Partners of gossip. A graph gives each step's mixing matrix: doubly stochastic, or for pushes by columns alone."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Neighbours(NamedTuple):
     """The weights of one step that are not zero."""
 
     sources: Sequence[Mapping[int, float]]
-    """For each rank i the weights Wᵢⱼ by rank j, in the order of ranks; j = i is among them."""
+    """Weights Wᵢⱼ of each rank i, by rank j in the order of ranks; j = i is among them."""
     listeners: Sequence[Sequence[int]]
-    """For each rank j the other ranks that receive from it."""
+    """The other ranks that receive from each rank j."""
 
 
 class SparseWeights(Sequence[list[float]]):
-    """A matrix by the entries of each row that are not zero. A row is made when it is asked for."""
+    """A matrix by the entries of each row that are not zero. A row is made on request."""
 
     def __init__(self, rows: Sequence[Mapping[int, float]]) -> None:
         self.rows = rows
@@ -48,7 +48,7 @@ class SparseWeights(Sequence[list[float]]):
 
 
 def equal_shares(peers: Iterable[Collection[int]]) -> SparseWeights:
-    """The matrix in which each rank takes equal parts of its `peers`."""
+    """The matrix with equal parts of each rank's `peers`."""
     return SparseWeights([dict.fromkeys(sorted(near), 1 / len(near)) for near in peers])
 
 
@@ -108,7 +108,7 @@ def random_pairs(seed: int = 0) -> Graph:
 
 
 def random_targets(seed: int = 0) -> Graph:
-    """Each rank keeps a half and sends a half to another rank, drawn anew each step: a graph for pushes.
+    """Each rank keeps a half and sends a half to another rank, drawn in each step: a graph for pushes.
 
     Columns sum to 1, rows do not: several may send to one rank, and none to another.
     Source: D. Kempe, A. Dobra and J. Gehrke, "Gossip-based computation of aggregate information", 2003 (push-sum).
@@ -128,7 +128,7 @@ def random_targets(seed: int = 0) -> Graph:
 
 
 def check_graph(given: object) -> None:
-    """Raise TypeError for what cannot be called as a graph is: a name, `random_pairs` without ()."""
+    """Raise TypeError for anything but a graph: a name, `random_pairs` without ()."""
     try:
         inspect.signature(given).bind(0, 1)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -154,14 +154,14 @@ def mixing_neighbours(graph: Graph, step: int, num_ranks: int) -> Neighbours:
 
 @lru_cache(maxsize=16)
 def pushing_neighbours(graph: Graph, step: int, num_ranks: int) -> Neighbours:
-    """For a directed graph the checked weights: columns sum to 1, and each rank keeps a part of its own."""
+    """The checked weights of a directed graph: columns sum to 1, and each rank keeps a part of its own."""
     found = neighbours(_square(graph(step, num_ranks), num_ranks))
     negative = {source for row in found.sources for source, weight in row.items() if weight < 0}
     for i, total in enumerate(_column_sums(found)):
         if abs(total - 1) > 1e-9 or i in negative:
             raise ValueError(f"the columns of a graph for pushes must sum to 1, but column {i} is {_column(found, i)}")
         if i not in found.sources[i]:
-            raise ValueError(f"each rank must keep a part of what it has, but column {i} is {_column(found, i)}")
+            raise ValueError(f"each rank must keep a part of its own, but column {i} is {_column(found, i)}")
     return found
 
 

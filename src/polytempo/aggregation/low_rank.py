@@ -1,13 +1,11 @@
-"""PowerSGD: the mean of matrices, of which only the product of two thin ones travels.
+"""PowerSGD: the mean of matrices, sent as the product of two thin ones.
 
     M (n, m)  ──·Q──▶  P (n, r)  ──all-reduce──▶  orthonormal columns P̂
                                                       │
     M̂ = P̂ Qᵀ  ◀──all-reduce──  Q = Mᵀ P̂ (m, r)  ◀─────┘          the next step begins with this Q
 
-What M̂ leaves out stays with the ranks, and goes with the next gradient.
-
-In memory P and Q lie transposed, with r long rows: torch multiplies M by a thin matrix of columns at a quarter to a
-tenth of the speed of Qᵀ Mᵀ and P̂ᵀ M.
+The rest of M stays with the ranks, and goes with the next gradient. In memory P and Q are transposed, with r long rows:
+torch multiplies M by a thin matrix of columns at a quarter to a tenth of the speed of Qᵀ Mᵀ and P̂ᵀ M.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from polytempo.core.route import check_route
 from polytempo.core.state import narrowed, wide
 
 EXACT_BELOW = 1024
-"""Tensors of fewer elements travel as they are, unless something else is said."""
+"""The default: tensors of fewer elements travel as they are."""
 
 
 class Remembered(NamedTuple):
-    """Of one matrix: what this rank holds back, shaped like the parameter, and Qᵀ, shape (r, m); None: not kept.
+    """One matrix: this rank's residual, shaped like the parameter, and Qᵀ, shape (r, m); None: not kept.
 
     Both are of the dtype that is computed with: a residual of 16 bits would lose a part of M in every step.
     """
@@ -55,7 +53,7 @@ class Remembered(NamedTuple):
 
 
 class LowRankState(NamedTuple):
-    """How many exchanges there were, and what is remembered of each matrix that is compressed, by name."""
+    """The number of exchanges, and the memory of each compressed matrix, by name."""
 
     step: int
     matrices: dict[str, Remembered]
@@ -71,7 +69,7 @@ class Shape(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether P and Q together are smaller than the matrix."""
+        """True if P and Q together are smaller than the matrix."""
         return (self.rows + self.columns) * self.rank < self.rows * self.columns
 
 
@@ -83,7 +81,7 @@ def low_rank(
     warm_start: bool = True,
     seed: int = 0,
 ) -> Transform:
-    """The mean of all ranks, weighted by samples, each tensor of it by a matrix of rank r = `rank`, and what is left.
+    """The mean of all ranks, weighted by samples, each tensor of it by a matrix of rank r = `rank`; the rest stays.
 
     A tensor is seen as a matrix [shape[0], rest]. On rank i, with residual eᵢ:
 
@@ -93,9 +91,8 @@ def low_rank(
     so Σ eᵢ = Σ Mᵢ - M̂: over the steps nothing is lost. M̂ is the projection of ΣM on the span of P, exact where ΣM has
     no more than r independent directions that Q sees. For P, each column of Q is divided by its largest entry, which P̂
     does not notice: gradients near 1e-30 and 1e30 are projected as those near 1. With `warm_start` each step goes on
-    from the Q of the one before, which is a power iteration over the steps; without it Q is drawn anew each time. The
-    first Q is a pure function of `seed` and the parameter's name, so ranks agree on it, however parameters are put into
-    buckets.
+    from the Q of the one before, a power iteration over the steps; without it Q is drawn each time. The first Q is a
+    pure function of `seed` and the parameter's name, so ranks agree on it for any buckets.
 
     Vectors, tensors of fewer than `exact_below` elements, and matrices that r makes no smaller ((n + m) · r ≥ n · m)
     travel as they are, with the Ps: two all-reduces a step by `route`, never three. At r ≥ min(n, m) that is all of
@@ -197,7 +194,7 @@ class _Step:
         scaled = bundle.scaled(self.share) if self.share else torch.zeros_like(bundle.flat)
         self.out = bundle.with_flat(scaled)
         self.dtype = wide(scaled.dtype)
-        """Computed, and sent, in these numbers."""
+        """The dtype of computations and messages."""
         matrices = {shape.name for shape in shapes}
         self.exact = [view for name, view in self.out.views.items() if name not in matrices]
         self.sums: dict[str, Tensor] = {}
@@ -205,16 +202,16 @@ class _Step:
         self.lefts: list[Tensor] = []
         """P̂ᵀ of each matrix, shape (r, n)."""
         self._begin = sum(shape.rows * shape.rank for shape in shapes)
-        """Where the first message goes on with what travels as it is."""
+        """The place in the first message after the Ps."""
         self.flops = float(sum(6 * s.rank * s.rows * s.columns for s in shapes))
 
     def uses(self, part: Literal["project", "answer", "settle"]) -> Uses:
-        """What one of the three computations takes: bytes of the matrices, operations of their products by P or Q."""
+        """The load of one of the three computations: bytes of the matrices, operations of their products by P or Q."""
         num_bytes = self.dtype.itemsize * sum(s.rows * s.columns for s in self.shapes)
         return (KernelUse(f"low_rank {part}", len(self.shapes), num_bytes, self.flops / 3),)
 
     def project(self, before: Mapping[str, Remembered], rights: Mapping[str, Tensor | None]) -> Tensor:
-        """The first message: P of each matrix, then what travels as it is."""
+        """The first message: P of each matrix, then the uncompressed tensors."""
         message = self._message([s.rows * s.rank for s in self.shapes] + [view.numel() for view in self.exact])
         for shape, left in zip(self.shapes, self._matrices(message, left=True), strict=True):
             residual = before[shape.name].memory.residual
@@ -228,7 +225,8 @@ class _Step:
         return message
 
     def answer(self, message: Tensor) -> Tensor:
-        """From the summed first message, the second: Q of each matrix. What travelled as it is, is in its place."""
+        """The second message, Q of each matrix, from the summed first one. Uncompressed tensors are put in their
+        places."""
         for view, place in zip(self.exact, self._rest(message), strict=True):
             view.copy_(narrowed(place.view(view.shape), view))
         lefts = list(self._matrices(message, left=True))
@@ -241,7 +239,7 @@ class _Step:
         return answer
 
     def settle(self, message: Tensor, before: Mapping[str, Remembered], keep: bool) -> dict[str, Remembered]:
-        """M̂ into its place, and what it leaves out into the residual's memory."""
+        """Put M̂ into its place, and the rest into the residual's memory."""
         after = {}
         rights = self._matrices(message, left=False)
         for shape, left, right in zip(self.shapes, self.lefts, rights, strict=True):
@@ -260,7 +258,7 @@ class _Step:
         return after
 
     def _sum(self, shape: Shape, residual: Tensor | None) -> Tensor:
-        """Mᵢ, where the gradient lay if it can be computed with there."""
+        """Mᵢ, in the gradient's memory if its dtype allows."""
         view = self.out.views[shape.name]
         if view.dtype is not self.dtype:
             view = view.to(self.dtype)
@@ -281,11 +279,11 @@ class _Step:
         return found
 
     def _rest(self, message: Tensor) -> list[Tensor]:
-        """What follows the Ps in the first message."""
+        """The windows after the Ps in the first message."""
         return list(message[self._begin :].split([view.numel() for view in self.exact]))
 
     def _refuse(self, lefts: Sequence[Tensor]) -> NoReturn:
-        """An infinity or NaN of any rank is in a column of Pᵀ on all of them, so all of them stop here."""
+        """Raise on every rank: an infinity or NaN of any of them is in a column of Pᵀ on all."""
         shape, left = next((s, p) for s, p in zip(self.shapes, lefts, strict=True) if not bool(p.isfinite().all()))
         wrong = int((~left.isfinite()).any(dim=0).nonzero()[0])
         row = self.sums[shape.name][wrong]
@@ -300,7 +298,7 @@ class _Step:
 
 
 def _shapes(tensors: Mapping[str, Tensor], rank: int, exact_below: int) -> list[Shape]:
-    """Those tensors that could be compressed."""
+    """The tensors that could be compressed."""
     found = []
     for name, tensor in tensors.items():
         if tensor.dim() >= 2 and tensor.numel() >= max(1, exact_below):
@@ -316,7 +314,7 @@ def _drawn(shape: Shape, seed: int, step: int, like: Tensor) -> Tensor:
 
 
 def _without_scale(right: Tensor) -> Tensor:
-    """Qᵀ with rows whose largest entry is ±1, or all are 0, shape (r, m). The span of P = M Q stays the same.
+    """Qᵀ with ±1 as each row's largest entry (rows of zeros stay), shape (r, m). The span of P = M Q stays the same.
 
     Q = Mᵀ P̂ is as large as M, so M Q would be as its square: beyond float32 long before M is.
     """
@@ -331,7 +329,7 @@ def _orthonormal(left: Tensor) -> Tensor:
 
 
 def _given(bundle: Bundle, state: LowRankState) -> tuple[Bundle, LowRankState]:
-    """Alone: the residual from when there were others is given."""
+    """Give a lone rank's residual from a time with others."""
     after = {}
     for name, (memory, right) in state.matrices.items():
         if memory.residual is not None:

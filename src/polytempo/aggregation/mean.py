@@ -18,8 +18,8 @@ def mean(route: Route = native) -> Transform:
 
     shareᵢ is rank i's samples over all ranks' samples (1/N where the bundle does not say). So the
     mean of mean-gradients over uneven batches is exactly the gradient of the joined batch, and no
-    message carries the counts. Scaling before adding keeps 16-bit sums in range. With share 0 zeros travel,
-    whatever xᵢ holds (0 · NaN would be NaN).
+    message carries the counts. Scaling before adding keeps 16-bit sums in range. With share 0 zeros travel
+    in place of xᵢ (0 · NaN would be NaN).
 
     Cost: one pass over the gradients, which packs and scales them, then the route's.
     """
@@ -42,7 +42,7 @@ class MovingAverageState(NamedTuple):
 
 
 def moving_average(momentum: float) -> Transform:
-    """m ← β m + (1 - β) g; what goes on is m. β = `momentum`. Cost: memory for m."""
+    """m ← β m + (1 - β) g; the answer is m. β = `momentum`. Cost: memory for m."""
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is at least 0 and below 1, got {momentum}")
 

@@ -1,6 +1,7 @@
 """Gossip: each rank mixes with its neighbours of the step's graph. No rank talks to all others.
 
-`mix` needs an undirected graph. `push_sum` works on a directed one, in which a rank may hear more ranks than it tells.
+`mix` needs an undirected graph. `push_sum` works on a directed one, where a rank may receive from more ranks than it
+sends to.
 
 Source: X. Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017; for push-sum,
 M. Assran, N. Loizou, N. Ballas and M. Rabbat, "Stochastic gradient push for distributed deep learning", 2019.
@@ -17,16 +18,16 @@ from torch import Tensor
 
 from polytempo.aggregation.graphs import Graph, Neighbours, check_graph, mixing_neighbours, pushing_neighbours
 from polytempo.core import Bundle, Cost, Exchange, Port, Promise, Sent, Transform
-from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.arithmetic.merge import add_
 from polytempo.core.cost import num_bytes
+from polytempo.core.state import AnchorState
 
 _IN_TURN_BYTES = 1 << 18
 
 
 class MixState(NamedTuple):
-    """How often a rank has mixed: graphs may change from step to step."""
+    """The number of mixes so far: graphs may change from step to step."""
 
     step: int
 
@@ -34,9 +35,9 @@ class MixState(NamedTuple):
 def mix(graph: Graph) -> Transform:
     """xᵢ ← Σⱼ Wᵢⱼ xⱼ with the doubly stochastic W of `graph` at this step.
 
-    Neighbours are added in the order of ranks, so the result does not depend on who was faster. Running statistics are
+    Neighbours are added in the order of ranks, so the result does not depend on their speed. Running statistics are
     mixed with the same neighbours by the same W.
-    Cost: K bytes to each neighbour; memory for what all neighbours send; one step. From 256 KiB on one after the other:
+    Cost: K bytes to each neighbour; memory for all neighbours' messages; one step. From 256 KiB on one after the other:
     a rank sends to the next listener, as far above it as the sender below it that it then waits for. So on a ring or a
     complete graph no two send to one rank at a time: TCP shares a link less well than one message after the other does.
     """
@@ -53,15 +54,15 @@ def mix(graph: Graph) -> Transform:
         return (bundle if port.size == 1 else await mixed_by(port, bundle, state)), after
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
-        """In the graph's first step."""
+        """The cost of the graph's first step."""
         return Cost((Exchange("mix", sum_cost(mixing_neighbours(graph, 0, num_ranks), num_bytes(parameters))),))
 
     return Transform(lambda parameters: MixState(0), apply, Promise.SEPARABLE | Promise.IDLE_ALONE, cost, mixed_by)
 
 
 async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], listeners: Sequence[int]) -> Tensor:
-    """Σⱼ Wᵢⱼ xⱼ at rank i of its `sources` j, with their weights, told to its `listeners`; `flat`, its own xᵢ, stays as
-    it is. See `mix` for the order of messages."""
+    """Σⱼ Wᵢⱼ xⱼ at rank i of its `sources` j, with their weights; its own xᵢ, `flat`, goes to its `listeners` and
+    stays. See `mix` for the order of messages."""
     rank = port.rank
     coming = {i: await port.start(port.recv(flat, i)) for i in _behind(port, sources) if i != rank}
 
@@ -85,18 +86,18 @@ async def weighted_sum(port: Port, flat: Tensor, sources: Mapping[int, float], l
 
 
 async def _times(port: Port, values: Tensor, weight: float) -> Tensor:
-    """weight · values, in memory of its own; counted on clusters whose kernels were measured."""
+    """weight · values, in memory of its own; counted on clusters with measured kernels."""
     uses = (KernelUse("scale", 1, values.nbytes),)
     return await port.compute(lambda: values if values.is_meta else values * weight, 0.0, uses=uses)
 
 
 def _behind(port: Port, ranks: Iterable[int]) -> list[int]:
-    """In the order in which they come after this rank."""
+    """Ranks in ascending order, beginning behind this one."""
     return sorted(ranks, key=lambda other: (other - port.rank) % port.size)
 
 
 def sum_cost(found: Neighbours, message_bytes: int) -> Sent:
-    """What all ranks send for one `weighted_sum`."""
+    """The messages of all ranks for one `weighted_sum`."""
     listeners = [len(each) for each in found.listeners]
     edges = sum(listeners)
     return Sent(edges, edges * message_bytes, busiest_bytes=max(listeners) * message_bytes, rounds=1 if edges else 0)
@@ -106,7 +107,7 @@ _WEIGHT_BYTES = 8
 
 
 class PushSumState(NamedTuple):
-    """How often ranks have pushed, and where that has brought them: a rank's numerator x was w z then."""
+    """The number of pushes and their result; a rank's numerator x was w z then."""
 
     step: int
     weights: Tensor
@@ -116,9 +117,9 @@ class PushSumState(NamedTuple):
 
 
 def push_sum(graph: Graph) -> Transform:
-    """xᵢ ← Σⱼ Pᵢⱼ xⱼ, wᵢ ← Σⱼ Pᵢⱼ wⱼ, zᵢ = xᵢ / wᵢ, with the P of `graph` at this step, whose columns sum to 1.
+    """xᵢ ← Σⱼ Pᵢⱼ xⱼ, wᵢ ← Σⱼ Pᵢⱼ wⱼ, zᵢ = xᵢ / wᵢ, with the P of `graph` at this step; its columns sum to 1.
 
-    z are the parameters; what has moved them since is added to x. Σᵢ xᵢ stays, and Σᵢ wᵢ = N, so every z tends to the
+    z are the parameters; their movement since is added to x. Σᵢ xᵢ stays, and Σᵢ wᵢ = N, so every z tends to the
     mean. Running statistics sᵢ become Σⱼ Pᵢⱼ wⱼ sⱼ / Σⱼ Pᵢⱼ wⱼ. Where another number of ranks goes on, all w are
     1 again.
     Cost: as `mix`; memory for one more copy of the parameters. The graph is known to all ranks, so each computes all w
@@ -137,7 +138,7 @@ def push_sum(graph: Graph) -> Transform:
             return bundle, state._replace(step=state.step + 1)
         found, weights = begin(port, state)
         known = len(state.weights) == port.size
-        missing = float(weights[port.rank]) - 1  # x = w z + what has moved z since
+        missing = float(weights[port.rank]) - 1  # x = w z + the movement of z since
         moved = known and missing and not bundle.flat.is_meta
         x = bundle.flat.add(state.last.anchor.flat, alpha=missing) if moved else bundle.flat
         mixed = await weighted_sum(port, x, found.sources[port.rank], found.listeners[port.rank])
@@ -158,7 +159,7 @@ def push_sum(graph: Graph) -> Transform:
         return PushSumState(0, torch.ones(0, dtype=torch.float64), AnchorState(parameters.copy(), None))
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
-        """In the graph's first step."""
+        """The cost of the graph's first step."""
         size = num_bytes(parameters)
         return Cost(
             (Exchange("push_sum", sum_cost(pushing_neighbours(graph, 0, num_ranks), size)),),

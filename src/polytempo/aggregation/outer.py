@@ -1,4 +1,4 @@
-"""An optimizer around the workers: what they moved in a round is its gradient.
+"""An optimizer around the workers: their movement in a round is its gradient.
 
 Source: A. Douillard et al., "DiLoCo: distributed low-communication training of language models",
 2023, Algorithm 1; with plain steps, J. Wang et al., "SlowMo", 2019.
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from polytempo.core import Bundle, Cost, Port, Promise, Transform, inside
-from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import num_bytes
+from polytempo.core.state import AnchorState
 from polytempo.core.transform import cost_of
 
 
 def from_anchor(transform: Transform) -> Transform:
-    """Let `transform` see Δ = anchor - θ, what this rank moved since the anchor; then θ ← anchor - its answer.
+    """Let `transform` see Δ = anchor - θ, this rank's movement since the anchor; then θ ← anchor - its answer.
 
-    The result becomes the next anchor. With one rank nothing is touched where `transform` does nothing then; else
-    anchor - (anchor - θ) is θ to rounding. Memory: one more copy of the parameters.
+    The result becomes the next anchor. One rank alone keeps θ where `transform` then does nothing; else anchor -
+    (anchor - θ) is θ to rounding. Memory: one more copy of the parameters.
     """
 
     def init(parameters: Bundle) -> AnchorState:

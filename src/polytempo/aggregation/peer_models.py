@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polytempo.core import Bundle, Cost, Exchange, Port, Promise, Sent, Transform
 from polytempo.core.cost import num_bytes
 
 GROUP = "group"
-"""The axis of the mesh along which ranks of the same place lie, one in each group."""
+"""The mesh's axis over ranks of the same place, one in each group."""
 
 
 class PeerModelsState(NamedTuple):
-    """How often groups have exchanged models, and the other groups' parameters, in the order of groups."""
+    """The number of exchanges between groups, and the other groups' parameters, in the order of groups."""
 
     exchanges: int
     models: tuple[Bundle, ...]
 
 
 def peer_models(groups: int) -> Transform:
-    """Remember what ranks of the same place in other groups have; the parameters stay as they are.
+    """Remember the parameters of ranks of the same place in other groups; this rank's stay as they are.
 
     Cost: an all-gather of the parameters over the groups; memory for (groups - 1) copies.
     """
@@ -35,18 +34,9 @@ def peer_models(groups: int) -> Transform:
         return bundle, PeerModelsState(state.exchanges + 1, others)
 
     def cost(parameters: Bundle, num_ranks: int) -> Cost:
-        """Of the ranks of one group."""
+        """The cost of the ranks of one group."""
         each = (groups - 1) * num_bytes(parameters)
         sent = Sent(num_ranks, num_ranks * each, busiest_bytes=each, rounds=groups - 1)
         return Cost((Exchange("peer_models", sent),), memory_bytes=each)
 
     return Transform(init, apply, Promise.SEPARABLE | Promise.WEIGHS, cost)
-
-
-def peer_models_in(state: Any) -> Iterator[PeerModelsState]:
-    """What of it is somewhere in a state."""
-    if isinstance(state, PeerModelsState):
-        yield state
-    elif isinstance(state, dict | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from peer_models_in(value)

@@ -18,7 +18,8 @@ from polytempo.core.cost import gathered, num_bytes, route_name
 
 
 def merged(merge: Merge) -> Transform:
-    """Gather every rank's buffer everywhere and merge them. Samples' shares are not used: a liar would lie about them.
+    """Gather every rank's buffer everywhere and merge them. Samples' shares are not used: a wrong rank could give wrong
+    ones.
 
     Running statistics are merged alike, so that a wrong rank steers them no more than the gradients.
     Cost: (N-1)·K bytes sent and N·K held by each rank.
@@ -105,14 +106,14 @@ def multi_krum(wrong: int = 1, kept: int | None = None) -> Merge:
 
 
 def bulyan(wrong: int = 1) -> Merge:
-    """Of each coordinate the mean of the θ - 2·wrong values nearest to the median of θ = N - 2·wrong buffers.
+    """The mean of each coordinate's θ - 2·wrong values nearest to the median of θ = N - 2·wrong buffers.
 
-    The θ buffers are chosen one by one, each by `krum` among those that are left. A wrong buffer that lies near the
-    others in all coordinates but one wins Krum's choice, and carries an error that grows with √(number of parameters);
-    here it is one of θ, and its one coordinate is cut off.
+    The θ buffers are chosen one by one, each by `krum` among the rest. A wrong buffer near the others in all
+    coordinates but one wins Krum's choice, and carries an error that grows with √(number of parameters); here it is one
+    of θ, and its one coordinate is cut off.
 
-    Holds against `wrong` wrong ranks; needs N ≥ 4·wrong + 3. Deviation: where fewer are left than Krum needs, it looks
-    at the nearest one.
+    Holds against `wrong` wrong ranks; needs N ≥ 4·wrong + 3. Deviation: where the rest is fewer than Krum needs, it
+    looks at the nearest one.
     Source: E. M. El Mhamdi, R. Guerraoui and S. Rouault, "The hidden vulnerability of distributed learning in
     Byzantium", 2018, section 4.
     """
@@ -145,18 +146,18 @@ def _closest(buffers: Sequence[Tensor], wrong: int, kept: int, name: str) -> Ten
 
 
 def _distances(stacked: Tensor) -> Tensor:
-    """‖xᵢ - xⱼ‖² of all pairs; ∞ of each to itself, and to one that holds NaN."""
+    """‖xᵢ - xⱼ‖² of all pairs; ∞ of each to itself, and to buffers with NaN."""
     distances = torch.stack([((stacked - each) ** 2).sum(dim=1) for each in stacked]).fill_diagonal_(torch.inf)
     return distances.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _scores(distances: Tensor, num_nearest: int) -> Tensor:
-    """Of each row the sum of its smallest distances."""
+    """The sum of each row's smallest distances."""
     return distances.sort(dim=1).values[:, :num_nearest].sum(dim=1)
 
 
 def _whole(merge: Merge, name: str) -> Merge:
-    """`merge` under that name, and as one that looks at whole buffers."""
+    """`merge` under that name, marked as a merge of whole buffers."""
     merge.__name__ = name
     merge.coordinate_wise = False  # type: ignore[attr-defined]
     return merge
@@ -175,10 +176,10 @@ def _check_ranks(num_ranks: int, least: int, name: str) -> None:
 def vote(buffers: Sequence[Tensor]) -> Tensor:
     """sign(Σᵢ sign(xᵢ)) of each coordinate; 0 where as many ranks say up as down.
 
-    Every rank has one vote whatever its samples or the size of its numbers, so fewer than half of the ranks cannot turn
-    a coordinate that the others agree on. Zero and NaN are no vote.
+    Every rank has one vote for any samples and size of numbers, so fewer than half of the ranks cannot turn a
+    coordinate that the others agree on. Zero and NaN do not count.
 
-    It looks at one coordinate at a time, but the answer can be a tie, for which a code of one bit has no word. So it
+    It looks at one coordinate at a time, but the answer can be a tie, and a code of one bit has no word for it. So it
     says `coordinate_wise = False`: whole buffers are gathered, and no rank encodes the answer again.
 
     Source: J. Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", 2019,
@@ -194,13 +195,11 @@ vote.coordinate_wise = False  # type: ignore[attr-defined]
 
 
 def votes_of(size: float) -> Merge:
-    """`vote`, times `size`. ValueError for one that is not above 0."""
+    """`vote`, times `size`. ValueError unless `size` is above 0."""
     if not 0 < size < inf:
         raise ValueError(f"a vote moves a parameter by a number above 0, got {size}")
 
     def sized(buffers: Sequence[Tensor]) -> Tensor:
         return vote(buffers).mul_(size)
 
-    sized.__name__ = "vote"
-    sized.coordinate_wise = False  # type: ignore[attr-defined]
-    return sized
+    return _whole(sized, "vote")

@@ -1,4 +1,4 @@
-"""Over which paths a sum travels. Each route takes a flat buffer and returns the sum over all ranks.
+"""Routes of a sum. Each takes a flat buffer and returns the sum over all ranks.
 
 | route | steps | bytes from the busiest rank | time |
 |---|---|---|---|
@@ -8,7 +8,7 @@
 | `star` | 2 | (N-1) · K | 2α + 2(N-1) · K/B |
 | `hierarchical` | the tree's within a host, `between`'s between hosts | | |
 | `invariant` | 2(N-1) | 2(N-1)/N · K | 2(N-1)α + 2(N-1)/N · K/B |
-| `native` | what the world offers | | |
+| `native` | the world's own | | |
 """
 
 from polytempo.collectives.halving import halving_doubling, halving_doubling_price

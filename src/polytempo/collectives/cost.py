@@ -1,4 +1,4 @@
-"""What a sum over all ranks sends, by its route: to the byte, whether its numbers divide evenly or not."""
+"""Messages of a sum over all ranks, by its route: to the byte, whether its numbers divide evenly or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polytempo.core.cost import route_name
 
 
 def sum_cost(route: Route, hosts: Sequence[int], numel: int, itemsize: int) -> Sent:
-    """What one sum of `numel` numbers of `itemsize` bytes sends; rank r is on host `hosts[r]`.
+    """The messages of a sum of `numel` numbers of `itemsize` bytes; rank r is on host `hosts[r]`.
 
     All routes but `native` send 2(N-1) · K bytes together; they differ in messages, rounds, and the busiest rank.
     Errors: ValueError for a route that is none of `polytempo.collectives`.
@@ -30,7 +30,7 @@ def sum_cost(route: Route, hosts: Sequence[int], numel: int, itemsize: int) -> S
     if route not in _COSTS:
         known = ", ".join(sorted(route_name(each) for each in _COSTS))
         raise ValueError(
-            f"what route={route_name(route)} sends is not known; known are {known}, hierarchical and invariant"
+            f"the messages of route={route_name(route)} are not known; known are {known}, hierarchical and invariant"
         )
     return _COSTS[route](len(hosts), numel, itemsize)
 

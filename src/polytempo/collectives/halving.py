@@ -20,15 +20,15 @@ async def halving_doubling(port: Port, buffer: Tensor) -> Tensor:
     """The sum of all ranks' flat buffers, for any number of ranks.
 
     P is the largest power of two ≤ N. The N-P ranks beyond it first give their buffer to rank r-P and
-    get the result at the end. Among the P: at distance P/2, P/4, … 1, partners swap halves of what they
-    still hold and add; then the finished pieces are swapped back at distance 1, 2, … P/2.
+    get the result at the end. Among the P: at distance P/2, P/4, … 1, partners swap halves of their
+    rest and add; then the finished pieces are swapped back at distance 1, 2, … P/2.
 
         halving   0 ⇄ 2 (half)     0 ⇄ 1 (quarter)       rank r ends with piece r
         doubling  0 ⇄ 1 (quarter)  0 ⇄ 2 (half)
 
     Cost: 2log₂P steps, 2(P-1)/P · K bytes a rank, for K a multiple of P; where N is not a power of two
-    two more steps, and K more bytes from each extra rank and from its partner, whose link also
-    receives the first half-buffer of its pair meanwhile (K/2 more time).
+    two more steps, and K more bytes from each extra rank and from its partner; the partner's link
+    also receives the first half-buffer of its pair meanwhile (K/2 more time).
     """
     num_pairs = 1 << (port.size.bit_length() - 1)
     if buffer.is_meta and await port.whole_sum(halving_doubling, buffer):

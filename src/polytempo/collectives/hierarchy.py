@@ -22,8 +22,8 @@ def hierarchical(between: Route = ring) -> Route:
                               between(0, 3, 6)
         host 1: 3 ← 4 ← 5   /                    \\ 3 → 4 → 5
 
-    Hosts may hold different numbers of ranks. Cost: the tree's within a host, and between H hosts that
-    of `between` with N = H: by ring 2(H-1)/H · K bytes through each host's link.
+    Hosts may hold different numbers of ranks. Cost: the tree's within a host, and between H hosts the
+    cost of `between` with N = H: by ring 2(H-1)/H · K bytes through each host's link.
     """
 
     return Hierarchical(between)

@@ -1,4 +1,4 @@
-"""Invariant: a sum whose bits are the same for any number of ranks, because a tree over slices fixes its order.
+"""Invariant: a sum with the same bits for any number of ranks, because a tree over slices fixes its order.
 
     slices      0   1   2   3   4   5   6   7            invariant(slices=8)
                 └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘
@@ -31,13 +31,13 @@ from polytempo.core.calls.typed_arguments import check_whole
 
 
 def invariant(slices: int = 8) -> Route:
-    """The route of `sync_sgd` whose weights have the same bits with 1, 2, … `slices` workers.
+    """The route of `sync_sgd` for weights with the same bits for 1, 2, … `slices` workers.
 
-    The global batch is cut into `slices` slices, each slice's gradient is computed by itself, and a binary tree over
-    slice numbers says in which order gradients are added. Each rank has the slices of one subtree: with N ranks the
+    The global batch is cut into `slices` slices, each slice's gradient is computed separately, and a binary tree over
+    slice numbers fixes the order of additions. Each rank has the slices of one subtree: with N ranks the
     busiest has slices / 2^⌊log₂N⌋ of them, so powers of two divide the work evenly.
 
-    The route itself adds what ranks hold of the tree: rank r gets stripe r of all buffers, adds the stripes in the
+    The route itself adds the ranks' subtrees: rank r gets stripe r of all buffers, adds the stripes in the
     order of the tree, and hands the sum out. Cost: the ring's, 2(N-1) steps and 2(N-1)/N · K bytes from each rank, for
     K a multiple of N; K more memory while it runs.
 

@@ -20,7 +20,7 @@ from polytempo.core.arithmetic.merge import add_
 async def ring(port: Port, buffer: Tensor) -> Tensor:
     """The sum of all ranks' flat buffers; each element is added in the order of the ring.
 
-    The buffer is cut into N chunks whose sizes differ by at most one element. Rank r sends chunk r,
+    The buffer is cut into N chunks with sizes that differ by at most one element. Rank r sends chunk r,
     then always the chunk that it has just added to; after N-1 rounds it holds the finished chunk
     r+1, and N-1 more rounds pass the finished chunks on:
 
@@ -77,6 +77,6 @@ class Round(NamedTuple):
 
 
 def stripe_sizes(num_ranks: int, numel: int) -> IntArray:
-    """How `tensor_split` cuts `numel` numbers: the first ones are one longer where they do not divide evenly."""
+    """The parts of `tensor_split` of `numel` numbers: the first ones are one longer where they do not divide evenly."""
     each, longer = divmod(numel, num_ranks)
     return each + (np.arange(num_ranks) < longer)

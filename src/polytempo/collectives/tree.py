@@ -88,7 +88,7 @@ def _piece_numel(numel: int, itemsize: int) -> int:
 
 
 def num_pieces(numel: int, itemsize: int) -> int:
-    """The number of messages by which such a buffer goes down."""
+    """The number of messages of such a buffer on its way down."""
     return max(1, -(-numel // _piece_numel(numel, itemsize)))
 
 

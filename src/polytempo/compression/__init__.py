@@ -1,4 +1,4 @@
-"""How tensors are encoded before they travel: casts, codes, a few entries, and what feeds the rest back."""
+"""Encodings of tensors before they travel: casts, codes, a few entries, and feedback of the rest."""
 
 from polytempo.compression.codecs.cast import bf16, fp16
 from polytempo.compression.codecs.dgc import dgc

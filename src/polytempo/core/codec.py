@@ -1,13 +1,13 @@
 """`Codec`: how one tensor becomes fewer bytes, and comes back. Pure: it has no port, hence no communication.
 
 x ──encode──▶ wire (flat, few bytes) ──▶ another rank ──add_──▶ out += x̂
-x + r ──encode_──▶ wire, and r ← (x + r) - x̂ : what was not sent goes with the next tensor
+x + r ──encode_──▶ wire, and r ← (x + r) - x̂ : the rest goes with the next tensor
 
-A codec has three parts, each in a place of its own:
+A codec has three parts:
 
-facts      what an exchange decides by: `Facts`, plain data
+facts      the basis of an exchange's decisions: `Facts`, plain data
 encoding   the reference in plain torch, some ten lines      one class a file in `compression`, see `compression.coded`
-kernels    the same bits in fewer passes over memory         `compression.kernels`, for those encodings that have some
+kernels    the same bits in fewer passes over memory         native, at the end of some encodings' files
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ CodecState = Any
 
 
 class EncodeContext(NamedTuple):
-    """Which encoding of which tensor this is: all that a codec may depend on besides the values.
+    """The number of an encoding of a tensor: a codec depends on this and the values alone.
 
     Random numbers are a pure function of the codec's seed, of (step, rank, tensor, life), and of the element's
     position, so a context can be repeated, and no rank has to send a generator's state.
     """
 
     step: int = 1
-    """How often the tensor has been encoded, this time included."""
+    """Encodings of the tensor so far, this one included."""
     rank: int = 0
-    """Who encodes. All ranks draw alike where a codec says so (`random_k`)."""
+    """The rank that encodes. All ranks draw alike where a codec says so (`random_k`)."""
     tensor: int = 0
     """A number for the tensor, the same on all ranks and in all runs: a checksum of its name and place."""
     terms: int = 1
-    """How many wires are added before the sum is decoded (1: none)."""
+    """Wires that are added before the sum is decoded (1: none)."""
     agreed: float | None = None
-    """The largest `statistic` among the ranks, for codecs that have one and whose wires are added."""
+    """The largest `statistic` among the ranks, for codecs with a statistic and wires that are added."""
     life: int = 0
-    """How often who encodes had ended and begun to count steps anew (a worker of a parameter server)."""
+    """Restarts of the encoding process (a worker of a parameter server); each counts steps from 1 again."""
 
 
 ALONE = EncodeContext()
-"""The context where a tensor is encoded by itself, to look at it."""
+"""The context of a single encoding outside of training."""
 
 
 class Law(NamedTuple):
-    """What a codec promises of x̂ = decode(encode(x)). `bound` takes a tensor like x, and looks at its shape only.
+    """A codec's promise about x̂ = decode(encode(x)). `bound` takes a tensor like x, and looks at its shape only.
 
     "lossless": x̂ = x. "unbiased": E x̂ = x and E‖x̂ - x‖² ≤ bound · ‖x‖². "contraction": ‖x - x̂‖² ≤ (1 - bound) · ‖x‖²
     (in expectation where the codec draws). "conserving": with feedback nothing is lost; for a single x nothing, but
@@ -63,35 +63,34 @@ class Law(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a codec is, whatever the tensor: plain data that exchanges, strategies and errors read."""
+    """Properties of a codec for all tensors: plain data that exchanges, strategies and errors read."""
 
     name: str
-    """As a person would write it: `top_k(ratio=0.01)`."""
+    """The call that makes it: `top_k(ratio=0.01)`."""
     law: Law
-    """What it promises."""
     flops: float
-    """Operations for an element, encoding and decoding together: what a virtual clock charges."""
+    """Operations for an element, encoding and decoding together, which a virtual clock charges."""
     summable: bool = False
-    """Whether wires may be added before they are decoded."""
+    """True if wires may be added before they are decoded."""
     sparse: bool = False
-    """Whether wires hold a few entries, so that a sum of several is denser than each."""
+    """True if wires hold a few entries, so that a sum of several is denser than each."""
     fixed: bool = True
-    """Whether every wire has exactly `wire_bytes`; otherwise that is the most, and its values decide."""
+    """True if every wire has exactly `wire_bytes`; otherwise that is the most, and the values decide."""
     draws: bool = False
-    """Whether encoding draws random numbers, which are another sequence in each step and on each rank."""
+    """True if encoding draws random numbers: another sequence in each step and on each rank."""
     elementwise: bool = False
-    """Whether a wire has one number for each element, in order, so that many tensors make one wire."""
+    """True if a wire has one number for each element, in order, so that many tensors make one wire."""
     passes_nonfinite: bool = False
-    """Whether NaN and infinities arrive as such. Otherwise `encode` raises `NotFinite`."""
+    """True if NaN and infinities arrive as such. Otherwise `encode` raises `NotFinite`."""
     memory: Literal["none", "residual", "own"] = "none"
-    """What goes from one tensor to the next: nothing; what was not sent (`feedback`); or that and more (`dgc`), which
-    cannot be cut into stripes."""
+    """State from one tensor to the next: nothing; the unsent rest (`feedback`); or more (`dgc`), which cannot be cut
+    into stripes."""
     state_bytes: Callable[[Tensor], int] = lambda like: 0
-    """What it remembers of a tensor like this, once it has been encoded."""
+    """Bytes of its state once a tensor like this has been encoded."""
     momentum: float = 0.0
-    """What the codec has of it already. The optimizer must then have none, or it counts twice."""
+    """The codec's own momentum. The optimizer must then have none, or it counts twice."""
     statistic: Callable[[Tensor], float] | None = None
-    """What ranks must agree on before they encode wires that are added (the largest counts). None: nothing."""
+    """The number that ranks agree on before they encode wires that are added (the largest counts). None: nothing."""
 
 
 @runtime_checkable
@@ -107,7 +106,7 @@ class Codec(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """What it is."""
+        """The codec's properties."""
 
     def init(self, like: Tensor) -> CodecState:
         """The state before the first tensor."""
@@ -119,7 +118,7 @@ class Codec(Protocol):
         """Bytes of a wire: exact where `fixed`, else the most."""
 
     def statistic(self, x: Tensor, state: CodecState) -> float | None:
-        """`facts.statistic` of what `encode` would encode; None, where there is none."""
+        """`facts.statistic` of the tensor that `encode` would encode; None without a statistic."""
 
     def encode(
         self, x: Tensor, state: CodecState = None, when: EncodeContext = ALONE, out: Tensor | None = None
@@ -130,19 +129,19 @@ class Codec(Protocol):
         """x̂, shaped like `like` and of its dtype, in memory of its own."""
 
     def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """out += decode(wire), touching only what the wire has entries for."""
+        """Add decode(wire) to `out`, touching only the elements with entries."""
 
 
 @runtime_checkable
 class PartlyGiven(Protocol):
-    """A codec's state of which not all that ranks would add up is to be given, where one is left alone (`dgc`)."""
+    """A codec's state that a lone rank gives only a part of (`dgc`)."""
 
     def given(self) -> tuple[list[Tensor], CodecState]:
-        """What is given, and the state after it."""
+        """The tensors that are given, and the state afterwards."""
 
 
 def check_codec(given: object) -> None:
-    """Raise TypeError for what is no codec, such as `bf16` where `bf16()` is meant. It says how to write it."""
+    """Raise TypeError for anything but a codec, such as `bf16` where `bf16()` is meant. It says how to write it."""
     if isinstance(given, Codec) and not isinstance(given, type):
         return
     name = given if isinstance(given, str) else getattr(given, "__name__", "")
@@ -157,11 +156,11 @@ def check_codec(given: object) -> None:
 
 
 def check_forgetful(codec: Codec) -> None:
-    """Raise ValueError for a codec that remembers something, and for one whose wires vary in length."""
+    """Raise ValueError for a codec with memory, and for a codec with wires of varying length."""
     if codec.facts.memory != "none":
         raise ValueError(
-            f"{codec.facts.name} remembers what it did with the tensor before, but what passes between parts of a "
-            "model belongs to other samples each time; use a codec without feedback, as bf16() or int8()"
+            f"{codec.facts.name} remembers the tensor before, but tensors between parts of a model belong to other "
+            "samples each time; use a codec without feedback, as bf16() or int8()"
         )
     if not codec.facts.fixed:
         raise ValueError(

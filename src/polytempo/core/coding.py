@@ -40,11 +40,11 @@ async def decoded(port: Port, wire: Tensor, like: Tensor, codec: Codec, when: En
 
 
 def wire_like(codec: Codec, like: Tensor) -> Tensor:
-    """What a receiver of the wire of a tensor like this allocates."""
+    """Memory for the wire of a tensor like this."""
     dtype = codec.wire_dtype(like)
     return torch.empty(codec.wire_bytes(like) // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 def codec_use(kernel: Literal["encode", "decode"], codec: Codec, num_bytes: int, calls: int = 1) -> KernelUse:
-    """Encoding, or decoding, tensors of so many bytes in all."""
+    """The use of encoding or decoding tensors of `num_bytes` in all."""
     return KernelUse(f"{kernel} {codec.facts.name}", calls, num_bytes)

@@ -1,4 +1,4 @@
-"""`Cost`: what a transform sends, computes and remembers, as numbers. It is worked out from shapes; nothing is sent.
+"""`Cost`: a transform's messages, computations and memory, as numbers from shapes; nothing is sent.
 
 Every number is of one exchange of the whole model. Numbers "of all ranks" add up over exchanges; a rank is busiest in
 an exchange where it sends the most bytes.
@@ -23,21 +23,21 @@ class Steps(NamedTuple):
     last: int | None = None
 
     def has(self, step: int) -> bool:
-        """Whether `step` is one of them."""
+        """True if `step` is one of them."""
         return (
             self.first <= step and (step - self.first) % self.period == 0 and (self.last is None or step <= self.last)
         )
 
     def every(self, period: int) -> Steps:
-        """These steps, where one of them passes in `period` steps, on the last of these."""
+        """The last of `period` steps for each of these."""
         return Steps(self.first * period, self.period * period, None if self.last is None else self.last * period)
 
     def until(self, step: int) -> Steps:
-        """Those of the first `step` steps."""
+        """The part of them up to `step`."""
         return self._replace(last=step if self.last is None else min(step, self.last))
 
     def after(self, step: int) -> Steps:
-        """These steps, counted from `step` on."""
+        """Steps counted from `step` on."""
         return Steps(self.first + step, self.period, None if self.last is None else self.last + step)
 
     def __str__(self) -> str:
@@ -52,11 +52,11 @@ class Sent(NamedTuple):
     messages: int = 0
     """Sends of all ranks; a rank's part in a collective that the world performs counts as one."""
     payload_bytes: int = 0
-    """Of all ranks: gradients or parameters, encoded where there is a codec."""
+    """Gradients or parameters of all ranks, encoded where there is a codec."""
     metadata_bytes: int = 0
-    """Of all ranks: what codecs agree on before, lengths of wires and scales."""
+    """Codecs' agreements, lengths of wires and scales, of all ranks."""
     busiest_bytes: int = 0
-    """Of the busiest rank, all together."""
+    """All bytes of the busiest rank."""
     rounds: int = 0
     """Messages that follow each other, each after the one before has arrived."""
 
@@ -66,7 +66,7 @@ class Sent(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A plain sum of `numel` numbers over all ranks. What it sends is the route's affair."""
+    """A plain sum of `numel` numbers over all ranks. The route decides on messages."""
 
     route: Route
     numel: int
@@ -74,33 +74,32 @@ class Sum(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What happens in those steps: `sent`, and the `sums` besides."""
+    """Messages of some steps: `sent`, and also the `sums`."""
 
     by: str
-    """What merges, or carries: a route, `all_gather`, `mix`, `push`."""
+    """The merge or carrier: a route, `all_gather`, `mix`, `push`."""
     sent: Sent = Sent()
     sums: tuple[Sum, ...] = ()
     flops: float = 0.0
-    """Of the busiest rank: encoding, decoding, what a merge computes; not the sum itself."""
+    """Encoding, decoding and merging on the busiest rank; not the sum itself."""
     steps: Steps = Steps()
     exact: bool = True
-    """Whether it is exactly that; otherwise values decide, and this is the most."""
+    """False: values decide, and this is the most."""
     codec: str | None = None
-    """The codec's name."""
     reason: Reason = ""
     """Why the codec's wires travel that way; see `compression.through`."""
     server: Literal["", "push", "pull"] = ""
-    """To, or from, a parameter server: then its codecs say how many bytes."""
+    """Direction, with a parameter server; its codecs then give the bytes."""
     tensors: str = ""
-    """Which ones, where `split` deals with some of them."""
+    """Names of some tensors, where `split` has parts."""
 
 
 class Cost(NamedTuple):
-    """What a transform declares."""
+    """A transform's declaration."""
 
     exchanges: tuple[Exchange, ...] = ()
     memory_bytes: int = 0
-    """What a rank remembers from step to step."""
+    """A rank's state from step to step."""
 
     def at(self, change: Callable[[Steps], Steps]) -> Cost:
         """The same on other steps."""
@@ -111,20 +110,20 @@ class Cost(NamedTuple):
         return Cost(self.exchanges + other.exchanges, self.memory_bytes + other.memory_bytes)
 
     def because(self, reason: Reason) -> Cost:
-        """With that reason for the route of wires."""
+        """The same, with that reason for the route of wires."""
         return self._replace(exchanges=tuple(each._replace(reason=reason) for each in self.exchanges))
 
     def remembering(self, num_bytes: int) -> Cost:
-        """With so many bytes more to remember."""
+        """The same, with `num_bytes` more of state."""
         return self._replace(memory_bytes=self.memory_bytes + num_bytes)
 
 
 CostOf = Callable[[Bundle, int], Cost]
-"""`cost(parameters, num_ranks)`. `parameters` gives names, shapes and dtypes; they may lie on the meta device."""
+"""`cost(parameters, num_ranks)`. `parameters` gives names, shapes and dtypes; tensors of the meta device will do."""
 
 
 def num_bytes(bundle: Bundle) -> int:
-    """Of all its values."""
+    """Bytes of all its values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in bundle.tensors.values())
 
 
@@ -136,7 +135,7 @@ def summed(bundle: Bundle, route: Route) -> Exchange:
 
 
 def route_name(route: object) -> str:
-    """As `route=` takes it."""
+    """The route's name in calls, as in `route=ring`."""
     return str(getattr(route, "__name__", route))
 
 

@@ -1,4 +1,4 @@
-"""The driver of coroutines: of every world, and of what performs a program's operations on a world's behalf.
+"""The driver of coroutines, for every world, and for code that performs a program's operations in a world's place.
 
     value ← nothing
     repeat
@@ -17,14 +17,14 @@ from typing import Any, Final, Generic
 from polytempo.core.op import Op, Program, T
 
 WAITING: Final = object()
-"""What `begin` returns for an operation whose answer comes later."""
+"""The return value of `begin` for an operation with a later answer."""
 
 Begin = Callable[[Op[Any]], Any]
-"""Begins an operation. Returns its answer, or WAITING; what it raises is raised at the coroutine's `await`."""
+"""Begins an operation. Returns its answer, or WAITING; its exception is raised at the coroutine's `await`."""
 
 
 class Task(Generic[T]):
-    """A coroutine under way, or finished: then `value` is what it returned, or `error` what it raised."""
+    """A coroutine under way, or finished with `value` or `error`."""
 
     __slots__ = ("coroutine", "done", "error", "value")
 
@@ -35,7 +35,7 @@ class Task(Generic[T]):
         self.error: Exception | None = None
 
     def resume(self, begin: Begin, value: Any = None, error: Exception | None = None) -> bool:
-        """Answer what the coroutine waits for, and run it until it waits again (False) or is finished (True)."""
+        """Answer the coroutine's operation, and run it until it waits again (False) or is finished (True)."""
         if self.done:
             return True
         send = self.coroutine.send
@@ -57,7 +57,7 @@ class Task(Generic[T]):
                 return False
 
     def result(self) -> Any:
-        """What the coroutine has returned; raises what it has raised."""
+        """The coroutine's return value; raises its exception."""
         if self.error is not None:
             raise self.error
         return self.value

@@ -26,7 +26,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no mesh."""
+        """Check lengths and the number of axes."""
         for axis, length in self.axes:
             if not isinstance(length, int) or length < 1:
                 raise ValueError(f"axis {axis!r} of a mesh has length {length!r}; lengths are whole numbers from 1")
@@ -41,7 +41,7 @@ class Mesh:
 
     @cached_property
     def lengths(self) -> dict[str, int]:
-        """By axis."""
+        """Lengths by axis."""
         return dict(self.axes)
 
     @property
@@ -54,7 +54,7 @@ class Mesh:
         return [axis for axis, length in self.axes if length > 1]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Of a rank, by axis."""
+        """A rank's coordinates by axis."""
         found: dict[str, int] = {}
         for axis, length in reversed(self.axes):
             rank, found[axis] = divmod(rank, length)
@@ -73,7 +73,7 @@ class Mesh:
     def group(self, rank: int, axes: Collection[str]) -> list[int]:
         """The ranks that differ from `rank` on no axes but these, in ascending order."""
         if len(set(axes)) != len(axes):
-            raise ValueError(f"a group lies along each axis once, not along {list(axes)}")
+            raise ValueError(f"a group spans each axis once, not {list(axes)}")
         ranks = [0]
         own = self.coordinates(rank)
         for axis, length in self.axes:

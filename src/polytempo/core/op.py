@@ -129,8 +129,8 @@ class Push(Op["Tensor | None"], frozen=True, eq=False):
     The answer is None, or, where the server averages elastically, the difference to subtract (then `gradient` holds
     the worker's parameters).
 
-    `clock` counts the steps whose gradients have been pushed, this one's included; `samples` are those behind the
-    gradient. The buffer must stay unchanged until the operation is finished. Performed by the worker's client
+    `clock` counts the steps of all pushes so far, this one's included; `samples` is the gradient's number of samples.
+    The buffer must stay unchanged until the operation is finished. Performed by the worker's client
     (`server.worker.server_calls`), not by a world.
     """
 
@@ -182,7 +182,7 @@ class ReduceScatter(Collective[Tensor], frozen=True, eq=False):
 
 
 class AllToAll(Collective[list[Tensor]], frozen=True, eq=False):
-    """`pieces[i]` goes to member i; the answer is what each member i had for this one, flat and like `likes[i]`.
+    """`pieces[i]` goes to member i; the answer has each member i's piece for this one, flat and like `likes[i]`.
 
     All flat and of one dtype; lengths may differ, but both sides must know them.
     """

@@ -16,14 +16,14 @@ Route = Callable[[Port, Tensor], Program[Tensor]]
 
 
 class Price(NamedTuple):
-    """What one exchange costs: α–β model, full-duplex links."""
+    """The cost of an exchange: α–β model, full-duplex links."""
 
     steps: int
     """Rounds of messages that follow each other."""
     busiest_bytes: float
     """Bytes that the busiest rank sends."""
     seconds: float
-    """Wall time when all ranks begin at once."""
+    """Wall time when all ranks begin at the same time."""
 
 
 async def native(port: Port, buffer: Tensor) -> Tensor:
@@ -32,12 +32,12 @@ async def native(port: Port, buffer: Tensor) -> Tensor:
 
 
 def check_route(given: object) -> None:
-    """Raise TypeError for what cannot be called as a route is: a name, a wire route, `hierarchical` without ()."""
+    """Raise TypeError for anything but a route: a name, a wire route, `hierarchical` without ()."""
     try:
         inspect.signature(given).bind(None, None)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         name = getattr(given, "__name__", repr(given))
         raise TypeError(
             f"a route takes a port and a buffer, and {name} does not; use one of pt.collectives, such as ring or "
-            "hierarchical(), or leave out route (those of pt.compression carry a codec's wires, so they need one)"
+            "hierarchical(), or leave out route (routes of pt.compression carry a codec's wires, so they need a codec)"
         ) from None

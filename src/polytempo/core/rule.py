@@ -4,7 +4,7 @@
                      │ rule.receive(state, arrival, situation)│──▶ actions: Add, Update, Answer, …   (data)
     worker ◀─answer─ └─ weights, optimizer, versions ────────┘◀── the shard performs them
 
-A rule never sees a tensor. It sees who asks for what, and says what becomes of it. The shard owns the tensors.
+A rule never sees a tensor. It sees requests, and decides on actions. The shard owns the tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from polytempo.core.codec import Codec
 
 RuleState = Any
-"""A tree of ints, floats, strings, tuples and dicts (what msgspec can write); rules return new ones, never mutate."""
+"""A tree of ints, floats, strings, tuples and dicts, for msgspec; rules return new ones, never mutate."""
 
 
 class Arrival(NamedTuple):
@@ -26,29 +26,29 @@ class Arrival(NamedTuple):
 
     kind "push": a gradient, which from now on waits at the shard under (worker) until it is added or dropped.
     kind "had": a push that is dropped, and answered, because its tickets are applied already: its steps are done, too.
-    kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no more (what
-    waited of it is gone already when the rule hears of "left").
+    kind "pull": the worker asks for the weights. "joined", "left": the worker is a member from now on, or no
+    more (its waiting gradients are gone already when the rule hears of "left").
     """
 
     kind: Literal["push", "had", "pull", "joined", "left"]
     worker: int
     clock: int = 0
-    """Steps of the worker: of a push those that its gradients so far are from, of a pull those that it has finished."""
+    """Steps of the worker: with a push, steps with gradients so far; with a pull, finished steps."""
     basis: int = 0
     """The version of this shard's weights that the gradient was computed on."""
     samples: int = 0
-    """How many samples the gradient is of."""
+    """The gradient's number of samples."""
     tickets: tuple[int, ...] = ()
-    """The numbers of what the gradient is of: batches, or slices of them."""
+    """Numbers of the gradient's batches, or slices of batches."""
     others: tuple[int, ...] = ()
-    """The workers whose gradients are in it, too, where it is the sum of a host's. See `Rule.adds_sums`."""
+    """The other workers of a host's sum. See `Rule.adds_sums`."""
 
 
 class Situation(NamedTuple):
-    """What else a rule may look at."""
+    """Facts about the shard that a rule may look at."""
 
     version: int
-    """How many updates this shard's weights have had."""
+    """The number of updates of this shard's weights."""
     members: tuple[int, ...]
     """The workers that take part, in order."""
 
@@ -58,20 +58,20 @@ class Add(NamedTuple):
 
     worker: int
     weight: float = 1.0
-    """m: how much it counts in the mean, its samples for example."""
+    """m: its weight in the mean, its samples for example."""
     rate: float = 1.0
-    """s: what the learning rates that came with it are multiplied by, 1/τ for example."""
+    """s: the factor of the learning rates that came with it, 1/τ for example."""
     part_of: int | None = None
-    """A batch, of which the gradient is a part. It goes to a sum apart, as it is, until an update includes that."""
+    """The gradient's batch, if it is a part of one. It goes to a sum apart, as it is, until an update includes that."""
 
 
 class Update(NamedTuple):
     """θ ← one step of the optimizer on Σ mᵢ gᵢ / D, D = `divisor`; the sum is 0 again, the version one more.
 
-    Its learning rate is that of the pushes. Where they differ, or s does, each gradient counts by its own: the step has
+    It has the pushes' learning rate. Where they differ, or s does, each gradient counts by its own: the step has
     the rate η̄ = Σ mᵢ sᵢ ηᵢ / Σ mᵢ and the gradient Σ mᵢ sᵢ ηᵢ gᵢ / (D η̄); see `server.step_rates`.
 
-    `including`: a batch whose parts, as far as there are any, are added to the sum before. They have its rate.
+    `including`: a batch. Its parts, if there are any, are added to the sum before. They have its rate.
     """
 
     divisor: float = 1.0
@@ -86,17 +86,17 @@ class Drop(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Elastic averaging with what `worker` pushed, its own parameters x: d = α (x - θ); θ ← θ + d; d is its answer."""
+    """Elastic averaging with x, the parameters that `worker` pushed: d = α (x - θ); θ ← θ + d; d is its answer."""
 
     worker: int
     alpha: float
 
 
 class Answer(NamedTuple):
-    """Answer the requests of `worker` that wait, oldest first, up to a push whose gradient still waits.
+    """Answer the requests of `worker` that wait, oldest first, up to a push with a waiting gradient.
 
-    Pushes are answered with what became of them, pulls with θ as it is when this action's turn comes. Where nothing
-    waits, nothing happens.
+    A push's answer says if its gradient was used; a pull's is θ at this action's turn. Where nothing waits, nothing
+    happens.
     """
 
     worker: int
@@ -113,22 +113,22 @@ class Rule(NamedTuple):
     """
 
     name: str
-    """As a person would write it: `softsync(n=4)`."""
+    """The call that makes it: `softsync(n=4)`."""
     init: Callable[[], RuleState]
     receive: Callable[[RuleState, Arrival, Situation], tuple[RuleState, list[Action]]]
     needs_newest: bool = False
-    """Whether it drops gradients that were not computed on the newest weights."""
+    """True if it drops gradients that were not computed on the newest weights."""
     adds_sums: bool = False
-    """Whether a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
+    """True if a push may be the sum of several workers' gradients. It is then added by the actions of its own arrival,
     with the rate 1, and all its workers are answered."""
 
 
 Staleness = Callable[[int], float]
-"""τ, the updates between the version that a gradient was computed on and the present one -> what its learning rate is
-multiplied by."""
+"""τ, the updates between the version that a gradient was computed on and the present one -> the factor of its
+learning rate."""
 
 Rate = Callable[[int], float]
-"""The number of workers -> what the job's learning rate is multiplied by at the server."""
+"""The number of workers -> the factor of the job's learning rate at the server."""
 
 Modifier = Callable[..., Tensor]
 """`(gradient, weights, basis)`, all flat, basis the weights that the gradient was computed on where `needs_basis`
@@ -140,7 +140,7 @@ Modifier = Callable[..., Tensor]
 class Modified:
     """A modifier with its name, whether it needs the weights that a gradient was computed on, and whether it remembers.
 
-    What it remembers lies where SGD has no second moment, so it goes with SGD alone, and is the only one of its kind.
+    Its memory is the second moment's place, free with SGD. So it goes with SGD alone, and is the only one of its kind.
     """
 
     name: str
@@ -163,22 +163,22 @@ class UpdateRule:
     eps: float = 1e-8
     lr_decay: float = 0.0
     initial: float = 0.0
-    """What Adagrad's accumulator begins with."""
+    """The first value of Adagrad's accumulator."""
     maximize: bool = False
 
 
 @dataclass(frozen=True)
 class Service:
-    """What a strategy says about its parameter server.
+    """A strategy's parameter server.
 
     `optimizer` None: the job's own, moved into the shards. `decays` says who adds the weight decay that belongs to the
     gradient: the "shards", to each update's, or the "workers", to each batch's, before they step and push.
     `deals` "freely": a worker that is free takes the next batch;
     "evenly": each step deals one batch to each worker. `warm_start`: so many steps of one worker alone first. `waits`:
-    the rule makes workers wait for each other, so it must hear of those that have no work for now. `rate` None: the
-    job's learning rate as it is. `reassigns`: workers help each other by these constants (a
-    `flexrr.reassignment.Reassignment`); None: each does its own work. `codec` encodes what is pushed to each shard, and
-    `pull_codec` what is pulled from it; None: vectors travel as they are.
+    the rule makes workers wait for each other, so it must hear of workers without work. `rate` None: the job's
+    learning rate as it is. `reassigns`: workers help each other by these constants (a
+    `flexrr.reassignment.Reassignment`); None: each does its own work. `codec` encodes pushes to each shard, and
+    `pull_codec` pulls from it; None: vectors travel as they are.
     """
 
     rule: Rule
@@ -194,12 +194,11 @@ class Service:
     codec: Codec | None = None
     pull_codec: Codec | None = None
     numbers_per_batch: int = 1
-    """By how many ticket numbers the shards know one batch, the last of which closes it; more than 1 where batches are
-    cut into slices."""
+    """The ticket numbers of a batch at the shards; the last one closes it. More than 1: batches are cut into slices."""
     allow_nan: bool = False
-    """Whether shards apply gradients that hold NaN or infinities; otherwise they refuse such a push."""
+    """True if shards apply gradients with NaN or infinities; otherwise they refuse such a push."""
     decays: Literal["shards", "workers"] = "shards"
     hierarchical: bool = False
-    """Whether the workers of a host add up their gradients first, and one of them pushes the sum."""
+    """True if the workers of a host add up their gradients first, and one of them pushes the sum."""
     least_workers: int = 1
     """A run with fewer workers is refused when it starts: the strategy's arguments leave none of them to wait for."""

@@ -2,14 +2,14 @@
 
 State is a tree of tuples, NamedTuples and dicts. Its leaves are `Bundle`s (saved one tensor per
 parameter, so the layout of buckets may change between runs), tensors, numbers, strings and None.
-A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Residual`: what
-a rank has not given yet, of which nothing may be lost when the number of ranks changes.
+A leaf may also be `Late`: the answer of something still under way, which `settled` waits for; or `Residual`: a
+part of the sum that a rank still holds back, which must survive a change of the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from polytempo.core.bundle import Bundle
 from polytempo.core.op import Work
 
 Scalar = int | float | str | bool | None
+N = TypeVar("N")
 
 
 class Late(NamedTuple):
@@ -37,16 +38,23 @@ class Residual(NamedTuple):
     residual: Tensor | None = None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of residuals and sums of that one: float32 for 16 bits, to which small numbers cannot be added.
+class AnchorState(NamedTuple):
+    """The parameters at the last synchronisation, and the inner transform's state."""
 
-    In bfloat16 0.5 + 0.001 is 0.5: a residual would stop to grow, and what comes to it would be lost.
+    anchor: Bundle
+    inner: Any
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of residuals and sums: float32 for 16-bit dtypes, because these lose small numbers in sums.
+
+    In bfloat16 0.5 + 0.001 is 0.5: a residual would stop growing, and lose the rest.
     """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def narrowed(values: Tensor, like: Tensor, limit: float | None = None) -> Tensor:
-    """Values of any shape in the dtype of `like`; what is finite stays finite, and NaN and infinities are as they were.
+    """Values of any shape in the dtype of `like`. Finite values stay finite, and NaN and infinities stay.
 
     The most that is left of a finite number is `limit`, a number of that dtype; None: the largest there is. Without a
     limit, values that have the dtype already are not copied.
@@ -79,7 +87,7 @@ class Saved(NamedTuple):
         )
 
     def holds(self, path: str) -> bool:
-        """Whether there is a leaf at `path`, or below it."""
+        """True if there is a leaf at `path`, or below it."""
         return any(name == path or name.startswith(f"{path}/") for name in [*self.tensors, *self.scalars])
 
 
@@ -90,12 +98,12 @@ async def settled(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: await settled(value) for key, value in state.items()}
     if isinstance(state, tuple):
-        return _tuple_like(state, [await settled(value) for value in state])
+        return tuple_like(state, [await settled(value) for value in state])
     return state
 
 
 def copied(state: Any, late: Callable[[Late], Any] = lambda leaf: leaf) -> Any:
-    """`state` in memory of its own. What is under way cannot be copied yet: `late` says what stands in its place."""
+    """`state` in memory of its own. An answer under way cannot be copied yet: `late` makes its substitute."""
     if isinstance(state, Late):
         return late(state)
     if isinstance(state, Bundle):  # not `state.copy`, which would pack it
@@ -106,28 +114,34 @@ def copied(state: Any, late: Callable[[Late], Any] = lambda leaf: leaf) -> Any:
     if isinstance(state, dict):
         return {key: copied(value, late) for key, value in state.items()}
     if isinstance(state, tuple):
-        return _tuple_like(state, [copied(value, late) for value in state])
+        return tuple_like(state, [copied(value, late) for value in state])
     return state
+
+
+def nodes(state: Any, kind: type[N] | tuple[type[N], ...]) -> Iterator[N]:
+    """All parts of a state of this kind, in its order, and the parts inside of these."""
+    if isinstance(state, kind):
+        yield state
+    if isinstance(state, dict | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from nodes(value, kind)
 
 
 def residual_tensors(state: Any) -> Iterator[Tensor]:
     """The residuals of a state, in its order."""
-    if isinstance(state, Residual):
-        if state.residual is not None:
-            yield state.residual
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from residual_tensors(value)
-    elif isinstance(state, tuple):
-        for value in state:
-            yield from residual_tensors(value)
+    return (each.residual for each in nodes(state, Residual) if each.residual is not None)
+
+
+def anchors(state: Any) -> Iterator[Bundle]:
+    """The anchors in a state, to follow parameters that are put elsewhere."""
+    return (each.anchor for each in nodes(state, AnchorState))
 
 
 def duplicate(state: Any, free: Iterator[Tensor] | None = None) -> Any:
     """`state` with residuals in memory of their own, so that who applies from it spends only the duplicate.
 
-    `free`: memory that is not in use, in the order of `residual_tensors`; what does not fit is left. Cost: a copy of
-    the residuals, and nothing for a state without.
+    `free`: memory that is not in use, in the order of `residual_tensors`; memory of another shape is left. Cost: a
+    copy of the residuals, and nothing for a state without.
     """
     if isinstance(state, Residual):
         room = None if free is None else next(free, None)
@@ -135,7 +149,7 @@ def duplicate(state: Any, free: Iterator[Tensor] | None = None) -> Any:
     if isinstance(state, dict):
         return {key: duplicate(value, free) for key, value in state.items()}
     if isinstance(state, tuple) and not isinstance(state, Late):
-        return _tuple_like(state, [duplicate(value, free) for value in state])
+        return tuple_like(state, [duplicate(value, free) for value in state])
     return state
 
 
@@ -146,21 +160,21 @@ def _copied(tensor: Tensor, room: Tensor | None) -> Tensor:
 
 
 def renewed(state: Any, fresh: Any) -> Any:
-    """`fresh`, what `init` makes of parameters that came from elsewhere, at the step at which `state` is.
+    """`fresh`, the answer of `init` for parameters that came from elsewhere, at the step of `state`.
 
-    Tensors are those of `fresh`, so what was remembered of the old parameters is gone; numbers are those of `state`.
+    Tensors come from `fresh`, so the memory of the old parameters is gone; numbers come from `state`.
     """
     if isinstance(fresh, Residual):
         return fresh
     if isinstance(fresh, dict) and isinstance(state, dict):
         return {key: renewed(state.get(key), value) for key, value in fresh.items()}
     if isinstance(fresh, tuple) and isinstance(state, tuple) and len(fresh) == len(state):
-        return _tuple_like(fresh, [renewed(a, b) for a, b in zip(state, fresh, strict=True)])
+        return tuple_like(fresh, [renewed(a, b) for a, b in zip(state, fresh, strict=True)])
     return state if isinstance(fresh, int | float) and isinstance(state, int | float) else fresh
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two settled states hold the same values."""
+    """True if two settled states hold the same values."""
     if isinstance(a, Bundle) and isinstance(b, Bundle):
         return torch.equal(a.flat, b.flat)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -182,7 +196,7 @@ def saved(state: Any, path: str) -> Saved:
 def restored(
     like: Any, source: Saved, path: str, layout: Bundle, residual_sources: Sequence[Saved] | None = None
 ) -> Any:
-    """A state shaped as `like` (what `init` made) with the leaves of `source`.
+    """A state shaped as `like` (an answer of `init`) with the leaves of `source`.
 
     A leaf that is None in `like` becomes a bundle over `layout`'s parameters where one was saved. Tensors come back
     in the dtype and on the device of `like`, or of `layout`. A `Residual` becomes the sum of `residual_sources`, which
@@ -201,7 +215,7 @@ def restored(
     if isinstance(like, dict):
         return {key: restored(value, source, f"{path}/{key}", layout, residual_sources) for key, value in like.items()}
     if isinstance(like, tuple):
-        return _tuple_like(
+        return tuple_like(
             like, [restored(v, source, f"{path}/{i}", layout, residual_sources) for i, v in enumerate(like)]
         )
     if like is None and f"{path}/{layout.names[0]}" in source.tensors:
@@ -246,5 +260,6 @@ def _collect(state: Any, path: str, found: Saved) -> None:
         raise TypeError(f"{path}: a state may hold tensors, bundles and numbers, not {type(state).__name__}")
 
 
-def _tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+def tuple_like(like: tuple[Any, ...], values: list[Any]) -> Any:
+    """A tuple of `values`, of the same class as `like`."""
     return type(like)(*values) if hasattr(like, "_fields") else tuple(values)

@@ -1,4 +1,4 @@
-"""`Strategy`: the layout of a model over workers, their partners, and the two transforms by which they meet."""
+"""`Strategy`: the layout of a model over workers, their partners, and the two transforms between them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class ByMessages:
 
 @dataclass(frozen=True)
 class InSlices:
-    """Meeting: workers exchange among themselves, and compute a global batch in `number` slices, whatever their number.
+    """Meeting: workers exchange among themselves, and compute a global batch in `number` slices, for any number of
+    workers.
 
     `gradients` is given the weighted sum of a rank's slices (`core.arithmetic.slice_tree`).
     """
@@ -220,7 +221,7 @@ class Strategy:
 
 
 def checked_inner(strategy: Strategy, who: str) -> Strategy:
-    """The strategy itself. ValueError unless it is two transforms alone, on which `who` can be built."""
+    """The strategy itself. ValueError unless it is two transforms alone, for `who` to build on."""
     if strategy.carries_optimizer or strategy.fit is not any_optimizer or strategy.features:
         raise ValueError(
             f"{who} takes an inner strategy that exchanges gradients or parameters alone, by messages, and {strategy} "

@@ -47,7 +47,7 @@ class _Call(Generic[T]):
     def resume(self, value: Any = None, error: BaseException | None = None) -> Program[Any] | None:
         """Run until `work` asks for a program, which is returned, or is over (None).
 
-        Random numbers: `work` draws what it would draw undisturbed, and so does everything that runs meanwhile.
+        Random numbers: `work` and the code that runs meanwhile draw the numbers of an undisturbed run.
         """
         outside = torch.get_rng_state()
         if self._random is not None:
@@ -63,7 +63,7 @@ class _Call(Generic[T]):
         return self._asked
 
     def ask(self, program: Program[Any]) -> Any:
-        """In the thread: stand still until `program` is over; what it returned, or raises what it raised."""
+        """Stand still in the thread until `program` is over; its return value, or raises its exception."""
         self._asked = program
         self._stands.release()
         self._may_run.acquire()
@@ -80,7 +80,7 @@ class _Call(Generic[T]):
             with ExitStack() as modes:
                 modes.enter_context(torch.set_grad_enabled(gradients))
                 modes.enter_context(torch.autocast("cpu", dtype=dtype, enabled=autocast))
-                # autograd has one thread for each accelerator, in which ranks of one process would block each other
+                # autograd has one thread for each accelerator, and ranks of one process would block each other there
                 modes.enter_context(torch.autograd.set_multithreading_enabled(False))
                 self.value = self._work()
         except BaseException as error:  # handed to the coroutine
@@ -89,7 +89,7 @@ class _Call(Generic[T]):
 
 
 async def suspendable(work: Callable[[], T]) -> T:
-    """What `work()` returns. Inside, `drive(program)` waits for programs as `await program` would.
+    """The answer of `work()`. Inside, `drive(program)` waits for programs as `await program` would.
 
     Works in every world. Cost: a thread while it lasts; two switches of threads for each program.
     """
@@ -106,7 +106,7 @@ async def suspendable(work: Callable[[], T]) -> T:
             program = call.resume(value, error)
         over = True
     finally:
-        while not over:  # the coroutine is closed: let the thread unwind, whatever it still asks for
+        while not over:  # the coroutine is closed: let the thread unwind, and refuse its requests
             asked = call.resume(None, _Abandoned())
             over = asked is None
             if asked is not None:
@@ -118,7 +118,7 @@ async def suspendable(work: Callable[[], T]) -> T:
 
 
 def drive(program: Program[T]) -> T:
-    """Inside `suspendable`: what `program` returns, once the world has performed it. RuntimeError anywhere else."""
+    """The answer of `program`, performed by the world, inside `suspendable`. RuntimeError anywhere else."""
     call: _Call[Any] | None = getattr(_here, "call", None)
     if call is None:
         program.close()

@@ -1,4 +1,4 @@
-"""`Transform`: what happens to gradients before a step, or to parameters after it."""
+"""`Transform`: changes of gradients before a step, or of parameters after it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ State = Any
 Applied = Program[tuple[Bundle | None, State]]
 
 Beside = Callable[[Port, Bundle, State], Program[Bundle]]
-"""`await beside(port, bundle, state)`: the mean of tensors that are no gradients or parameters, with those ranks that a
-transform in `state` talks to, by the way that its own messages take."""
+"""`await beside(port, bundle, state)`: the mean of other tensors than gradients and parameters, with the ranks that a
+transform in `state` talks to, by the route of its own messages."""
 
 
 class Promise(Flag):
@@ -34,7 +34,7 @@ class Promise(Flag):
     """Applying it to parts of a model one by one equals applying it to the whole, so a part may be exchanged while the
     rest is still being computed."""
     IDLE_ALONE = auto()
-    """With one rank it does nothing."""
+    """One rank alone does nothing."""
     WEIGHS = auto()
     """An update with share 0 counts nothing, so a rank without work can take part unheard (`Handle.join`)."""
     LINEAR = auto()
@@ -67,14 +67,12 @@ class Transform(NamedTuple):
 
 
 def cost_of(transform: Transform, parameters: Bundle, num_ranks: int) -> Cost:
-    """What `transform` declares; nothing, where it is left out among so many. Raises ValueError where it is silent."""
+    """The cost that `transform` declares; no cost, where it is left out with so many ranks. ValueError without one."""
     if is_idle(transform, num_ranks):
         return Cost()
     if transform.cost is None:
         name = getattr(transform.apply, "__qualname__", "?")
-        raise ValueError(
-            f"{name} does not say what it costs; give its transform cost=…, a function that returns a Cost"
-        )
+        raise ValueError(f"{name} does not say its cost; give its transform cost=…, a function that returns a Cost")
     return transform.cost(parameters, num_ranks)
 
 
@@ -97,7 +95,7 @@ def beside_of(transforms: Mapping[Any, Transform]) -> Beside | None:
 
 
 def inside(beside: Beside | None, inner: Callable[[State], State]) -> Beside | None:
-    """The `beside` of a transform around another one, whose state is `inner(state)`."""
+    """The `beside` of a transform around another one with the state `inner(state)`."""
     if beside is None:
         return None
     return lambda port, bundle, state: beside(port, bundle, inner(state))
@@ -131,7 +129,7 @@ _IDENTITY = Transform(lambda parameters: None, _nothing, ~Promise(0), lambda par
 
 
 def is_idle(transform: Transform, num_ranks: int) -> bool:
-    """Whether `transform` can be left out in a world of `num_ranks`."""
+    """True if `transform` can be left out in a world of `num_ranks`."""
     return transform.apply is _nothing or (num_ranks == 1 and Promise.IDLE_ALONE in transform.promises)
 
 

@@ -1,4 +1,4 @@
-"""LARS and LAMB: momentum SGD and Adam whose step in a tensor is as long as a fixed part of the tensor's own norm."""
+"""LARS and LAMB: momentum SGD and Adam with a step in each tensor as long as a fixed part of the tensor's own norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALL = 4096
 
 
 class LayerWise(Optimizer):
-    """An optimizer that steps every tensor by itself.
+    """An optimizer that steps every tensor separately.
 
     `fused`: by the native core, tensor by tensor; False: by torch's operations on lists of tensors (foreach); None:
     small tensors by these, and large ones by the core where it is there.
@@ -33,12 +33,12 @@ class LayerWise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; returns what `closure` did. Errors: RuntimeError for a sparse gradient."""
+        """One step; returns the loss of `closure`. Errors: RuntimeError for a sparse gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kernels: LayerKernels = self.__dict__.setdefault("_kernels", LayerKernels())  # not in what is pickled
+        kernels: LayerKernels = self.__dict__.setdefault("_kernels", LayerKernels())  # not pickled
         for group in self.param_groups:
             together: list[nn.Parameter] = []
             for w in group["params"]:
@@ -78,14 +78,15 @@ class LayerKernels:
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def take(self, w: Tensor, g: Tensor) -> bool:
-        """Whether they update such a tensor."""
+        """True if they update such a tensor."""
         plain = w.is_contiguous() and g.is_contiguous() and w.device.type == "cpu"
         return plain and w.dtype in DTYPES_UPDATED and g.dtype is w.dtype and available()
 
     def update_(
         self, rule: str, w: Tensor, g: Tensor, scale: float, out: Tensor, *moments: Tensor, **hyper: float
     ) -> None:
-        """out ← w after a step of the rule on scale · g, with these hyper-parameters; the moments change in place."""
+        """Put w after a step of the rule on scale · g into out, with these hyper-parameters; moments change in
+        place."""
         updater = self._updater(rule, w.dtype)
         for name, value in hyper.items():
             setattr(updater.hyper, name, value)
@@ -111,7 +112,7 @@ class LayerKernels:
 
 
 def adapts(w: nn.Parameter, group: dict[str, Any]) -> bool:
-    """Whether a tensor's step depends on its norm: as its group says; else unless it is a bias or a gain."""
+    """True if a tensor's step depends on its norm: as its group says; else unless it is a bias or a gain."""
     return w.ndim > 1 if group["adapts"] is None else bool(group["adapts"])
 
 
@@ -121,7 +122,7 @@ def trust_ratio(of_weights: float, of_step: float) -> float:
 
 
 def check_numbers(**given: float) -> None:
-    """Raise ValueError that names what is negative, infinite or no number."""
+    """Raise ValueError that names a negative number, an infinity or NaN."""
     for name, value in given.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
@@ -151,7 +152,7 @@ class LARS(LayerWise):
 
         λ = η ‖w‖ / (‖g‖ + β ‖w‖)        v ← m v + γ λ (g + β w)        w ← w - v
 
-    for every parameter tensor w by itself, with its gradient g, learning rate γ, momentum m, weight decay β and trust
+    for every parameter tensor w separately, with its gradient g, learning rate γ, momentum m, weight decay β and trust
     coefficient η. λ = 1 where ‖w‖ or ‖g‖ is 0. Tensors of one dimension or none (biases, gains of norms) are stepped as
     by SGD, with λ = 1 and β = 0, unless their parameter group says `adapts=True`; False is for all of a group.
 
@@ -203,7 +204,7 @@ class LARS(LayerWise):
         torch._foreach_sub_(values, vs)
 
     def _momentum(self, w: nn.Parameter, group: dict[str, Any]) -> float:
-        """What v is multiplied by in this step."""
+        """The factor of v in this step."""
         momentum = float(group["momentum"])
         if not group["corrects_momentum"]:
             return momentum
@@ -213,7 +214,7 @@ class LARS(LayerWise):
 
 
 def _scaled(w: nn.Parameter, group: dict[str, Any], of_w: float, of_g: float) -> tuple[float, float]:
-    """γλ and β of a tensor, from its norm and that of its gradient."""
+    """γλ and β of a tensor, from its norm and its gradient's."""
     rate = float(group["lr"])
     if not adapts(w, group):
         return rate, 0.0
@@ -228,7 +229,7 @@ class LAMB(LayerWise):
         v ← β₂ v + (1 - β₂) g²           v̂ = v / (1 - β₂ᵗ)
         u = m̂ / (√v̂ + ε) + λ w           w ← w - γ ‖w‖ / ‖u‖ · u
 
-    for every parameter tensor w by itself, with its gradient g, learning rate γ and weight decay λ. The ratio is 1
+    for every parameter tensor w separately, with its gradient g, learning rate γ and weight decay λ. The ratio is 1
     where ‖w‖ or ‖u‖ is 0. Tensors of one dimension or none (biases, gains of norms) are stepped as by Adam, with ratio
     1 and λ = 0, unless their parameter group says `adapts=True`; False is for all of a group.
 

@@ -28,7 +28,7 @@ class Squares(NamedTuple):
 
 
 def squares(small: float, small_batch: float, large: float, large_batch: float) -> Squares:
-    """From |G_b|² and |G_B|², the squared norms of mean gradients over b and over B samples, b < B:
+    """Estimate from |G_b|² and |G_B|², the squared norms of mean gradients over b and over B samples, b < B:
 
         |G|² = (B |G_B|² - b |G_b|²) / (B - b)        tr Σ = (|G_b|² - |G_B|²) / (1/b - 1/B)
 
@@ -43,7 +43,7 @@ def squares(small: float, small_batch: float, large: float, large_batch: float) 
 
 
 def of_workers(samples: Sequence[int], norms: Sequence[float], gradients: Tensor) -> Squares:
-    """From the gradients of N workers at the same parameters, before any of them is encoded or averaged:
+    """Estimate from the gradients of N workers at the same parameters, before any of them is encoded or averaged:
 
         |G|² = mean over i ≠ j of ⟨gᵢ, gⱼ⟩        tr Σ = (mean |gᵢ|² - |G|²) / mean (1/bᵢ)
 
@@ -62,16 +62,16 @@ def of_workers(samples: Sequence[int], norms: Sequence[float], gradients: Tensor
 
 @dataclass
 class NoiseScale:
-    """Both estimates averaged over steps, each by itself, and then divided: a mean of quotients would be biased.
+    """Both estimates averaged over steps, separately, and then divided: a mean of quotients would be biased.
 
-    `keeps`: the weight of what is known when a step is added; the first steps weigh as much as they should. Errors:
+    `keeps`: the weight of the former steps when a step is added; the first steps weigh as much as they should. Errors:
     ValueError unless it is at least 0 and below 1.
     """
 
     keeps: float = 0.99
     steps: int = 0
     sum_of_gradient: float = 0.0
-    """Of all steps, each as much as it weighs now; `mean` divides by the weights."""
+    """All steps' values, by their present weights; `mean` divides by the weights."""
     sum_of_noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -105,8 +105,8 @@ def dynamic_batch(batch: int, noise_scale: float, theta: float = 0.5) -> int:
 
         tr Σ / B ≤ θ² |G|²        where it fails: B = tr Σ / (θ² |G|²) = 𝓑 / θ²
 
-    Deviation: the paper takes both from one batch's sample variance and gradient; 𝓑 is the measured noise scale, whose
-    |G|² is without bias. Where that is infinite the batch stays. Errors: ValueError unless θ is positive.
+    Deviation: the paper takes both from one batch's sample variance and gradient; 𝓑 is the measured noise scale,
+    with an unbiased |G|². Where that is infinite the batch stays. Errors: ValueError unless θ is positive.
     Source: R. H. Byrd, G. M. Chin, J. Nocedal and Y. Wu, "Sample size selection in optimization methods for machine
     learning", 2012, section 3.
     """
@@ -117,7 +117,7 @@ def dynamic_batch(batch: int, noise_scale: float, theta: float = 0.5) -> int:
 
 
 def speed_up(batch: float, noise_scale: float) -> float:
-    """How many times fewer steps a batch needs than a batch of one sample does, at best: (1 + 𝓑) / (1 + 𝓑/B).
+    """The quotient of the steps for a batch of one sample and for `batch`, at best: (1 + 𝓑) / (1 + 𝓑/B).
 
         (S/S_min - 1) (E/E_min - 1) = 1        S steps, E = B·S samples
 
@@ -132,7 +132,7 @@ def speed_up(batch: float, noise_scale: float) -> float:
 
 WIDTH = 1024
 _ROWS = 128
-"""Rows that are multiplied by their signs at once: they fit the second-level cache."""
+"""Rows that are multiplied by their signs together: they fit the second-level cache."""
 
 
 @torch.no_grad()
@@ -174,9 +174,9 @@ def _places(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class NoiseProbe(NamedTuple):
-    """How an attached loop measures its noise scale: `pt.attach(…, noise_scale=8, batch_size=32)`."""
+    """An attached loop's measurement of its noise scale: `pt.attach(…, noise_scale=8, batch_size=32)`."""
 
     batch_size: int
-    """Samples of this rank in a step, those of all passes where gradients accumulate."""
+    """Samples of this rank in a step, of all passes where gradients accumulate."""
     every: int = 32
     """Steps between two looks."""

@@ -1,6 +1,6 @@
 """Learning rates of a larger batch: how they grow with it, and how they go from there.
 
-k times the batch ──▶ linear, square_root: what the rate is multiplied by ──▶ warm_up · cosine · …: as epochs go by
+k times the batch ──▶ linear, square_root: the factor of the rate ──▶ warm_up · cosine · …: as epochs go by
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 Factor = Callable[[float], float]
-"""From the epochs behind us, with fractions, to what the learning rate is multiplied by."""
+"""Epochs so far, with fractions -> the factor of the learning rate."""
 
 
 def linear(times: float) -> float:
-    """What the learning rate is multiplied by with a batch that is so many times as large: k.
+    """The factor of the learning rate for a batch that is `times` times as large: k.
 
     k steps of rate γ on batches of n, and one of kγ on a batch of kn, are about the same while the gradient changes
     little. It does not hold in the first epochs (see `warm_up`), nor beyond some batch that depends on the task.
@@ -50,7 +50,7 @@ def adam(times: float, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps
 
 
 def warm_up(epochs: float, start: float = 0.0, *, constant: bool = False) -> Factor:
-    """From `start` to 1 in so many epochs, by the same amount in each step; `constant`: at `start` until then.
+    """Grow from `start` to 1 in so many epochs, by the same amount in each step; `constant`: at `start` until then.
 
     With k times the batch and k times the rate, `start=1 / k` begins at the rate of the small batch.
     Source: P. Goyal et al., 2017, section 2.2.
@@ -71,7 +71,7 @@ def polynomial(epochs: float, power: float = 1.0) -> Factor:
 
 
 def cosine(epochs: float, end: float = 0.0) -> Factor:
-    """From 1 to `end` along half a cosine, and `end` from then on.
+    """Fall from 1 to `end` along half a cosine, and stay at `end`.
 
     Source: I. Loshchilov and F. Hutter, "SGDR: Stochastic gradient descent with warm restarts", 2017, equation 5.
     """
@@ -85,7 +85,7 @@ def falling(at: Sequence[float], factor: float = 0.1) -> Factor:
     """Times `factor` after each of these epochs. Errors: ValueError for a factor that is not positive."""
     _check_positive(factor=factor)
     if not isinstance(at, Sequence):
-        raise ValueError(f"falling takes the epochs after which the rate falls, got {at!r}; write falling([{at}])")
+        raise ValueError(f"falling takes the epochs of the rate's falls, got {at!r}; write falling([{at}])")
     return lambda epoch: factor ** sum(epoch >= each for each in at)
 
 
@@ -94,8 +94,8 @@ def schedule(*factors: Factor) -> Callable[[Optimizer, int], LRScheduler]:
 
         pt.Job(..., schedule=schedule(warm_up(5, start=1 / 8), cosine(90)))
 
-    Epochs are those of the run, with fractions: it moves in every step. With a parameter server they are those of the
-    tickets, so that no worker's speed matters. In one's own loop: `schedule(…)(optimizer, steps_per_epoch)`.
+    Epochs are the run's, with fractions: it moves in every step. With a parameter server tickets count them, so that
+    no worker's speed matters. In one's own loop: `schedule(…)(optimizer, steps_per_epoch)`.
     """
 
     def made(optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler:

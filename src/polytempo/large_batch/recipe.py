@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All numbers of a run with a large batch, and what is made of them."""
+    """All numbers of a run with a large batch, and its optimizer and schedule."""
 
     workers: int
     batch_size: int
     """Samples of each worker and step."""
     lr: float
-    """Of the first step."""
+    """The learning rate of the first step."""
     epochs: float
     momentum: float
     weight_decay: float
-    """Of weights; biases, and what else has one dimension or none, do not decay."""
+    """Weight decay of weights; biases, and other parameters of one dimension or none, do not decay."""
     power: float
-    """Of the rate's polynomial, (1 - t/T)^power, which is 0 after the last epoch T."""
+    """The power of the rate's polynomial, (1 - t/T)^power, which is 0 after the last epoch T."""
 
     @property
     def global_batch_size(self) -> int:
@@ -108,10 +108,10 @@ def same_decay(weight_decay: float, times: float, rate_times: float) -> float:
 
 
 def norms_of_few(model: nn.Module, batch_size: int, least: int = 32) -> list[str]:
-    """The names of batch norms whose statistics are over fewer than `least` samples, where a worker has `batch_size`.
+    """The names of batch norms with statistics over fewer than `least` samples, where a worker has `batch_size`.
 
     Each worker normalises by its own samples, however many workers there are: 32 of them in the paper, which keeps that
-    number while it changes the batch. With fewer, the statistics are noisy, and those of evaluation fit them badly:
+    number while it changes the batch. With fewer, the statistics are noisy, and evaluation's fit them badly:
     give each worker more samples (fewer workers, or steps of several local ones), use `nn.SyncBatchNorm` or group norm.
     Source: P. Goyal et al., 2017, section 2.3 and remark 3.
     """
@@ -122,7 +122,7 @@ def norms_of_few(model: nn.Module, batch_size: int, least: int = 32) -> list[str
 
 
 def decayed(model: nn.Module | Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for any optimizer: weights decay; biases, and what else has one dimension or none, do not.
+    """Parameter groups for any optimizer: weights decay; biases, and other parameters of one dimension or none, do not.
 
         torch.optim.SGD(decayed(model, 1e-4), lr=0.1, momentum=0.9)
 
@@ -144,7 +144,8 @@ def decayed(model: nn.Module | Iterable[nn.Parameter], weight_decay: float) -> l
 
 @torch.no_grad()
 def zero_gains_(model: nn.Module, *patterns: str) -> Sequence[str]:
-    """Set to 0 the gains of the norms whose names match, such as "*.bn2": each residual block begins as the identity.
+    """Set to 0 the gains of the norms with names that match, such as "*.bn2": each residual block begins as the
+    identity.
 
     Returns their names. Errors: ValueError where a pattern matches no module with a gain.
     Source: P. Goyal et al., 2017, section 5.1.

@@ -2,16 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polytempo.large_batch.points import Loss, LossSurface, flat
-
 _STEPS = 10
+
+Loss = Callable[[], Tensor | Iterable[Tensor]]
+"""The loss over all the data that is meant, with the parameters as they are at this moment; or its parts, which add up
+to it: of these one at a time is kept for its gradient, so a generator needs the memory of one part."""
+
+
+class LossSurface:
+    """f over the vectors of all `tensors` in their order, of shape (n,), in float64 on the CPU.
+
+    Each call writes its point into the tensors, in their own dtypes; use it within `kept`. Dropout should be off.
+    """
+
+    def __init__(self, loss: Loss, tensors: Sequence[Tensor]) -> None:
+        self._loss, self._tensors = loss, list(tensors)
+
+    def here(self) -> Tensor:
+        """The point where the tensors are."""
+        return flat(each.detach() for each in self._tensors)
+
+    @contextmanager
+    def kept(self) -> Iterator[Tensor]:
+        """Inside, the point of the beginning; afterwards, the tensors as they were, to the bit."""
+        before = [each.detach().clone() for each in self._tensors]
+        try:
+            yield self.here()
+        finally:
+            with torch.no_grad():
+                for tensor, was in zip(self._tensors, before, strict=True):
+                    tensor.copy_(was)
+
+    @torch.no_grad()
+    def place(self, point: Tensor) -> None:
+        """Write a point into the tensors."""
+        for tensor, piece in zip(self._tensors, self._pieces(point), strict=True):
+            tensor.copy_(piece)
+
+    def value(self, point: Tensor) -> float:
+        """f(x)."""
+        self.place(point)
+        with torch.no_grad():
+            return sum(float(part) for part in self._parts())
+
+    def gradient(self, point: Tensor) -> tuple[float, Tensor]:
+        """f(x) and ∇f(x)."""
+        self.place(point)
+        value, total = 0.0, torch.zeros_like(point)
+        with torch.enable_grad():
+            for part in self._parts():
+                value += float(part.detach())
+                total += self._flat(torch.autograd.grad(part, self._tensors, allow_unused=True))
+        return value, total
+
+    def curvature(self, point: Tensor, direction: Tensor) -> Tensor:
+        """∇²f(x) v, by differentiating ∇f · v. Cost: about two gradients."""
+        self.place(point)
+        total, pieces = torch.zeros_like(point), self._pieces(direction)
+        with torch.enable_grad():
+            for part in self._parts():
+                first = torch.autograd.grad(part, self._tensors, create_graph=True, allow_unused=True)
+                slopes = [(g * v).sum() for g, v in zip(first, pieces, strict=True) if g is not None]
+                slope = torch.stack(slopes).sum() if slopes else part.detach()
+                if slope.requires_grad:  # else the gradient is the same everywhere
+                    total += self._flat(torch.autograd.grad(slope, self._tensors, allow_unused=True))
+        return total
+
+    def _parts(self) -> Iterator[Tensor]:
+        found = self._loss()
+        yield from [found] if isinstance(found, Tensor) else found
+
+    def _pieces(self, point: Tensor) -> list[Tensor]:
+        parts = point.split([each.numel() for each in self._tensors])
+        return [part.view(each.shape).to(each) for part, each in zip(parts, self._tensors, strict=True)]
+
+    def _flat(self, found: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(self._tensors, found, strict=True)
+        return flat((each.new_zeros(each.shape) if g is None else g).detach() for each, g in pairs)
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All tensors as one vector, float64, on the CPU."""
+    return torch.cat([each.reshape(-1).double().cpu() for each in tensors])
 
 
 def sharpness(
@@ -90,7 +170,7 @@ class Eigenvalue(NamedTuple):
     value: float
     """λ = v · ∇²f v, for the unit vector v that was reached."""
     residual: float
-    """‖∇²f v - λ v‖: an eigenvalue is no further than this from λ."""
+    """‖∇²f v - λ v‖: an eigenvalue is within this distance of λ."""
     steps: int
     """Products of the Hessian with a vector that it took."""
 
@@ -98,12 +178,12 @@ class Eigenvalue(NamedTuple):
 def top_eigenvalue(
     loss: Loss, parameters: Sequence[nn.Parameter], *, steps: int = 100, tolerance: float = 1e-2, seed: int = 0
 ) -> Eigenvalue:
-    """The largest eigenvalue of the loss's Hessian: how much the loss bends in the direction in which it bends most.
+    """The largest eigenvalue of the loss's Hessian: the loss's curvature in the direction where it is largest.
 
         v ← ∇²f v / ‖∇²f v‖        from a random v, until ‖∇²f v - λ v‖ ≤ tolerance · |λ|, for so many steps at most
 
-    That finds the eigenvalue λ of largest size. Where it is negative, a second iteration on ∇²f - λ, none of whose
-    eigenvalues is negative, finds the largest one. Plain gradient descent on a quadratic diverges at rates above
+    That finds the eigenvalue λ of largest size. Where it is negative, a second iteration on ∇²f - λ, which has no
+    negative eigenvalue, finds the largest one. Plain gradient descent on a quadratic diverges at rates above
     2 / λ. Cost: a product with the Hessian takes about two gradients; memory as two gradients of a part of the loss.
 
     The parameters are afterwards as they were. Errors: ValueError for no step; RuntimeError of torch for a loss that
@@ -155,10 +235,10 @@ def losses_between(loss: Loss, tensors: Sequence[Tensor], others: Sequence[Tenso
 
 
 def filter_direction(parameters: Sequence[nn.Parameter], seed: int = 0) -> Tensor:
-    """A random direction, shape (n,), whose every filter is as long as the model's own: dᵢ ← dᵢ ‖wᵢ‖ / ‖dᵢ‖.
+    """A random direction, shape (n,), with every filter as long as the model's own: dᵢ ← dᵢ ‖wᵢ‖ / ‖dᵢ‖.
 
-    A filter is what leads to one output: w[i] of a parameter with two dimensions or more. Along biases and gains of
-    norms it is 0. Surfaces of models whose weights differ in scale can be compared so.
+    A filter leads to one output: w[i] of a parameter with two dimensions or more. Along biases and gains of
+    norms it is 0. Surfaces of models with weights of different scales can be compared so.
     Source: H. Li et al., "Visualizing the loss landscape of neural nets", 2018, section 4.
     """
     drawn = torch.Generator().manual_seed(seed)
@@ -187,7 +267,8 @@ def losses_around(
 
 
 def churn(one: Tensor, other: Tensor) -> float:
-    """The mean over samples of ½ Σ |p - p'|, from 0 to 1: what part of its probability a model would give otherwise.
+    """The mean over samples of ½ Σ |p - p'|, from 0 to 1: the part of the probability that two models give to different
+    classes.
 
     `one`, `other`: probabilities of shape (samples, classes), of two runs that differ in their seeds. With two classes
     it is the mean of |p - p'|. Errors: ValueError for other shapes.

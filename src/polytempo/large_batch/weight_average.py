@@ -62,7 +62,7 @@ class WeightAverage:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the model's parameters are the average; afterwards they are what they were, in the memory of before.
+        """Inside, the model's parameters are the average; afterwards they are as before, in their own memory.
 
         Not for a step of the optimizer inside. Other processes that share the parameters' memory do not see it.
         """
@@ -81,7 +81,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned. Errors: ValueError where it is of another model, or another decay."""
+        """Go on with the answer of `state_dict`. Errors: ValueError where it is of another model, or another decay."""
         if state["decay"] != self.decay:
             raise ValueError(f"the saved average has decay {state['decay']}, and this one {self.decay}; use the same")
         shapes = {name: tuple(each.shape) for name, each in self._average.items()}

@@ -4,8 +4,8 @@ own arena     [ tensor | tensor |  (free)  | staging | … ]     a file without 
 window        the same pages, mapped by a neighbour
 
 The segment has no name in any file system: it is a `memfd`, or, where the kernel has none, a nameless file in
-`/dev/shm`. Neighbours open it through `/proc`, which only lets the same user in. So whatever is killed, and how, the
-memory is gone with the last process that maps it, and nothing is left in `/dev/shm`.
+`/dev/shm`. Neighbours open it through `/proc`, which only lets the same user in. So for every way to kill
+processes, the memory is gone with the last process that maps it, and nothing is left in `/dev/shm`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 class ArenaAddress(NamedTuple):
-    """The data by which a neighbour maps an arena."""
+    """The data for a neighbour to map an arena."""
 
     pid: int
     descriptor: int
@@ -76,7 +76,7 @@ class Arena:
 
     @property
     def address(self) -> ArenaAddress:
-        """The address by which neighbours map it."""
+        """The address for neighbours."""
         return ArenaAddress(self._owner, self._descriptor, os.fstat(self._descriptor).st_ino, self.num_bytes)
 
     def allocate(self, num_bytes: int) -> Block:
@@ -142,15 +142,15 @@ class Arena:
         return _over(self._mapping, offset, shape, dtype)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """The offset of a tensor in the arena; None if it lies elsewhere."""
+        """The offset of a tensor in the arena; None for any other tensor."""
         offset = tensor.data_ptr() - self.base
         return offset if 0 <= offset < self.num_bytes else None
 
     def _commit(self, offset: int, num_bytes: int) -> None:
         """Fail now, in words, rather than later by a signal, as far as one can tell.
 
-        A memfd's pages are only promised, so this looks at what the machine and the control groups (version 2) have
-        left. Others may take it in the meantime, and limits of version 1 or of a container's parent are not seen.
+        A memfd's pages are only promised, so this looks at the rest of the machine's and the control groups' (version
+        2) memory. Others may take it in the meantime, and limits of version 1 or of a container's parent are not seen.
         """
         try:
             if self._unlimited:
@@ -195,7 +195,7 @@ class Window:
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_ino != address.inode:
-                raise ProcessLookupError(errno.ESRCH, f"process {address.pid} is no longer the one that asked to meet")
+                raise ProcessLookupError(errno.ESRCH, f"process {address.pid} has ended: another one has its number")
             self._mapping = Mapping(descriptor, address.num_bytes)
         finally:
             os.close(descriptor)
@@ -203,7 +203,7 @@ class Window:
         self.base = self._mapping.base
 
     def process_has_ended(self) -> bool:
-        """Whether the neighbour is no more, as far as the system tells."""
+        """True if the neighbour has ended, as far as the system tells."""
         return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
 
     def tensor(
@@ -331,7 +331,7 @@ def _available_bytes() -> int:
 
 
 def _left_by_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """limit - use + what the system would drop from its file cache, of each control group (version 2) with a limit."""
+    """limit - use + droppable file cache of each control group (version 2) with a limit."""
     left = [sys.maxsize]
     with suppress(OSError, ValueError):
         path = next((line[3:].strip("/") for line in own.read_text().splitlines() if line.startswith("0::")), "")

@@ -48,7 +48,7 @@ KINDS = (
 
 
 PLAIN, INTEGER_AVERAGE = range(2)
-"""A mark for what the core cannot see: that a sum of integers is divided afterwards."""
+"""A mark for a fact that the core cannot see: a sum of integers is divided afterwards."""
 _SHAPE_BITS, _DIMS_BITS, _HASHED = 56, 4, 15
 
 
@@ -56,7 +56,7 @@ _SHAPE_BITS, _DIMS_BITS, _HASHED = 56, 4, 15
 def form_of(shape: Sequence[int], mark: int = PLAIN) -> int:
     """Shape and mark as one number, which all ranks compare: mark, number of dimensions, and their sizes.
 
-    Sizes get equally many of 56 bits. A shape that does not fit is a hash of itself.
+    Sizes get equally many of 56 bits. A shape that does not fit is hashed.
     """
     bits = _SHAPE_BITS // max(1, len(shape))
     dims, packed = len(shape), 0
@@ -108,7 +108,7 @@ FINE, LOST, LATE, MISMATCH, BROKEN = range(5)
 """The statuses."""
 
 LOST_WHY = "Connection closed by peer: its process has ended, or it has left the group"
-"""The reason of a lost peer, in the words of torch's own backends, for which scripts search."""
+"""The reason of a lost peer, in the words of torch's own backends: scripts search for them."""
 
 
 class GroupFacts(Protocol):
@@ -139,7 +139,7 @@ def failure(group: GroupFacts, status: int, what: str, timeout_s: float) -> Poly
         return TimedOut(me, None, what, timeout_s, f"rank {missing} did not come")
     if status == MISMATCH:
         return Mismatch(
-            f"ranks do different things at once: {_disagreement(group, culprit)}; all ranks of a group "
+            f"ranks do different things at the same time: {_disagreement(group, culprit)}; all ranks of a group "
             "must make the same calls in the same order, with equal shapes and dtypes"
         )
     return PeerLost(me, None, what, group.names[culprit], LOST_WHY)

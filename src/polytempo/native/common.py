@@ -66,7 +66,7 @@ def gathered_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Offsets of tensors that lie one behind the other, each on a cache line of its own, and the bytes of all."""
+    """Offsets of tensors one behind the other, each on a cache line of its own, and the bytes of all."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)

@@ -1,4 +1,4 @@
-"""How a process leaves its groups: at their end, at its own end, and in forked children, which are no members.
+"""Departure of a process from its groups: at their end, at its own end, and in forked children, which do not belong.
 
 Memory that other members may still read is freed later, by `sweep`.
 """
@@ -16,7 +16,7 @@ from polytempo.native.arena import Arena, Block, Window
 
 
 class JoinedGroup(Protocol):
-    """A group (`native.group.Group`) of which this process is a member."""
+    """A group (`native.group.Group`) with this process as a member."""
 
     rank: int
     names: list[int]
@@ -45,8 +45,8 @@ class _Forked:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
-            f"this is a forked child of rank {self._rank}: it is no member of the group; use the group in the process "
-            "that made it, or start workers by spawn"
+            f"this is a forked child of rank {self._rank}: it is not a member of the group; use the group in the "
+            "process that made it, or start workers by spawn"
         )
 
 
@@ -60,7 +60,7 @@ def add(group: JoinedGroup) -> None:
 
 
 def _cut_off() -> None:
-    """In a forked child: it is no member of the parent's groups, and frees none of their memory."""
+    """Take a forked child out of its parent's groups; it frees none of their memory."""
     _leaving.clear()
     for group in list(_present):
         group._library = _Forked(group.names[group.rank])
@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_cut_off)
 
 @atexit.register
 def _leave_all() -> None:
-    """At the end of the process, leave all groups; nothing is freed, since threads may still use it."""
+    """Leave all groups at the end of the process; nothing is freed, since threads may still use it."""
     for group in list(_present):
         group.leave()
 
@@ -115,6 +115,6 @@ def allocate_all(arena: Arena, sizes: Sequence[int]) -> list[Block]:
 
 
 def free_all(arena: Arena, blocks: Sequence[Block]) -> None:
-    """Free what this process still holds."""
+    """Free this process's blocks."""
     for block in blocks:
         arena.free(block)

@@ -1,6 +1,6 @@
 """`Group`: ranks of one host that meet in shared memory. The Python interface of `native/group.h`.
 
-All members call the same collectives in the same order. What they call is compared in the call itself, before any
+All members call the same collectives in the same order. Calls are compared in the call itself, before any
 memory is written: a rank that does something else, or the same with other shapes, raises `Mismatch` on all of them
 (not two tensors of one shape and dtype in another order: they have no names here).
 """
@@ -16,10 +16,26 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from polytempo.core.errors import PolytempoError
+from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
 from polytempo.native import departure
 from polytempo.native.arena import Arena, own_arena
-from polytempo.native.call import DTYPES, FINE, KINDS, LOST, MOVED, NOTHING, OPS, NativeCall, failure, form_of, repeated
+from polytempo.native.call import (
+    DTYPES,
+    FINE,
+    KINDS,
+    LATE,
+    LOST,
+    LOST_WHY,
+    MISMATCH,
+    MOVED,
+    NOTHING,
+    OPS,
+    NativeCall,
+    failure,
+    form_of,
+    name_of,
+    repeated,
+)
 from polytempo.native.library import load, why_not
 from polytempo.native.meeting import (
     Member,
@@ -30,7 +46,6 @@ from polytempo.native.meeting import (
     map_arenas,
     report_absence,
 )
-from polytempo.native.transfer import Transfer
 
 BLOCK_BYTES = 512 << 10
 RING_BYTES, LEAST_RING_BYTES, RINGS_BYTES = 8 << 20, 512 << 10, 64 << 20
@@ -64,8 +79,8 @@ class Group:
     by a balanced tree instead: where each rank has summed its own parts by such a tree, the bits depend on the parts
     alone, not on how many ranks they were dealt to (a power of two).
 
-    Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages, of which only what
-    messages have filled at one time takes memory. A message that fits in its ring is sent at once.
+    Memory per rank: four blocks to pass data through, and a ring for each neighbour's messages; only pages that
+    messages have filled take memory. A message that fits in its ring is sent immediately.
     To make one waits until all members are there; where one of them cannot come, all raise `Unreachable`.
 
     After `TimedOut` do not use the arena's tensors of that call for anything else: slower ranks may still be in the
@@ -100,7 +115,7 @@ class Group:
         self._handle = self._opened(members, block_bytes, ring_bytes)
         self.closed = False
         self.failed = False
-        self._broke: PolytempoError | None = None  # what broke the group: later calls raise it again
+        self._broke: PolytempoError | None = None  # the error that broke the group: later calls raise it again
         self.owner = os.getpid()
         remains = departure.Remains(library, self._handle, self.arena, self._blocks, self.windows)
         self._end = weakref.finalize(self, departure.close, remains, self.owner)
@@ -242,7 +257,7 @@ class Group:
         root: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Move tensors: `sends` has one for all ranks, one for each, or none; `receives[p]` takes what p sends."""
+        """Move tensors: `sends` has one for all ranks, one for each, or none; `receives[p]` takes p's tensor."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         example = next((t for t in (*sends, *receives) if t is not None), None)
         dtype = NOTHING if example is None else MOVED[example.dtype]
@@ -287,7 +302,7 @@ class Group:
         return Transfer(self, pointer, tensor, f"recv(source={whom}, tag={tag})")
 
     def serve_transfers(self, timeout_s: float) -> None:
-        """For a thread: sleep until another rank's message waits for this one, or the time is over; then see to it."""
+        """Sleep in a thread until another rank's message waits for this one, or the time is over; then see to it."""
         self._library.pt_transfers_serve(self._handle, timeout_s)
 
     def wake_server(self) -> None:
@@ -299,7 +314,7 @@ class Group:
 
     def leave(self) -> None:
         """Leave the group: from now on the others' waits for this rank raise `PeerLost`."""
-        if not self.closed and os.getpid() == self.owner:  # a forked child is no member
+        if not self.closed and os.getpid() == self.owner:  # a forked child is not a member
             self.closed = True
             self._library.pt_group_leave(self._handle)
 
@@ -333,3 +348,45 @@ class Group:
         call = NativeCall()
         self._library.pt_group_call(self._handle, rank, ctypes.byref(call))
         return call
+
+
+class Transfer:
+    """A message under way. It holds its tensor until it is done."""
+
+    __slots__ = ("__weakref__", "_end", "group", "pointer", "tensor", "what")
+
+    def __init__(self, group: Group, pointer: int, tensor: Tensor, what: str) -> None:
+        self.group, self.pointer, self.tensor, self.what = group, pointer, tensor, what
+        self._end = weakref.finalize(self, _forget, group, pointer)
+        self._end.atexit = False
+
+    def done(self) -> bool:
+        """True if it is finished, with or without an error."""
+        return bool(self.group._library.pt_transfer_done(self.group._handle, self.pointer))
+
+    @property
+    def peer(self) -> int:
+        """The other rank; -1 while nothing has come from anyone."""
+        return int(self.group._library.pt_transfer_peer(self.pointer))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is finished. Errors: PeerLost, TimedOut, and Mismatch where sender and receiver disagree."""
+        group, library = self.group, self.group._library
+        limit_s = group.timeout_s if timeout_s is None else timeout_s
+        status = library.pt_transfer_wait(group._handle, self.pointer, limit_s)
+        if status == FINE:
+            return
+        me, peer = group.names[group.rank], group.names[self.peer] if self.peer >= 0 else None
+        if status == LATE:
+            raise TimedOut(me, None, self.what, limit_s)
+        if status == MISMATCH:
+            came = f"{library.pt_transfer_arrived_bytes(self.pointer)} bytes of "
+            came += name_of(library.pt_transfer_arrived_dtype(self.pointer))
+            wanted = f"{self.tensor.nbytes} bytes of {name_of(MOVED[self.tensor.dtype])}"
+            raise Mismatch(f"rank {me}: {self.what} expects {wanted}, and rank {peer} sent {came}")
+        raise PeerLost(me, None, self.what, peer, LOST_WHY)
+
+
+def _forget(group: Group, pointer: int) -> None:
+    if os.getpid() == group.owner:  # in a forked child the lock may be held by a thread that it has not got
+        group._library.pt_transfer_free(group._handle, pointer)

@@ -29,20 +29,20 @@ LEAST_BYTES = 3 << 20
 
 _WORD_BYTES = 64
 _SPACIOUS = 2
-"""A slot holds what is at least this part of it: half."""
+"""A slot holds tensors of at least half its size."""
 _UNUSED_TURNS = 64
-"""After so many turns of the pool in which a slot was not used, its memory is given back."""
+"""Turns of the pool until an unused slot's memory is given back."""
 
 _FREE, _LENT = 0, 1
 
 
 def lendable(tensor: Tensor) -> bool:
-    """Whether a tensor like this travels in a slot. Sender and receiver answer the same of the same shape and dtype."""
+    """True if a tensor like this travels in a slot. Sender and receiver answer the same of the same shape and dtype."""
     return tensor.device.type == "cpu" and tensor.dtype in MOVED and tensor.nbytes >= LEAST_BYTES
 
 
 def empty_note() -> Tensor:
-    """Room for the message that says where a tensor is, and what."""
+    """Room for the message with a tensor's place, size and dtype."""
     return torch.empty(3, dtype=torch.int64)
 
 
@@ -57,7 +57,7 @@ def lent(group: Group, tensor: Tensor, to: int) -> Tensor:
 
 
 def borrowed(group: Group, note: Tensor, like: Tensor, source: int) -> Tensor:
-    """The tensor of which rank `source` has sent the note: its own memory, until the last reference is gone.
+    """The tensor of a note from rank `source`: its own memory, until the last reference is gone.
 
     Errors: Mismatch where it is not as many bytes, or of another dtype, than `like`. Cost: no copy.
     """
@@ -87,7 +87,7 @@ class _Slot:
     used_turn: int
     borrower: Window | None = None
     room: Tensor = field(default_factory=partial(torch.empty, 0))
-    """As it was used last."""
+    """The room's last shape."""
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class _Slot:
 
 
 class Slots:
-    """The slots of this process's arena. As many as are lent at one time, as large as what was lent."""
+    """The slots of this process's arena. As many as are lent at one time, as large as the lent tensors."""
 
     def __init__(self) -> None:
         self._arena, self.owner = own_arena(), os.getpid()
@@ -136,7 +136,7 @@ class Slots:
         return self.slots[-1]
 
     def _give_back_unused(self) -> None:
-        """Take slots back from processes that have ended, and let go of those that were not used for long."""
+        """Take slots back from processes that have ended, and let go of unused slots."""
         for slot in self.slots:
             if not slot.is_free and slot.borrower is not None and slot.borrower.process_has_ended():
                 required().pt_word_set(slot.memory.data_ptr(), _FREE)

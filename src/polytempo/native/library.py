@@ -1,6 +1,6 @@
 """The native core, a shared library with a plain C interface: found, checked and opened.
 
-The library lies beside this file: a wheel brings it there, `make install` builds it there. A wheel that was built
+The library is in this folder: a wheel brings it there, `make install` builds it there. A wheel that was built
 without a C++ compiler has none; everything then works without it, more slowly.
 """
 
@@ -104,7 +104,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_threshold_pack": (None, _pointer, _pointer, ctypes.c_float, _i64, _i32, _pointer),
     "pt_threshold_add": (_i32, _pointer, _i64, _pointer, _i64, ctypes.c_float, _i32),
 }
-"""The type of the result, then those of the arguments, for each function of the library."""
+"""Types of the result and of the arguments, for each function of the library."""
 
 
 def load() -> ctypes.CDLL | None:
@@ -122,12 +122,12 @@ def required() -> Any:
 
 
 def available() -> bool:
-    """Whether this process has the native core."""
+    """True if this process has the native core."""
     return load() is not None
 
 
 def why_not() -> str | None:
-    """Why there is no native core, and the remedy; None if there is one."""
+    """The reason why there is no native core, and the remedy; None if there is one."""
     return _opened()[1]
 
 

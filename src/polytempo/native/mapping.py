@@ -12,6 +12,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from polytempo.native.address_space import address_space_advice
@@ -78,16 +79,11 @@ def _unmap(address: int, num_bytes: int) -> None:
     _libc().munmap(address, num_bytes)
 
 
-_loaded: Any = None
-
-
+@cache
 def _libc() -> Any:
-    global _loaded
-    if _loaded is None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        libc.mmap.restype, libc.mmap.argtypes = pointer, (pointer, size, number, number, number, ctypes.c_long)
-        libc.munmap.restype, libc.munmap.argtypes = number, (pointer, size)
-        libc.madvise.restype, libc.madvise.argtypes = number, (pointer, size, number)
-        _loaded = libc
-    return _loaded
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype, libc.mmap.argtypes = pointer, (pointer, size, number, number, number, ctypes.c_long)
+    libc.munmap.restype, libc.munmap.argtypes = number, (pointer, size)
+    libc.madvise.restype, libc.madvise.argtypes = number, (pointer, size, number)
+    return libc

@@ -31,7 +31,7 @@ _VARIATION = 0.1
 
 
 def is_hogwild(strategy: Strategy) -> bool:
-    """Whether ranks write to one copy of the parameters each on its own."""
+    """True if ranks write to one copy of the parameters each on its own."""
     return strategy.one_copy not in (None, "together")
 
 
@@ -67,7 +67,7 @@ class Baton:
         self._going = await port.start(port.send(torch.zeros(1), (port.rank + 1) % port.size))
 
     async def settle(self) -> None:
-        """Wait for what is under way, after the last step."""
+        """Wait for the messages under way, after the last step."""
         for work in (self._going, self._coming):
             if work is not None:
                 await work
@@ -96,7 +96,7 @@ class Updates:
             await port.compute(work, flops, uses=uses)
 
     async def settle(self) -> None:
-        """Wait for what is under way, after the last step."""
+        """See `Baton.settle`."""
         await self._baton.settle()
 
 
@@ -113,7 +113,8 @@ class TurnHooks:
         self._world, self._optimizer, self._turn = world, optimizer, turn
         self._baton = Baton()
         self._updates = False
-        """Whether this rank has its turn. An optimizer whose `step` calls its parent's runs all hooks twice."""
+        """True while this rank has its turn. An optimizer with a `step` that calls its parent's runs all hooks
+        twice."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._homes = [(parameter, parameter.data_ptr()) for parameter in held]
         self._inside = ExitStack()
@@ -159,7 +160,7 @@ class TurnHooks:
             self._world.drive(self._baton.hand_on(self._world.port))
 
     def remove(self) -> None:
-        """Wait for what is under way, and make the optimizer an ordinary one again. All ranks must call it."""
+        """Wait for the messages under way, and make the optimizer an ordinary one again. All ranks must call it."""
         self._world.drive(self._baton.settle())
         for handle in self.handles:
             handle.remove()
@@ -180,7 +181,7 @@ def scatter_sparse_(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Do the part of a step of plain SGD that sparse gradients ask for: θ[rows] -= γ g, row by row.
 
     Plain is without momentum and weight decay. Returns the parameters that are done, with their gradients: float32
-    on the CPU whose gradients are rows (embeddings). Cost: only the rows that the gradient names are touched, each as
+    on the CPU with rows as gradients (embeddings). Cost: only the rows that the gradient names are touched, each as
     often as it is named.
     """
     done: list[tuple[Tensor, Tensor]] = []

@@ -32,10 +32,10 @@ from polytempo.worlds import ProcessWorld
 
 
 def host_group(world: ProcessWorld, data: Port, strategy: Strategy) -> Group | None:
-    """The group in which `strategy` has one copy of the parameters; None where every rank has its own.
+    """The group with one copy of the parameters by `strategy`; None where every rank has its own.
 
-    All ranks call it; `data` are those that hold the same parameters. Raises ValueError where ranks that should share
-    memory cannot, and the strategy needs it.
+    All ranks call it; `data` are the ranks that hold the same parameters. Raises ValueError where ranks that should
+    share memory cannot, and the strategy needs it.
     """
     if strategy.one_copy is None or data.size == 1:
         return None

@@ -1,4 +1,4 @@
-"""Sparse logistic regression by Hogwild!: what one worker does, one gradient step a sample.
+"""Sparse logistic regression by Hogwild!: one worker's part, one gradient step a sample.
 
 memory shared by the workers     weights [ … ]   locks [ … ]   turn   gates [ one a worker ]
 every epoch                      gate ─▶ own part of the order, native ─▶ gate ─▶ own part of the loss
@@ -24,13 +24,13 @@ from polytempo.strategies.hogwild import Update
 
 _MODES = {"free": FREE, "locked": LOCKED, "in_turn": IN_TURN}
 _LINE = 8
-"""Numbers of 8 bytes in a cache line: what two workers write does not share one."""
+"""Numbers of 8 bytes in a cache line: writes of two workers do not share one."""
 _SHORTEST_CHEAP, _EXCHANGES_AN_EPOCH, _MOST_MOVEMENT = 128, 8, 320.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How `fit_logistic` learns; see there."""
+    """The arguments of `fit_logistic`; see there."""
 
     workers: int = 2
     update: Update = "free"
@@ -66,7 +66,7 @@ class Shared(NamedTuple):
     locks: NDArray[np.uint32]
     turn: NDArray[np.uint64]
     gates: NDArray[np.int64]
-    """How many gates each worker has reached."""
+    """The number of gates that each worker has reached."""
 
 
 class EpochReport(NamedTuple):
@@ -75,7 +75,7 @@ class EpochReport(NamedTuple):
     seconds: list[float]
     updates: int
     loss_sums: list[float]
-    """Over this worker's part of the samples."""
+    """Sums over this worker's part of the samples."""
 
 
 def shared_for(rows: SparseRows, settings: Settings) -> Shared:
@@ -135,9 +135,9 @@ def part_of(rank: int, num_rows: int, settings: Settings) -> RowPart:
 def window_of(rows: SparseRows, settings: Settings) -> int:
     """Samples between two exchanges of a worker with the shared weights: the least of
 
-    - what makes an exchange, which looks at all d weights, small beside learning: 20 d / (entries a sample), or 128;
-    - an eighth of a worker's samples, so that there are eight exchanges an epoch;
-    - 320 / (N γ g), so that what N workers learn apart from each other does not overshoot when it is added up. The
+    - 20 d / (entries a sample), or 128: then an exchange, which looks at all d weights, is short compared with
+    learning; - an eighth of a worker's samples, so that there are eight exchanges an epoch; - 320 / (N γ g), so that
+    the sum of N workers' separate updates does not overshoot. The
       loss's curvature is at most g/4, with g = max_v (1/n) Σᵢ |zᵢᵥ| Σᵤ |zᵢᵤ| (Gershgorin's circles). The 320 is a
       guess from single runs on a9a with two workers: four times as much raised the loss by 2 and 5 %, which is no
       more than it fluctuates there between epochs, and eight times as much by half.

@@ -29,13 +29,13 @@ class NativeRule(NamedTuple):
     first: str | None = None
     second: str | None = None
     counts: bool = False
-    """Whether torch keeps a count of steps beside the moments."""
+    """True if torch keeps a count of steps, too."""
     decouples: bool = False
-    """Whether weight decay is AdamW's: up to torch 2.6 only the class says so."""
+    """True if weight decay is AdamW's: up to torch 2.6 only the class says so."""
     by_layer: bool = False
-    """Whether each tensor has a rate of its own (see `layer_rates`)."""
+    """True if each tensor has a rate of its own (see `layer_hypers`)."""
     begins_at_zero: bool = False
-    """Whether the first step reads a momentum buffer of zeros, where SGD makes one of its gradient."""
+    """True if the first step reads a momentum buffer of zeros, where SGD makes one of its gradient."""
 
 
 def rule_of(optimizer: Optimizer) -> NativeRule:
@@ -61,7 +61,7 @@ def rule_of(optimizer: Optimizer) -> NativeRule:
 
 
 def takes_rows(rule: NativeRule, group: dict[str, Any]) -> bool:
-    """Whether the rule may be applied to some rows alone. Raises ValueError where torch could not either."""
+    """True if the rule may be applied to some rows alone. Raises ValueError where torch could not either."""
     plain = (
         not rule.by_layer
         and not group["weight_decay"]
@@ -98,7 +98,7 @@ def _hyper(rule: NativeRule, group: dict[str, Any]) -> Hyper:
 
 
 def has_layer_rates(optimizer: Optimizer) -> bool:
-    """Whether each tensor has hyper-parameters of its own in each step."""
+    """True if each tensor has hyper-parameters of its own in each step."""
     return type(optimizer) in (LARS, LAMB)
 
 
@@ -107,7 +107,7 @@ def layer_hypers(
 ) -> ctypes.Array[Hyper]:
     """The hyper-parameters of this step, for each tensor of `plan`. All ranks call it, with gradients in place.
 
-    Norms are of each tensor's mean gradient, or of the step that it leads to, to which each rank adds its slice. Cost:
+    Norms are of each tensor's mean gradient, or of the step that it leads to; each rank adds its slice. Cost:
     two meetings; see `StepPlan.layer_norms`. A step of LAMB computes the moments twice: for the norm, and to keep them.
     """
     by_parameter = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -139,7 +139,7 @@ def _of_lars(parameter: nn.Parameter, group: dict[str, Any], norm: LayerNorms) -
 
 
 def _of_lamb(parameter: nn.Parameter, group: dict[str, Any]) -> Hyper:
-    """With ratio 1."""
+    """LAMB's hyper-parameters with ratio 1."""
     (beta1, beta2), decay = group["betas"], group["weight_decay"] if adapts(parameter, group) else 0.0
     numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": decay}
     return Hyper(rule=RULES["adamw"], lr=float(group["lr"]), **numbers)

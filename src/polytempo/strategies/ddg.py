@@ -29,11 +29,7 @@ def ddg(
 
     `correction`: `pipemare(anneal_steps=1000)` or `spectrain()` of `pt.partition.schedules`, against the delay.
 
-    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
-
-    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
-    that has a parameter server each stage has its own: see `one_f_one_b`.
+    `inner`, `activations`, `gradients` and the number of workers: as in `gpipe`.
 
     Cost: no bubble; stage k holds K-k batches, and with "stashed" as many versions of its parameters.
 

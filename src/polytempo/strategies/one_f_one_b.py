@@ -19,11 +19,7 @@ def one_f_one_b(
 
     g = Σₘ (nₘ/n) gₘ over M micro-batches, at one version of the parameters: the same as one worker. No delay.
 
-    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
-
-    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
-    that has a parameter server each stage has its own, and worker r is stage r // D of replica r mod D, of D replicas.
+    `inner`, `activations`, `gradients` and the number of workers: as in `gpipe`.
 
     Cost: a bubble of (K-1)/(M+K-1) of the time; stage k holds min(K-k, M) micro-batches.
 

@@ -21,11 +21,7 @@ def pipedream_2bw(
 
     A batch is cut into `micro_batches`, at least `stages` - 1 of them.
 
-    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
-
-    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage. `pt.pipeline` takes it for a loop of one's own. With an `inner`
-    that has a parameter server each stage has its own: see `one_f_one_b`.
+    `inner`, `activations`, `gradients` and the number of workers: as in `gpipe`.
 
     Cost: no bubble; stage k holds K-k micro-batches, and two versions of its parameters.
 

@@ -32,12 +32,8 @@ def synthetic_gradients(
     So under SGD take a tenth to a fifth of that rate: the shipped job digits ends in NotFinite after some 200 steps
     with its lr=0.1, and `lr=0.02` learns to 98 % as back-propagation does.
 
-    `activations` and `gradients`: codecs for tensors from stage to stage, and for their gradients back.
-
-    `workers` is a multiple of `stages`: worker r is stage r mod K of replica r // K. `inner` (default: `sync_sgd()`)
-    exchanges gradients between replicas of a stage; their estimators learn by the mean of their gradients.
-    `pt.pipeline` takes it for a loop of one's own. With an `inner` that has a parameter server each stage has its own
-    (see `one_f_one_b`), and each replica estimators of its own, which begin again with it.
+    `inner`, `activations`, `gradients` and the number of workers: as in `gpipe`. Estimators of a stage's replicas learn
+    by the mean of their gradients; with a parameter server each replica has its own, which begin again with it.
 
     Cost: no bubble; one batch's activations, one version of the parameters; M's passes.
 

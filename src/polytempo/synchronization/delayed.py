@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polytempo.core import Bundle, Late, Port, Promise, State, Transform
-from polytempo.core.arithmetic.anchor import AnchorState
 from polytempo.core.cost import Cost, num_bytes
-from polytempo.core.state import duplicate, settled
+from polytempo.core.state import AnchorState, duplicate, settled
 from polytempo.core.transform import cost_of
 
 
@@ -25,7 +24,7 @@ class DelayedState(NamedTuple):
 
 
 def delayed(delay: int, transform: Transform) -> Transform:
-    """Begin `transform` now, and hand out what it began `delay` steps ago.
+    """Begin `transform` now, and hand out its answer of `delay` steps ago.
 
         step        0      1      2      3
         begins     t(g0)  t(g1)  t(g2)  t(g3)
@@ -34,7 +33,7 @@ def delayed(delay: int, transform: Transform) -> Transform:
     On the first `delay` steps there is no update at all, so weight decay and momentum do not act.
     An answer is waited for only when it is handed out. A transform with state waits for the state that
     the step before leaves, so its exchanges follow each other; exchanges without state (None) may all be
-    under way at once. What is handed out is a copy, because the state holds the answer until the step that uses it is
+    under way at the same time. It hands out a copy, because the state holds the answer until the step that uses it is
     made. Memory: `delay` + 1 more bundles.
     """
     if delay < 1:
@@ -73,14 +72,14 @@ async def _answer(value: Late | Any) -> Any:
 
 
 class OverlappedState(NamedTuple):
-    """The exchange under way (None before the first), what this rank gave to it, and the inner transform's state."""
+    """The exchange under way (None before the first), this rank's contribution, and the inner transform's state."""
 
     coming: Late | Bundle | None
     given: AnchorState
 
 
 def overlapped(transform: Transform) -> Transform:
-    """θ ← t(θ') + (θ - θ'): what `transform` makes of the parameters θ' of the last time, and what moved them since.
+    """θ ← t(θ') + (θ - θ'): the answer for θ', the parameters of the last time, plus their movement since.
 
     Then the exchange of θ begins, and goes on while the next steps are computed. The first time nothing has begun, and
     θ stays. Memory: two more bundles, and a third one

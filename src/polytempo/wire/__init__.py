@@ -1,1 +1,1 @@
-"""How messages travel between processes and hosts: frames, keys, mailboxes over ZeroMQ, tensors in shared memory."""
+"""Messages between processes and hosts: frames, keys, mailboxes over ZeroMQ, tensors in shared memory."""

@@ -2,7 +2,7 @@
 
 node 3     Here(place, version 0) ──▶ keeper          again until it is answered, and every few seconds
            ◀── Addresses since 0, version 5           all that it does not know yet
-node 1     ◀── Addresses since 5, version 6           a place that has changed goes to all at once
+node 1     ◀── Addresses since 5, version 6           a place that has changed goes to all immediately
 
 Both sides decide without I/O. Addresses travel through mailboxes, so only processes with the run's keys can write or
 read them; a process knows the keeper's address and the keys from the engine that has started it.
@@ -16,7 +16,7 @@ from polytempo.server.message import Message, Outbox
 
 
 class Place(NamedTuple):
-    """Where a node takes its mail."""
+    """The addresses of a node's mail."""
 
     node: int
     life: int
@@ -24,24 +24,24 @@ class Place(NamedTuple):
     memory: int
     """Equal for processes that share memory; -1: it shares memory with no other process."""
     far: str
-    """Its address for all others."""
+    """The address for all other processes."""
     near: str = ""
-    """Its address for those with which it shares memory; empty: it has none."""
+    """The address for processes that share its memory; empty: it has none."""
 
     def seen_from(self, memory: int) -> str:
-        """The address at which a process that has `memory` writes to it."""
+        """The address for a process that has `memory`."""
         return self.near if self.near and memory == self.memory else self.far
 
 
 class Here(Message, frozen=True, eq=False):
-    """To the keeper: this is where I am, and I know the book's `version`."""
+    """Message to the keeper: the sender is at `place`, and knows the book's `version`."""
 
     place: Place
     version: int
 
 
 class Addresses(Message, frozen=True, eq=False):
-    """From the keeper: the places that have changed after version `since`, up to `version`."""
+    """The keeper's answer: the places that have changed after version `since`, up to `version`."""
 
     since: int
     version: int
@@ -54,10 +54,10 @@ class AddressBook:
     def __init__(self) -> None:
         self.version = 0
         self._places: dict[int, tuple[int, Place]] = {}
-        """Node -> its place, and the version with which it came into the book."""
+        """Node -> its place, and the version of its entry."""
 
     def place_of(self, node: int) -> Place | None:
-        """Where the newest life of `node` is; None as long as none has said so."""
+        """The place of the newest life of `node`; None before its first message."""
         found = self._places.get(node)
         return None if found is None else found[1]
 
@@ -84,15 +84,15 @@ class BookCopy:
         self.version = 0
         """Every change up to this one is in the copy."""
         self.answered = False
-        """Whether the keeper has answered at all."""
+        """True once the keeper has answered."""
         self._places: dict[int, Place] = {}
 
     def place_of(self, node: int) -> Place | None:
-        """Where `node` is, as far as it is known here."""
+        """The place of `node`; None where it is not known here."""
         return self._places.get(node)
 
     def receive(self, message: Addresses) -> None:
-        """Take over what the keeper says; of two lives of a node the later one stays, however messages arrive."""
+        """Take over the keeper's news; of two lives of a node the later one stays, however messages arrive."""
         self.answered = True
         for place in message.places:
             known = self._places.get(place.node)

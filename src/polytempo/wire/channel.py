@@ -4,7 +4,7 @@
     agent  ChannelClient ── DEALER ─┴▶ ROUTER  ChannelServer  head
 
 Both ends are encrypted and authenticated by CURVE, and bounded: a message has at most `MOST_BYTES`, a queue
-`HIGH_WATER` messages. What arrives and is no message of the expected type is dropped and counted.
+`HIGH_WATER` messages. Anything but a message of the expected type is dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_BYTES = 128 << 20
 _MOST_PARTS = MOST_BYTES // PART_BYTES + 1
 HIGH_WATER = 10_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1_000, 10_000
-"""Of the clients alone: a server answers them, and closes silent connections by TCP (see `watch_by_tcp`)."""
+"""Heartbeats of the clients alone: a server answers them, and closes silent connections by TCP (see `watch_by_tcp`)."""
 _HANDSHAKE_MS = 10_000
 _RECONNECT_MS, _LONGEST_RECONNECT_MS = 50, 1_000
 _PEER_BYTES = 16
@@ -38,7 +38,7 @@ Out = TypeVar("Out")
 
 
 class ChannelServer(Generic[In, Out]):
-    """Listens at `tcp://host:port` (`*`: any free port) and takes messages of type `takes` from those with the keys.
+    """Listens at `tcp://host:port` (`*`: any free port) and takes messages of type `takes` from clients with the keys.
 
     Errors: ValueError where this host cannot listen there.
     """
@@ -53,14 +53,14 @@ class ChannelServer(Generic[In, Out]):
         self._router.curve_secretkey = keys.server_secret
         self._router.router_mandatory = True
         self.malformed = 0
-        """Messages that were none."""
+        """The number of malformed messages."""
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(f"this host cannot listen at {address} ({error}); give an address of its own") from error
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
-        """Where it listens, with the port."""
+        """The address with the port."""
 
     @property
     def refused(self) -> int:
@@ -92,7 +92,7 @@ class ChannelServer(Generic[In, Out]):
             self._router.poll(math.ceil(1e3 * left_s))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was sent leave for `linger_s`, and close."""
+        """Let sent messages leave for `linger_s`, and close."""
         if not self._context.closed:
             self._router.disable_monitor()
             self._router.close(round(1e3 * linger_s))
@@ -119,7 +119,7 @@ class ChannelClient(Generic[In, Out]):
 
     @property
     def parted_s(self) -> float:
-        """For how long there has been no connection, whatever was attempted since; 0 while there is one."""
+        """Seconds without a connection, for all attempts since; 0 while there is one."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
@@ -147,7 +147,7 @@ class ChannelClient(Generic[In, Out]):
         return None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Let what was sent leave for `linger_s`, and close."""
+        """Let sent messages leave for `linger_s`, and close."""
         if not self._context.closed:
             self._dealer.disable_monitor()
             self._monitor.close(0)

@@ -1,10 +1,10 @@
 """Messages as frames, and frames as messages.
 
 frame 0        │ version │ msgpack: ["Push", 0, 1, 7, …, [code, shape, 1], [[0, [code, shape, 2], …]]] │
-frame 1, 2, …  │ the bytes of a tensor, as they lie in memory │
+frame 1, 2, …  │ the bytes of a tensor, as in memory │
 the last n     │ the rest of a header that is longer than a part; then frame 0 begins │ version + 128 │ n │
 
-A tensor stands in the header as `[dtype, shape, frame]`, or, where it lies in memory that both sides share, as
+A tensor stands in the header as `[dtype, shape, frame]`, or, in memory that both sides share, as
 `[arena, offset, dtype, shape]` (but for bools). Nothing is copied in either direction. Over TCP a large one is cut into
 frames, `[dtype, shape, first frame, frames]` (see `wire.message_parts`); there it is copied once, when it has arrived.
 The schema is fixed: a header holds a message that `server.message` or `flexrr.slices` declares. Every length is
@@ -47,7 +47,7 @@ _REASON_LENGTH = 200
 
 
 class Malformed(ValueError):
-    """Frames that are no message of this protocol. The only error that `decode` raises."""
+    """Frames that are not a message of this protocol. The only error that `decode` raises."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class References(Protocol):
         """(arena, offset) of a tensor in it; None for any other."""
 
     def resolve(self, arena: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor there. ValueError where it would not lie inside the arena."""
+        """The tensor there. ValueError where it would not be inside the arena."""
 
 
 def encode(message: Message, references: References | None = None, part_bytes: int | None = None) -> list[Frame]:
@@ -116,9 +116,9 @@ def encode(message: Message, references: References | None = None, part_bytes: i
 
 
 def decode(frames: Sequence[Frame], limits: FrameLimits, references: References | None = None) -> Message:
-    """The message of `frames`. Its tensors lie in the frames' memory, or in the shared memory that they refer to.
+    """The message of `frames`. Its tensors are in the frames' memory, or in the shared memory that they refer to.
 
-    A frame that may not be written to, or does not lie as its dtype needs, is copied.
+    A frame that may not be written to, or is not aligned for its dtype, is copied.
     Errors: Malformed, and no other, for any frames.
     """
     try:
@@ -132,7 +132,7 @@ def decode(frames: Sequence[Frame], limits: FrameLimits, references: References 
         return message
     except Malformed:
         raise
-    except Exception as error:  # msgspec's own, RecursionError, what torch says of impossible shapes
+    except Exception as error:  # msgspec's own, RecursionError, torch's for impossible shapes
         raise Malformed(f"{type(error).__name__}: {error}"[:_REASON_LENGTH]) from error
 
 
@@ -205,7 +205,7 @@ class _Reader:
         return _shaped(flat, dtype, shape)
 
     def _joined(self, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int, number: Any, parts: Any) -> Tensor:
-        """The tensor that lies in several frames."""
+        """The tensor in several frames."""
         if type(number) is not int or type(parts) is not int or number != self._next or parts < 2:
             raise Malformed(
                 "tensors are in frames 1, 2, 3, … in the header's order, the parts of one behind each other"
@@ -231,7 +231,7 @@ def _shaped(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 _reading: ContextVar[_Reader] = ContextVar("_reading")
-"""The message whose header `_decoder` reads now. A decoder for each message would cost more than most messages do."""
+"""The message that `_decoder` reads now. A decoder for each message would cost more than most messages do."""
 
 
 def _tensor(_: type, descriptor: Any) -> Tensor:
@@ -249,8 +249,8 @@ def _kinds(kind: type[Message]) -> Iterator[type[Message]]:
 
 @cache
 def _decoder(num_kinds: int) -> msgspec.msgpack.Decoder[Any]:
-    """For every kind of message that has been imported by now: `num_kinds` tells them apart from those of another kind
-    of run in this process. Made when it is first needed."""
+    """The decoder of every kind of message that has been imported by now: `num_kinds` tells them apart from another
+    kind of run in this process. Made when it is first needed."""
     return msgspec.msgpack.Decoder(Union[tuple(_kinds(Message))], dec_hook=_tensor)  # noqa: UP007
 
 

@@ -1,4 +1,4 @@
-"""`ConnectionGuard`: admits connections with the run's keys, counts those that it refuses, and bounds the others.
+"""`ConnectionGuard`: admits connections with the run's keys, counts refused ones, and bounds the others.
 
 ZeroMQ asks it about every new connection (ZAP, rfc.zeromq.org/spec/27), and reports accepted connections and finished
 handshakes. It has a thread of its own, so that nodes connect while their programs compute.
@@ -37,10 +37,10 @@ MOST_STRANGERS = 32
 _SPARE = 64
 """So few descriptors left, and none of them is for a stranger."""
 _WELCOME_BYTES = 270
-"""After a greeting (64), a welcome (170) and an error (12) a server has sent fewer, after accepting keys (301) more."""
+"""A server has sent less after a greeting (64), a welcome (170) and an error (12), more after accepting keys (301)."""
 _SENT = struct.Struct("@Q")
 _SENT_AT = 200
-"""Of `tcpi_bytes_sent` in Linux's `struct tcp_info`."""
+"""The offset of `tcpi_bytes_sent` in Linux's `struct tcp_info`."""
 
 
 class ConnectionGuard:
@@ -62,7 +62,7 @@ class ConnectionGuard:
 
     @property
     def refused(self) -> int:
-        """Connections that were not admitted, and those whose handshake is under way."""
+        """Connections that were not admitted, and unfinished handshakes."""
         return max(0, self._come - self._let_in)
 
     def join(self) -> None:
@@ -102,10 +102,10 @@ class ConnectionGuard:
 
 
 class Strangers:
-    """Accepted connections, the oldest first, of which at most `MOST_STRANGERS` have not shown keys.
+    """Accepted connections, the oldest first; at most `MOST_STRANGERS` of them have not shown keys.
 
     ZeroMQ owns their descriptors, and may close one at any time: each look takes a copy of the descriptor, and believes
-    it where its ends are those of the connection. `limit`: how many descriptors this process may have.
+    it where its ends are the connection's. `limit`: the number of descriptors that this process may have.
     On Linux alone: elsewhere the system does not say how far a handshake is, and only time bounds them.
     """
 
@@ -147,19 +147,19 @@ def _copy(descriptor: int) -> Iterator[socket.socket]:
         raise
     with found:
         if found.family not in (socket.AF_INET, socket.AF_INET6):
-            raise OSError(errno.ENOTSOCK, "this is no TCP connection")
+            raise OSError(errno.ENOTSOCK, "this is not a TCP connection")
         yield found
 
 
 _IDLE_S, _PROBE_S, _MOST_PROBES = 10, 5, 4
-"""On a connection without traffic TCP asks after so long whether the other end is there, so often, so many times."""
+"""TCP's questions to the other end of a connection without traffic: after so long, so often, so many times."""
 
 
 def watch_by_tcp(socket: zmq.Socket[bytes], unconfirmed_s: float) -> None:
-    """Close a connection of `socket` on which nothing that was sent is confirmed for `unconfirmed_s`, or on idle 30 s.
+    """Close a connection of `socket` where no sent byte is confirmed for `unconfirmed_s`, or after 30 idle seconds.
 
-    For sockets whose mail may wait to be read, instead of ZeroMQ's heartbeats: where such a connection breaks, libzmq
-    4.3.5 aborts the whole process at its next heartbeat ("Assertion failed: !_io_error").
+    For sockets with mail that may wait to be read, instead of ZeroMQ's heartbeats: where such a connection breaks,
+    libzmq 4.3.5 aborts the whole process at its next heartbeat ("Assertion failed: !_io_error").
     """
     socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, _MOST_PROBES
     socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = _IDLE_S, _PROBE_S

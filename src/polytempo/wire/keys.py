@@ -1,8 +1,8 @@
 """CURVE keys, made for one run, and the file that hands them to its processes.
 
-All processes of a run hold the same keys, and no other process has them. Each process is server to those that connect
-to it (by the server pair) and client where it connects (by the client pair). Keys travel
-in a file that only their owner can read; never in arguments or logs.
+All processes of a run hold the same keys, and no other process has them. Each process is server to processes that
+connect to it (by the server pair) and client where it connects (by the client pair). Keys travel in a file that only
+their owner can read; never in arguments or logs.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Keys:
     client_secret: bytes
 
     def __post_init__(self) -> None:
-        """Refuse what are no two key pairs."""
+        """Refuse anything but two key pairs."""
         for public, secret in ((self.server_public, self.server_secret), (self.client_public, self.client_secret)):
             if len(secret) != _KEY_LENGTH or not _pair(public, secret):
-                raise ValueError("these are no CURVE key pairs; make them with make_keys()")
+                raise ValueError("these are not CURVE key pairs; make them with make_keys()")
 
     def __repr__(self) -> str:
         return "Keys(…)"
 
     def to_plain(self) -> dict[str, str]:
-        """As JSON takes them, to be written to the standard input of a process and nowhere else."""
+        """The keys for JSON, to be written to the standard input of a process and nowhere else."""
         return {field.name: getattr(self, field.name).decode("ascii") for field in fields(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, str]) -> Keys:
-        """What `to_plain` made. ValueError where it holds no keys."""
+        """The keys in an answer of `to_plain`. ValueError where it holds no keys."""
         return cls(**{name: text.encode("ascii") for name, text in plain.items()})
 
     @property

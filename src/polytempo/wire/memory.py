@@ -2,7 +2,7 @@
 
 Every page that the system gives is zeroed at its first touch. ZeroMQ asks `malloc` for room for each message, and above
 32 MiB glibc always asks the system for it: half of the time that a large tensor takes over TCP. Stages of a pipeline
-free activations in an order in which the end of the heap is often free, and glibc gives that back: with small
+free activations in an order that often frees the end of the heap, and glibc gives that back: with small
 convolutions a stage touched up to 5,000 new pages a step, and a rank that mixes its model with its neighbours' 1,300.
 """
 
@@ -17,7 +17,7 @@ _MOST_KEPT_BYTES = (1 << 31) - 1
 
 @cache
 def keep_memory() -> bool:
-    """From now on this process serves large allocations from one heap, and keeps up to 2 GiB of it at its end.
+    """Serve large allocations of this process from one heap from now on, and keep up to 2 GiB of it at its end.
 
     False where the C library cannot (musl): then everything works, more slowly. Cost: the process stays as large as it
     was at its largest.

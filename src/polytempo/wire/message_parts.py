@@ -1,7 +1,7 @@
 """Messages in parts: no frame on a line over TCP is larger than `PART_BYTES`.
 
-ZeroMQ takes memory for a whole frame before it knows whether the other end has the run's keys, so the largest frame is
-what a stranger can make it hold (see `wire.guard`). It also encrypts a whole frame before it sends any of it: of
+ZeroMQ takes memory for a whole frame before it knows whether the other end has the run's keys, so a stranger can
+make it hold the largest frame (see `wire.guard`). It also encrypts a whole frame before it sends any of it: of
 several parts one is encrypted while another travels.
 """
 
@@ -14,7 +14,7 @@ Frame = bytes | memoryview
 
 PART_BYTES = 128 << 10
 MOST_FRAME_BYTES = PART_BYTES + 256
-"""With what encryption adds (33 bytes)."""
+"""A part with the bytes that encryption adds (33)."""
 
 
 def cut(data: Frame, part_bytes: int = PART_BYTES) -> list[Frame]:

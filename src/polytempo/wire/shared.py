@@ -24,7 +24,7 @@ from polytempo.native.arena import Arena
 class Arenas:
     """`num_arenas` arenas of `num_bytes` of address space each. Make them before forking the processes that share them.
 
-    Only one process at a time cuts tensors from an arena, the first that asks for one. A node that is started anew
+    Only one process at a time cuts tensors from an arena, the first that asks for one. A node that is started again
     gets an arena of its own, for others may still read the old one: let `num_arenas` be larger than the nodes are many.
     """
 
@@ -54,7 +54,7 @@ class Arenas:
         return self._known(arena).adopted().empty(numel, dtype)
 
     def reference(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(arena, offset) of a contiguous tensor that lies in an arena; None for any other."""
+        """(arena, offset) of a contiguous tensor in an arena; None for any other."""
         begin = tensor.data_ptr()
         place = bisect_right(self._bases, begin) - 1
         if place < 0 or not tensor.numel():
@@ -65,7 +65,7 @@ class Arenas:
         return (number, offset) if end <= self._arenas[number].num_bytes else None
 
     def resolve(self, arena: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor that lies there. Errors: ValueError if it would not lie in the arena, or not as `dtype` needs."""
+        """The tensor there. Errors: ValueError if it would not be in the arena, or not aligned for `dtype`."""
         within = self._known(arena)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if offset < 0 or offset % dtype.itemsize or offset + num_bytes > within.num_bytes:
@@ -89,7 +89,7 @@ class _Inherited(Arena):
         super().__init__(num_bytes)
         self._owner = -1
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        """Close the file; what is mapped stays. Otherwise that happens with the last reference."""
+        """Close the file; mapped memory stays. Otherwise that happens with the last reference."""
 
     def adopted(self) -> _Inherited:
         """This arena, owned by this process. RuntimeError where a living process owns it."""

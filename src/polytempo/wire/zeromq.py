@@ -1,11 +1,11 @@
-"""`Mailbox`: one node's mail over ZeroMQ.
+"""`Mailbox`: one node's mail over ZeroMQ; `TwoEnds`: its mail by files and by TCP.
 
 node 3   DEALER ──┐                       Every node binds one ROUTER, where its mail arrives, and connects a
 node 5   DEALER ──┴▶ ROUTER   node 0      DEALER to each node that it writes to. The DEALER's routing id is
 node 0   DEALER ───▶ ROUTER   node 3      the sender's number.
 
-Which processes may write: on `ipc://` those that may enter the folder, which must be this user's alone; on `tcp://`
-those that have the run's keys (CURVE; the number of a connection's messages makes a replayed or spliced one fail).
+Processes that may write: on `ipc://` all that may enter the folder, which must be this user's alone; on `tcp://`
+all that have the run's keys (CURVE; the number of a connection's messages makes a replayed or spliced one fail).
 Without keys only loopback addresses are allowed: any user of the host can write there.
 """
 
@@ -41,7 +41,7 @@ _RECONNECT_MS, _LONGEST_RECONNECT_MS = 20, 1_000
 
 @dataclass
 class MailCounts:
-    """How many messages and connections a mailbox has had."""
+    """Numbers of messages and connections of a mailbox."""
 
     posted: int = 0
     taken: int = 0
@@ -50,7 +50,7 @@ class MailCounts:
     malformed: int = 0
     """Arrived and refused: no message, or without a valid sender."""
     refused: int = 0
-    """Connections not admitted: no keys, wrong keys, not ZeroMQ at all (and those whose handshake is under way)."""
+    """Connections not admitted: no keys, wrong keys, not ZeroMQ at all (and unfinished handshakes)."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Mailbox:
         try:
             if not self._local:
                 self._guard = ConnectionGuard(self._context, self._router, keys)
-            self._router.router_handover = True  # a node that is started anew takes the place of its former life
+            self._router.router_handover = True  # a node that is started again takes the place of its former life
             if keys is not None:
                 self._router.curve_server = True
                 self._router.curve_secretkey = keys.server_secret
@@ -108,10 +108,10 @@ class Mailbox:
             self.close()
             raise
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
-        """The address to which other nodes connect."""
+        """The address for other nodes."""
 
     def connect(self, node: int, address: str) -> None:
-        """Connect to `node` at `address`, at once; a former connection to it is closed."""
+        """Connect to `node` at `address` immediately; a former connection to it is closed."""
         local = checked(address, self._keys is not None)
         self.forget(node)
         socket = self._socket(zmq.DEALER, address)
@@ -182,7 +182,7 @@ class Mailbox:
 
     @property
     def arrivals(self) -> zmq.Socket[bytes]:
-        """The socket on which one can wait for mail, together with others; `take` alone reads it."""
+        """The socket to wait on for mail, together with others; `take` alone reads it."""
         return self._router
 
     def _opened(self, parts: list[Frame]) -> tuple[int, Message] | None:
@@ -227,13 +227,71 @@ class Mailbox:
         return socket
 
 
+class TwoEnds:
+    """A node's mail by two ways, as one mailbox: `near`, at an `ipc://` address or None, and `far`. It closes both.
+
+    processes of this host ── files, tensors in shared memory ──▶ near ┐
+    processes of others    ── TCP, encrypted ──────────────────▶ far  ┴─▶ take
+    """
+
+    def __init__(self, near: Mailbox | None, far: Mailbox) -> None:
+        self.near, self.far = near, far
+        self._ends: list[Mailbox] = [far] if near is None else [near, far]
+        self._poller = zmq.Poller()
+        for end in self._ends:
+            self._poller.register(end.arrivals, zmq.POLLIN)
+        self._ways: dict[int, Mailbox] = {}
+        """Node -> the end of mail for it."""
+
+    def connect(self, node: int, address: str) -> None:
+        """Write to `node` at `address` from now on; a former line to it is closed, whichever way it went."""
+        is_file = address.startswith("ipc://")
+        if is_file and self.near is None:
+            raise ValueError(f"{address} is a file of another host; this node has no mail by files")
+        self.forget(node)
+        end = self.near if is_file and self.near is not None else self.far
+        end.connect(node, address)
+        self._ways[node] = end
+
+    def forget(self, node: int) -> None:
+        """Close the line to `node`, with all that has not left."""
+        end = self._ways.pop(node, None)
+        if end is not None:
+            end.forget(node)
+
+    def post(self, to: int, message: Message) -> bool:
+        """See `Mailbox.post`."""
+        return self._ways.get(to, self.far).post(to, message)
+
+    def take(self, wait_s: float | None = None) -> tuple[int, Message] | None:
+        """The next (source, message) of either end, or None if none comes within `wait_s`; the ends take turns."""
+        until_s = math.inf if wait_s is None else time.monotonic() + wait_s
+        while True:
+            for end in tuple(self._ends):
+                mail = end.take(0.0)
+                if mail is not None:
+                    self._ends.remove(end)
+                    self._ends.append(end)
+                    return mail
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._poller.poll(None if left_s == math.inf else math.ceil(1e3 * left_s))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close both; messages that have not left get `linger_s` in all."""
+        until_s = time.monotonic() + linger_s
+        for end in self._ends:
+            end.close(max(0.0, until_s - time.monotonic()))
+
+
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\[\]:/]+)):(?P<port>\*|[0-9]{1,5})")
 _PATH_BYTES = 107
 """The longest path of a socket: `sun_path` without the zero at its end."""
 
 
 def checked(address: str, has_keys: bool) -> bool:
-    """Whether `address` is on this host by file (`ipc://`). Refuses addresses that other users can reach.
+    """True if `address` is on this host by file (`ipc://`). Refuses addresses that other users can reach.
 
     Errors: ValueError for an `ipc://` path that is too long or in a folder that others may enter, for a `tcp://`
     address beyond loopback without keys, and for anything else.

@@ -12,11 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.coded import Coded, WireSize
-from polytempo.compression.encoding.values import computed, whole
-from polytempo.compression.kernels.dense import CAST
+from polytempo.compression.encoding.coded import Coded, Kernels, WireSize, room_for
+from polytempo.compression.encoding.values import computed, refuse, whole
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.state import narrowed
+from polytempo.native.kernels import codes_dense
+from polytempo.native.kernels.codes_dense import fits
 
 _HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """The largest relative error of a number in the normal range."""
@@ -25,15 +26,15 @@ _HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 def fp16() -> Coded:
     """IEEE half precision: 11 significant bits, up to 65504, whole down to 6.1e-5 and gone below 3e-8.
 
-    No loss scaling is needed for overflow: a finite number beyond the range becomes the largest one that is in it, and
-    with feedback the rest goes next time. NaN and infinities arrive as such. Cost: 2 bytes an element.
+    No loss scaling is needed for overflow: a finite number beyond the range becomes the range's end, and with feedback
+    the rest goes next time. NaN and infinities arrive as such. Cost: 2 bytes an element.
     """
-    return Coded(Cast("fp16()", torch.float16), CAST)
+    return Coded(Cast("fp16()", torch.float16), _KERNELS)
 
 
 def bf16() -> Coded:
     """bfloat16: 8 significant bits, and the range of float32. Cost: 2 bytes an element."""
-    return Coded(Cast("bf16()", torch.bfloat16), CAST)
+    return Coded(Cast("bf16()", torch.bfloat16), _KERNELS)
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,37 @@ class Cast:
         return WireSize(2 * like.numel(), self.dtype)
 
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
-        """To nearest even. What is finite stays finite, also in the sum of `when.terms` wires."""
+        """Round to nearest even. Finite values stay finite, also in the sum of `when.terms` wires."""
         return narrowed(computed(x), torch.empty(0, dtype=self.dtype, device=x.device), self.limit(when.terms))
 
     def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
-        """Exact, but that what is finite stays finite in float16, too."""
+        """Exact, except that finite values stay finite in float16, too."""
         wire = whole(self.name, wire, like, like.numel(), self.dtype)
         if torch.finfo(like.dtype).max < torch.finfo(self.dtype).max:
             wire = narrowed(wire.float(), like)
         return wire.view(like.shape)
 
     def limit(self, terms: int) -> float:
-        """So many numbers of this magnitude have a finite sum, in whatever order they are added and rounded.
+        """The largest magnitude with a finite sum of `terms` numbers in any order of adding and rounding.
 
-        Of multiples of the largest number's last place no partial sum rounds. Where `terms` is beyond what the mantissa
-        can count, half as much is left: no addition can then round up by more than its smaller term.
+        Of multiples of the largest number's last place no partial sum rounds. Where `terms` is beyond the mantissa's
+        count, half as much is left: no addition can then round up by more than its smaller term.
         """
         most = torch.finfo(self.dtype).max
         place = most * torch.finfo(self.dtype).eps / (2 - torch.finfo(self.dtype).eps)
         return place * (most / place // terms) or most / 2 / terms
+
+
+def _encode(encoding: Cast, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+    wire = room_for(encoding, x, out)
+    bad = codes_dense.cast_(x, residual, encoding.limit(when.terms), wire)
+    if residual is not None:
+        refuse(encoding.facts.name, bad, x, residual)
+    return wire
+
+
+def _add_(encoding: Cast, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+    codes_dense.add_cast_(whole(encoding.facts.name, wire, out, out.numel(), encoding.size(out).dtype), out)
+
+
+_KERNELS = Kernels(fits, _add_, None, fits, _encode)

@@ -17,7 +17,6 @@ from torch import Tensor
 from polytempo.compression.encoding import entries
 from polytempo.compression.encoding.coded import placed
 from polytempo.compression.encoding.values import check_finite, check_kind, refuse
-from polytempo.compression.kernels.sparse import add_entries_
 from polytempo.core import ALONE, CodecState, EncodeContext, Facts, Law, Residual
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_real, check_whole
@@ -28,7 +27,7 @@ WARMUP = (0.25, 0.063, 0.015, 0.004)
 """The kept ratios before the last one, a stage each: 75 %, 93.75 %, 98.4375 % and 99.6 % stay out, as in the paper."""
 
 TOO_MANY, TOO_FEW = 1.3, 0.8
-"""How far from ratio · n the count of a sampled threshold may be."""
+"""Bounds of a sampled threshold's count, in ratio · n."""
 
 
 def dgc(
@@ -43,15 +42,16 @@ def dgc(
     """Top-k with momentum correction, masking, local clipping and a warm-up. Keeps its own memory: no `feedback`.
 
         g ← x · min(1, clip / ‖x‖)          local clipping, before anything is added up
-        u ← momentum · u + g                momentum correction: what is late has had its momentum, too
+        u ← momentum · u + g                momentum correction: late values have had their momentum, too
         v ← v + u
         send v where |v| is large; u ← 0, v ← 0 there          momentum factor masking
 
-    Large is what reaches the threshold of a strided sample (`sample` of the tensor, and at least 2 / ratio elements).
-    Where that finds more than 1.3 or fewer than 0.8 times k = ⌈ratio · n⌉, exactly the k largest are sent, and of
-    them no zeros. Wire: see `compression.entries`; at ratio 0.001 and float32 8 bytes an entry, the most 1.3 · k.
+    Values are large from the threshold of a strided sample on (`sample` of the tensor, and at least 2 / ratio
+    elements). Where that finds more than 1.3 or fewer than 0.8 times k = ⌈ratio · n⌉, exactly the k largest are sent,
+    and of them no zeros. Wire: see `compression.entries`; at ratio 0.001 and float32 8 bytes an entry, the most 1.3 ·
+    k.
 
-    momentum: that of the optimizer, which then must not apply its own to these gradients (only to the weight decay, as
+    momentum: the optimizer's, which then must not apply its own to these gradients (only to the weight decay, as
     in the authors' optimizer). 0 without momentum.
     clip: the largest norm of one tensor of this rank, as `through` encodes it (share · gradient). The paper scales the
     threshold T of the whole gradient by N^-1/2; with shares of 1/N that is clip = T · N^-3/2. As in the authors'
@@ -60,18 +60,17 @@ def dgc(
     dense_below: tensors of fewer elements send all of u, and keep u, as the authors do with biases; so does a ratio of
     1. Use `through(dgc(…), exact_below=0)`, or small tensors travel without their momentum.
 
-    At ratio 1 and momentum 0 what is sent is x. Law: "conserving"; at momentum 0, Σ decoded + v = Σ x.
-    State: v, and u where there is momentum, a tensor each of x's dtype; for 16-bit tensors of float32, 4 bytes an
-    element, so that they take up what is small against them (what the rounding to x's dtype leaves of a value that is
-    sent stays in v). Where ranks come or go their sums over all ranks stay; who is left alone gives v and forgets u, as
-    masking does (`Accumulated.given`).
-    Cost: with the kernels two passes over x, u and v, of which one writes u and v.
+    At ratio 1 and momentum 0, x is sent. Law: "conserving"; at momentum 0, Σ decoded + v = Σ x. State: v, and u where
+    there is momentum, a tensor each of x's dtype; for 16-bit tensors of float32, 4 bytes an element, so that they take
+    up small values (the error of rounding a sent value to x's dtype stays in v). Where ranks come or go their sums over
+    all ranks stay; who is left alone gives v and forgets u, as masking does (`Accumulated.given`). Cost: with the
+    kernels two passes over x, u and v; one of them writes u and v.
 
-    Deviations: the authors' sample begins at a random place, ours at one that the step and the tensor say; they send
+    Deviations: the authors' sample begins at a random place, ours at a function of the step and the tensor; they send
     the first k of up to 1.3 k that the threshold finds, we send all; where it finds too few they lower it in steps.
     They add u of dense tensors after the exchange, we before: the same sum but for rounding. Zeros are not sent.
 
-    Raises ValueError for what is out of range, and NotFinite, before anything has changed, for NaN and infinities.
+    Raises ValueError for values out of range, and NotFinite, before anything has changed, for NaN and infinities.
     """
     check_real(ratio=ratio, sample=sample, momentum=momentum, clip=1 if clip is None else clip)
     check_whole(warmup_steps=warmup_steps, dense_below=dense_below)
@@ -88,7 +87,7 @@ def dgc(
 
 
 class Accumulated(NamedTuple):
-    """What `dgc` remembers of a tensor. Who takes over from several ranks goes on with the sums of both."""
+    """The state of a tensor. A rank that takes over from several ranks goes on with the sums of both."""
 
     u: Residual
     """The momentum of this rank's part; nothing without momentum. m / (1 - m) · u is still to come of it."""
@@ -96,10 +95,10 @@ class Accumulated(NamedTuple):
     """The sum of its u that was not sent."""
 
     def given(self) -> tuple[list[Tensor], Accumulated]:
-        """What is given where no other rank is left, and the state after it: v, and not u, which is part of v already.
+        """The gift of the last rank, and the state after it: v, and not u, which is part of v already.
 
-        Giving v is sending all of it, and the paper's masking stops the momentum of what is sent: else what is late
-        would push on in a direction that may be an old one. So u is 0 afterwards.
+        Giving v is sending all of it, and the paper's masking stops the momentum of sent values: else late values
+        would push on in an old direction. So u is 0 afterwards.
         """
         return ([] if self.v.residual is None else [self.v.residual]), Accumulated(Residual(), Residual())
 
@@ -185,7 +184,7 @@ class Dgc:
             wire = self._placed(entries.write(indices, values, n), out)
             fresh = momentum.reshape(-1)
             fresh[indices] = 0
-            total[indices] -= values  # 0, but for what 16 bits have rounded off
+            total[indices] -= values  # 0, except for rounding to 16 bits
             u.copy_(fresh.view(u.shape))
             v.copy_(total.view(v.shape))
         return wire, self._kept(u, Residual(v))
@@ -193,12 +192,12 @@ class Dgc:
     def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
         """The values at their places, 0 elsewhere."""
         out = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        add_entries_(self.facts.name, wire, out)
+        entries.add_entries_(self.facts.name, wire, out)
         return out
 
     def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """out += the values at their places. Raises ValueError, and adds nothing, for an impossible wire."""
-        add_entries_(self.facts.name, wire, out)
+        """Add the values at their places. Raises ValueError, and adds nothing, for an impossible wire."""
+        entries.add_entries_(self.facts.name, wire, out)
 
     def _placed(self, wire: Tensor, out: Tensor | None) -> Tensor:
         return wire if out is None else placed(self.facts.name, wire, out)
@@ -207,7 +206,7 @@ class Dgc:
         return n < self.dense_below or math.ceil(ratio * n) >= n
 
     def _scale(self, x: Tensor) -> float:
-        """Of x, so that its norm is at most `clip`; the authors' 1e-6 in the divisor is left out."""
+        """The factor of x for a norm of at most `clip`; the authors' 1e-6 in the divisor is left out."""
         if self.clip is None or not x.numel():
             return 1.0
         check_finite(self.facts.name, x)
@@ -219,7 +218,7 @@ class Dgc:
         return Accumulated(Residual(u) if self.momentum else Residual(), v)
 
     def _whole(self, x: Tensor, u: Tensor, v: Residual, scale: float, out: Tensor | None) -> tuple[Tensor, Accumulated]:
-        """All of u, and the residual of sparser steps. Momentum goes on, for nothing of it was kept back."""
+        """Send all of u, and the residual of sparser steps. Momentum goes on, because no part of it was kept back."""
         momentum = u * self.momentum + x.to(u.dtype) * scale
         residual = v.residual
         total = momentum if residual is None else momentum + residual
@@ -228,13 +227,13 @@ class Dgc:
         wire = self._placed(entries.write(torch.arange(n, device=x.device), sent.reshape(-1), n), out)
         u.copy_(momentum)
         if residual is not None:
-            torch.sub(total, sent, out=residual)  # 0, but for what 16 bits have rounded off
+            torch.sub(total, sent, out=residual)  # 0, except for rounding to 16 bits
         elif sent.dtype is not total.dtype:
             v = Residual(total - sent)
         return wire, self._kept(u, v)
 
     def _found(self, source: codes_sparse.SourceArrays, ratio: float, when: EncodeContext) -> tuple[Tensor, Tensor]:
-        """Indices (int32) and values of what is sent, by kernels; nothing has changed yet."""
+        """Indices (int32) and values to send, by kernels; nothing has changed yet."""
         x, n = source.x, source.x.numel()
         k = math.ceil(ratio * n)
         x_s, v_s, u_s = (self._sampled(t, ratio, when) for t in (x, source.residual, source.velocity))
@@ -270,20 +269,20 @@ class Dgc:
 
 
 def _memory(held: Residual, like: Tensor) -> Tensor:
-    """What is held back, to be written to; zeros where that is nothing."""
+    """The residual, to be written to; zeros where there is none."""
     if held.residual is None:
         return torch.zeros_like(like, dtype=wide(like.dtype), memory_format=torch.contiguous_format)
     return held.residual
 
 
 def _nonzero(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the entries whose value is 0: those among the k largest where fewer than k are not."""
+    """Drop entries of value 0: some of the k largest, where fewer than k are not 0."""
     kept = values != 0
     return (indices, values) if bool(kept.all()) else (indices[kept], values[kept])
 
 
 def _most(n: int, ratio: float) -> int:
-    """How many may be sent."""
+    """The largest number of sent entries."""
     return math.floor(TOO_MANY * math.ceil(ratio * n))
 
 

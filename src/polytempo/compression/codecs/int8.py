@@ -12,13 +12,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.blocks import Parts, in_blocks, loosened, normal_scales, size, wire_of
+from polytempo.compression.encoding.blocks import (
+    Parts,
+    block_kernels,
+    in_blocks,
+    loosened,
+    normal_scales,
+    size,
+    wire_of,
+)
 from polytempo.compression.encoding.coded import Coded, WireSize
 from polytempo.compression.encoding.values import check_finite, computed
-from polytempo.compression.kernels.dense import INT8
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_whole
+from polytempo.native.kernels import codes_dense
 
 MOST_CODE = 127
 GREATEST_SCALE = float.fromhex("0x1.020406p121")
@@ -35,17 +43,17 @@ def int8(block: int = 256) -> Coded:
     Law: ‖x - x̂‖² ≤ (block - 1) / (254² + block - 1) · ‖x‖², so a contraction for every block. A block's A = max |v|
     is met exactly, and any other error e is at most scale / 2 = A / 254, and at most |x|, since 0 is a code; of
     Σe² / (A² + Σx²) with e ≤ |x| the most is at e = |x| = A / 254. The stated bound leaves room for float32's rounding
-    and for that of a 16-bit x̂. It does not hold where A < 1.5e-36, for a scale must be a normal number: such a block
+    and a 16-bit x̂'s. It does not hold where A < 1.5e-36, for a scale must be a normal number: such a block
     travels as zeros, and with feedback all of it is residual.
 
-    The scale is rounded to float32 before it is used. In float64 what is beyond float32's range becomes its end.
+    The scale is rounded to float32 before it is used. In float64, values beyond float32's range become its end.
     Raises NotFinite for NaN and infinities, with everything as it was (if the residual itself is not finite, or so
     large that it overflows with a small x, earlier blocks of it may have been encoded), and ValueError where block < 1.
     """
     check_whole(block=block)
     if block < 1:
         raise ValueError(f"block must be a number of elements >= 1, got {block}")
-    return Coded(Int8(block), INT8)
+    return Coded(Int8(block), _KERNELS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Int8:
         return Parts(self.facts.name, wire, like, self.block, torch.int8)
 
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
-        """To nearest even."""
+        """Round to nearest even."""
         check_finite(self.facts.name, x)
         rows = in_blocks(computed(x), self.block)
         scales, inverse = normal_scales((rows.abs().amax(1) / MOST_CODE).clamp(max=GREATEST_SCALE).float())
@@ -84,3 +92,6 @@ class Int8:
         parts, wide = self.parts(wire, like), torch.float64 if like.dtype is torch.float64 else torch.float32
         rows = in_blocks(parts.codes.to(wide), self.block) * parts.scales.to(wide)[:, None]
         return rows.view(-1)[: like.numel()].view(like.shape).to(like.dtype)
+
+
+_KERNELS = block_kernels(codes_dense.int8_, codes_dense.add_int8_)

@@ -1,4 +1,4 @@
-"""1-bit SGD: a sign for each element, and for each row what the two signs mean.
+"""1-bit SGD: a sign for each element, and the two signs' values for each row.
 
 Source: F. Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs", 2014, section 3; and the authors' CNTK, for the threshold 0 and the means.
@@ -12,14 +12,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.bits import bits_loss, packed, to_float, unpacked, words_per_row
-from polytempo.compression.encoding.coded import Coded, WireSize
-from polytempo.compression.encoding.values import check_finite, computed, opened
-from polytempo.compression.kernels.dense import ONE_BIT
+from polytempo.compression.encoding.coded import Coded, Kernels, WireSize, from_zeros, room_for
+from polytempo.compression.encoding.fields import bits_loss, packed_bits, to_float, unpacked_bits, words_per_row
+from polytempo.compression.encoding.values import check_finite, computed, opened, refuse
 from polytempo.core import EncodeContext, Facts, Law
+from polytempo.native.kernels import codes_dense
+from polytempo.native.kernels.codes_dense import fits
 
 _SHORTEST_ROW = 4
-"""12 bytes are at least what a row takes, so shorter ones would grow."""
+"""A row takes 12 bytes at least, so shorter ones would grow."""
 
 
 def one_bit() -> Coded:
@@ -27,9 +28,9 @@ def one_bit() -> Coded:
 
         wire  [ for each row: mean of its negative entries, mean of the others: float32 | for each row: its bits ]
 
-    Bit j % 32 of word j / 32 is the row's element j; rows begin with a new word, whose rest is 0. A class without
-    entries has mean 0. Rows are those of v as [shape[0], rest]; a vector is one row, and so is a tensor whose rows have
-    fewer than 4 elements, because it would grow.
+    Bit j % 32 of word j / 32 is the row's element j; rows begin with a new word, filled up with 0. A class without
+    entries has mean 0. Rows are v's as [shape[0], rest]; a vector is one row, and so is a tensor with rows of fewer
+    than 4 elements, because it would grow.
 
     Cost: 1 bit an element and 8 bytes a row. With the native core one pass over memory, row by row, where a row fits
     into the cache (two for longer rows), and with a residual one more over x. Sums are in float64.
@@ -44,7 +45,7 @@ def one_bit() -> Coded:
     Raises NotFinite for NaN and infinities, with everything as it was (if the residual itself is not finite, or so
     large that it overflows with a small x, earlier rows of it may have been encoded).
     """
-    return Coded(OneBit(), ONE_BIT)
+    return Coded(OneBit(), _KERNELS)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class OneBit:
         return Facts("one_bit()", bound, flops=5.0)
 
     def row_length(self, like: Tensor) -> int:
-        """Of the rows [shape[0], rest]. Vectors, and matrices whose rows would grow, are one row."""
+        """The length of the rows [shape[0], rest]. Vectors, and matrices with rows that would grow, are one row."""
         if not like.numel():
             return 1
         rest = like.numel() // like.shape[0] if like.dim() > 1 else like.numel()
@@ -75,8 +76,6 @@ class OneBit:
         wire = opened("one_bit()", self.size(like).num_bytes, like, wire, torch.uint8)
         return wire[:end].view(torch.float32), wire[end:]
 
-    pairs = parts
-
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
         """Signs and means."""
         check_finite("one_bit()", x)
@@ -86,11 +85,27 @@ class OneBit:
         ups = torch.where(positive, wide, 0).sum(1) / count.clamp(min=1)
         downs = torch.where(positive, 0, wide).sum(1) / (rows.shape[1] - count).clamp(min=1)
         means = to_float(torch.stack([downs, ups], 1)).view(-1).view(torch.uint8)
-        return torch.cat([means, packed(positive).view(-1)])
+        return torch.cat([means, packed_bits(positive).view(-1)])
 
     def decode(self, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
         """The mean that each bit names."""
         means, words = self.parts(wire, like)
         pairs = means.view(-1, 2)
-        bits = unpacked(words, len(pairs), self.row_length(like))
+        bits = unpacked_bits(words, len(pairs), self.row_length(like))
         return torch.where(bits, pairs[:, 1:], pairs[:, :1]).view(like.shape).to(like.dtype)
+
+
+def _encode(encoding: OneBit, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+    wire = room_for(encoding, x, out)
+    means, words = encoding.parts(wire, x)
+    bad = codes_dense.one_bit_(x, residual, means, words, encoding.row_length(x))
+    refuse(encoding.facts.name, bad, x, residual)
+    return wire
+
+
+def _add_(encoding: OneBit, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+    means, words = encoding.parts(wire, out)
+    codes_dense.add_one_bit_(means, words, out, encoding.row_length(out))
+
+
+_KERNELS = Kernels(fits, _add_, from_zeros(_add_), fits, _encode)

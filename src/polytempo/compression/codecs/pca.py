@@ -1,4 +1,4 @@
-"""Weights as their principal components: the mean row, and a few directions in which rows differ from it most.
+"""Weights as their principal components: the mean row, and a few directions of the rows' largest differences from it.
 
     W [m, n] ≈ 1 · mean + scores · components      wire  mean (n) | scores (m · k) | components (k · n), float32
 
@@ -32,7 +32,7 @@ def pca(rank: int = 4) -> Coded:
     most (1 - k / min(m - 1, n)) · ‖W - mean‖² ≤ (1 - k / min(m - 1, n)) · ‖W‖². For weights before they are sent,
     which change slowly and have a spectrum that falls; gradients have their own method, `aggregation.low_rank`.
 
-    k is min(rank, m - 1, n), for more there cannot be. The law leaves room for the float32 of what travels,
+    k is min(rank, m - 1, n), for more there cannot be. The law leaves room for a wire in float32,
     (2 + √k) · 2^-24 · ‖W‖, which counts where k is as large as can be, and for Ŵ's own rounding.
 
     Cost: 4 · (n + k · (m + n)) bytes. Encoding takes min(m, n)² · max(m, n) multiplications for the Gram matrix and
@@ -62,8 +62,7 @@ class Pca:
     def facts(self) -> Facts:
         """‖W - Ŵ‖² ≤ (1 - k / p) · ‖W - mean‖², p = min(m - 1, n): the k largest of p eigenvalues are k / p of all.
 
-        Operations are those of the scores and of the reconstruction; the Gram matrix takes as many as the shorter side
-        is long.
+        Operations are counted for the scores and the reconstruction; the Gram matrix takes the shorter side's length.
         """
         return Facts(codec_name(pca, self), Law("contraction", self._kept), flops=4.0 * self.rank + 100.0)
 
@@ -97,7 +96,7 @@ class Pca:
         return fitted(torch.addmm(mean, scores.view(rows, k), components.view(k, columns)), like)
 
     def _kept(self, like: Tensor) -> float:
-        """With room for the rounding of what travels, and of Ŵ to the dtype of `like`; see `pca`."""
+        """The bound, with room for the rounding of the wire, and of Ŵ to the dtype of `like`; see `pca`."""
         if not self._saves(like):
             return 1.0
         k, unit = self.num_components(like), 0.0 if like.dtype is torch.float64 else torch.finfo(like.dtype).eps / 2
@@ -119,9 +118,9 @@ class Pca:
 def principal(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The mean row (n,), scores (m, k) and orthonormal components (k, n) of a matrix (m, n), in float64; k <= m, n.
 
-    By the eigenvectors of the smaller Gram matrix of what differs from the mean. If that is the one of the rows, its
-    eigenvectors lead to directions in which eigenvalues near 0 leave rounding noise alone: not orthogonal, and as long
-    as the others once they are scaled. So they are made orthonormal from the first on, by QR. Signs are such that each
+    By the eigenvectors of the smaller Gram matrix of the differences from the mean. If that is the rows' matrix,
+    directions of eigenvalues near 0 are rounding noise alone: not orthogonal, and as long as the others once they are
+    scaled. So they are made orthonormal from the first on, by QR. Signs are such that each
     component's largest entry is positive, so equal weights make equal wires.
     """
     wide = matrix.to(torch.float64)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.encoding.coded import Coded, WireSize
-from polytempo.compression.encoding.draw import draw_key, happens
+from polytempo.compression.encoding.draw import draw_key, drawn_kernels, given_values, happens
 from polytempo.compression.encoding.fields import dense_fields, num_words, packed, unpacked
-from polytempo.compression.encoding.values import check_f32, fitted, opened
-from polytempo.compression.kernels.drawn import QSGD
+from polytempo.compression.encoding.values import check_f32, fitted, opened, refused, room
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_whole
+from polytempo.native.kernels import codes_drawn
 from polytempo.native.kernels.codes_drawn import Fields
 
 MOST_LEVELS = 32767
@@ -55,7 +55,7 @@ def qsgd(levels: int = 7, bucket: int = 128, seed: int = 0) -> Coded:
         raise ValueError(f"levels must be between 1 and {MOST_LEVELS}, got {levels}; for more, fp16() is as small")
     if bucket < 1:
         raise ValueError(f"bucket must be a number of elements >= 1, got {bucket}")
-    return Coded(Qsgd(levels, bucket, seed), QSGD)
+    return Coded(Qsgd(levels, bucket, seed), _KERNELS)
 
 
 @dataclass(frozen=True)
@@ -123,3 +123,19 @@ def levels_drawn(flat: Tensor, steps: Tensor, levels: int, key: int) -> Tensor:
     below = place.floor()
     level = (below.to(torch.int64) + happens(place - below, key)).clamp(max=levels)
     return torch.where(flat < 0, -level, level)
+
+
+def _encode(encoding: Qsgd, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+    wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out, torch.uint8)
+    layout = (encoding.bucket_of(x), encoding.levels, encoding.fields, draw_key(encoding.seed, when))
+    if codes_drawn.qsgd_encode(given_values(x, residual), residual, *layout, wire) >= 0:
+        raise refused(encoding.facts.name, x, residual)
+    return wire
+
+
+def _decode(encoding: Qsgd, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
+    wire = opened(encoding.facts.name, encoding.size(out).num_bytes, out, wire, torch.uint8)
+    codes_drawn.qsgd_decode(wire, out, encoding.bucket_of(out), encoding.levels, encoding.fields, add=add)
+
+
+_KERNELS = drawn_kernels(_encode, _decode)

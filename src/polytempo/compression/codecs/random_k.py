@@ -38,7 +38,7 @@ def random_k(ratio: float = 0.01, unbiased: bool = False, seed: int = 0) -> Code
     Law: E x̂ = x, E‖x̂ - x‖² = (n/k - 1)‖x‖², unless n/k · |x| is beyond the dtype's range: then x̂ is its largest number.
     With feedback it diverges; use it without.
 
-    An all-reduce of 16-bit tensors adds in 16 bits, as that of `exact`: feedback does not keep what that rounds, and
+    An all-reduce of 16-bit tensors adds in 16 bits, as with `exact`: feedback does not keep that rounding's error, and
     sums may become infinite. `route=pt.compression.all_gather` adds in float32.
 
     Raises ValueError for a ratio not in (0, 1]; before anything has changed also where n/k is 2^31 or more, and
@@ -73,11 +73,11 @@ class RandomK:
         return min(max(1, math.ceil(self.ratio * like.numel())), like.numel())
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
-        """Of k values: every rank knows the indices."""
+        """The size of k values: every rank knows the indices."""
         return WireSize(self.num_sent(like) * like.element_size(), like.dtype)
 
     def encode(self, x: Tensor, when: EncodeContext) -> Tensor:
-        """The values drawn. Looks at all of x for what is no number, also where it is not drawn."""
+        """The values drawn. Refuses NaN and infinities in all of x, drawn or not."""
         check_finite(self.facts.name, x)
         return x.reshape(-1)[self.drawn(x, when)]
 
@@ -116,8 +116,8 @@ def drawn(codec: str, like: Tensor, k: int, seed: int, step: int, tensor: int) -
         n = 8, k = 3     [ . x | . . x | x . . ]   s = 3   ▶   [ . x x . . . . x ] moved by 3
 
     An element i is then in a stratum of m places with probability m/n for each stratum, and drawn from it with 1/m:
-    Σ over strata of m/n · 1/m = k/n, exactly, whatever n and k. Cost: O(k). Raises ValueError for strata of 2^31
-    places or more, of which 32 bits would draw some only.
+    Σ over strata of m/n · 1/m = k/n, exactly, for all n and k. Cost: O(k). Raises ValueError for strata of 2^31
+    places or more, because 32 bits would draw some only.
     """
     n = like.numel()
     whole, rest = divmod(n, max(k, 1))
@@ -153,5 +153,5 @@ def _signed(z: int) -> int:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return torch.bitwise_and(z >> bits, 2 ** (64 - bits) - 1)

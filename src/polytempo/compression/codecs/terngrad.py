@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.encoding.coded import Coded, WireSize
-from polytempo.compression.encoding.draw import draw_key
+from polytempo.compression.encoding.draw import draw_key, drawn_kernels, given_values, happens
 from polytempo.compression.encoding.fields import num_words, packed, unpacked, whole_fields
-from polytempo.compression.encoding.values import fitted, flat_f32, opened
-from polytempo.compression.kernels.drawn import TERNGRAD, as_f32, scaler_of, ternaries
+from polytempo.compression.encoding.values import fitted, flat_f32, opened, refused, room
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_real, check_whole
+from polytempo.native.kernels import codes_drawn
+from polytempo.native.kernels.codes_dense import fits
 from polytempo.native.kernels.codes_drawn import Fields
 
 
@@ -32,15 +33,15 @@ def terngrad(clip: float | None = 2.5, seed: int = 0) -> Coded:
 
     Before that, g is clipped to ±clip · σ (None or 0: not), for one large gᵢ would make s and so the variance large.
     Unclipped, E t = g and E‖t‖² = s‖g‖₁, which is at most (1 + √n) / 2 · ‖g‖². With clipping E t is the clipped g:
-    biased, by what is cut off; and E‖t‖² ≤ clip · ‖g‖², whatever n.
+    biased, by the cut; and E‖t‖² ≤ clip · ‖g‖², for all n.
 
     Law for clip = c: E‖t - g‖² ≤ (1 + c²/8) ‖g‖² where c ≤ 4, else (c - 1) ‖g‖². For with σ = 1 an element of |gᵢ| = a
     adds c a - a² if a ≤ c, else (a - c)² < a². The worst g is one large element that is cut off nearly whole, and many
-    small ones of c/4, for which c a - 2a² is greatest; beyond c = 4 many of 1. All of that is more than ‖g‖², so
+    small ones of c/4, where c a - 2a² is greatest; beyond c = 4 many of 1. All of that is more than ‖g‖², so
     `feedback` refuses this codec.
 
     Ranks that share s, the largest of all (`statistic`), send whole numbers: their wires are added by an all-reduce,
-    and the sum is exactly that of the ternaries, times s. Then s is not on the wire, and E‖t‖² = s‖g‖₁ holds with the
+    and the sum is exactly the ternaries' sum, times s. Then s is not on the wire, and E‖t‖² = s‖g‖₁ holds with the
     shared s.
 
     Cost: alone, 2 bits an element and 4 bytes; for a sum of N, ⌈log₂(2N + 1)⌉ bits an element (3 up to N = 3, 4 up to
@@ -55,7 +56,7 @@ def terngrad(clip: float | None = 2.5, seed: int = 0) -> Coded:
     check_whole(seed=seed)
     if clip is not None and not clip >= 0:
         raise ValueError(f"clip must be a number of standard deviations >= 0, or None, got {clip}")
-    return Coded(TernGrad(clip, seed), TERNGRAD)
+    return Coded(TernGrad(clip, seed), _KERNELS)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TernGrad:
         return scaler_of(self.facts.name, x, None, self.clip or 0.0)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
-        """About ⌈log₂(2N + 1)⌉ bits an element, in words that add, and 4 bytes for one rank's own s."""
+        """Some ⌈log₂(2N + 1)⌉ bits an element, in words that add, and 4 bytes for one rank's own s."""
         return WireSize(4 * (_head(terms) + num_words(self.fields(terms), like.numel())), torch.int32)
 
     def fields(self, terms: int) -> Fields:
@@ -130,3 +131,53 @@ class TernGrad:
 def _head(terms: int) -> int:
     """Words before the ternaries: a rank's own s."""
     return 1 if terms == 1 else 0
+
+
+def scaler_of(codec: str, x: Tensor, residual: Tensor | None, clip: float) -> float:
+    """TernGrad's own s of v = x + residual, by the kernel where there is one. Raises NotFinite."""
+    given = given_values(x, residual)
+    own = codes_drawn.terngrad_scaler(given, residual, clip) if fits(given) else own_scaler(given, clip)
+    if own is None:
+        raise refused(codec, x, residual)
+    return own
+
+
+def _encode(encoding: TernGrad, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+    own = scaler_of(encoding.facts.name, x, residual, encoding.clip or 0.0)
+    wire = room(encoding.facts.name, encoding.size(x, when.terms).num_bytes, x, out).view(torch.int32)
+    words, scaler = encoding.begun(wire, own, when)
+    fields, key = encoding.fields(when.terms), draw_key(encoding.seed, when)
+    codes_drawn.terngrad_encode(given_values(x, residual), residual, own, scaler, fields, key, words)
+    return wire
+
+
+def _decode(encoding: TernGrad, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
+    words, scaler = encoding.opened(wire, out, when)
+    codes_drawn.terngrad_decode(words, out, scaler, when.terms, encoding.fields(when.terms), add=add)
+
+
+_KERNELS = drawn_kernels(_encode, _decode)
+
+
+def own_scaler(flat: Tensor, clip: float) -> float | None:
+    """The smaller of max |v| and clip · √(mean of v²) of a flat float32 tensor; clip 0: max |v|. None: not finite."""
+    if not flat.numel():
+        return 0.0
+    if not flat.isfinite().all():
+        return None
+    largest = float(flat.abs().max())
+    limit = clip * sqrt(float(flat.to(torch.float64).square().mean()))
+    return as_f32(min(limit, largest) if clip > 0 else largest)
+
+
+def ternaries(flat: Tensor, own: float, scaler: float, key: int) -> Tensor:
+    """-1, 0 or 1 (int64) for each value: its sign with probability min(|v|, own) / scaler."""
+    # A number as the divisor would be taken for its reciprocal on CUDA, which rounds in another way.
+    odds = flat.abs().clamp(max=min(own, scaler)) / flat.new_full((), scaler or 1.0)
+    given = happens(odds, key)
+    return torch.where(flat < 0, -given, given)
+
+
+def as_f32(value: float) -> float:
+    """Rounded to float32."""
+    return float(torch.tensor(value, dtype=torch.float32))

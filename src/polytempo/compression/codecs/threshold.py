@@ -1,7 +1,7 @@
 """Strom's threshold: every element beyond ±τ sends ±τ, and keeps the rest.
 
 Source: N. Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015, sections 3 and 4; the
-bitmap for dense tensors is that of Deeplearning4j's gradient sharing; a τ that sends a given share is that of N. Dryden
+bitmap for dense tensors is from Deeplearning4j's gradient sharing; a τ that sends a given share is from N. Dryden
 et al., "Communication quantization for data-parallel training of deep neural networks", 2016.
 """
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from polytempo.compression.encoding import entries
-from polytempo.compression.encoding.coded import Coded, Entries, WireSize
-from polytempo.compression.encoding.values import check_finite, room
-from polytempo.compression.kernels.sparse import THRESHOLD
+from polytempo.compression.encoding.coded import Coded, Entries, Kernels, WireSize, from_zeros
+from polytempo.compression.encoding.values import check_finite, refuse, room
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_real
+from polytempo.native.kernels import codes_sparse
+from polytempo.native.kernels.codes_sparse import serves
 
 _HEADER = "<If"
 _HEADER_BYTES = 8
@@ -31,17 +32,17 @@ _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloa
 
 
 def threshold(tau: float = 1e-3, density: float | None = None) -> Coded:
-    """Every |vᵢ| > τ sends ±τ, not its value; with `feedback`, r ← v ∓ τ once, so what is larger goes several times.
+    """Every |vᵢ| > τ sends ±τ, not its value; with `feedback`, r ← v ∓ τ once, so larger values go several times.
 
         wire   | count, and 1 bit for the form (4 bytes) | τ (float32) |
         list   | 31 bits of index, 1 of sign             | …                            4 · count bytes
         map    | 16 bits: above τ, 16 bits: below -τ     | … a word for 16 elements     4 · ⌈n/16⌉ bytes
 
     The shorter form is taken, so the most is 8 + 4⌈n/16⌉ bytes, a 16th of float32 (Strom's has the list only; the map
-    is that of Deeplearning4j, with other bits). Law: "conserving". Use it as `feedback(threshold(…))`: alone it loses.
+    is Deeplearning4j's, with other bits). Law: "conserving". Use it as `feedback(threshold(…))`: alone it loses.
 
-    tau: in units of what is encoded. In `through` that is share · gradient, this rank's part of the mean, so for N
-    equal ranks τ = τ_gradient / N. Strom encodes weight updates, lr · gradient, and adds up those of all workers: for
+    tau: in the encoded tensor's units. In `through` that is share · gradient, this rank's part of the mean, so for N
+    equal ranks τ = τ_gradient / N. Strom encodes weight updates, lr · gradient, and adds up all workers': for
     the same entries his τ is lr · N times ours. Under a schedule his sends fewer as lr falls; ours does not notice.
     Too small a τ (|v| stays far above) makes the residual grow: nothing is lost, but it is late.
 
@@ -52,7 +53,7 @@ def threshold(tau: float = 1e-3, density: float | None = None) -> Coded:
     wire has its τ, so nothing is lost. Deviation: Dryden et al. have a τ and a value for either sign.
 
     float64 is compared and sent with τ rounded to float32; 16-bit tensors with τ rounded to their own type. Cost with
-    a residual: x and r are read twice and r written once; with `density` the sample is read besides.
+    a residual: x and r are read twice and r written once; with `density` the sample is read, too.
     Raises ValueError for τ <= 0, a density not in (0, 1], or a tensor of 2^31 elements or more, and NotFinite for NaN
     and infinities; the last two before anything has changed.
     """
@@ -61,7 +62,7 @@ def threshold(tau: float = 1e-3, density: float | None = None) -> Coded:
         raise ValueError(f"tau must be a positive number, got {tau}")
     if density is not None and not 0 < density <= 1:
         raise ValueError(f"density is a share of the elements, over 0 and at most 1, got {density}")
-    return Coded(Threshold(tau, density), THRESHOLD)
+    return Coded(Threshold(tau, density), _KERNELS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Threshold:
         return Facts(name, Law("conserving"), flops=3.0, sparse=True, fixed=False)
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
-        """At most 8 + 4⌈n/16⌉ bytes: a bitmap."""
+        """8 + 4⌈n/16⌉ bytes at most: a bitmap."""
         entries.check_count(self.facts.name, like.numel())
         return WireSize(_HEADER_BYTES + 4 * _words(like.numel()))
 
@@ -96,7 +97,8 @@ class Threshold:
         """τ and -τ at their places."""
         words, tau, is_map = self.opened(wire, like)
         codes = entries.taken(words, 0, words.numel() // 4, torch.int32).long()
-        indices, signs = self._unmapped(codes, like.numel()) if is_map else _unlisted(codes)
+        listed = codes & (_MAP - 1), torch.where(codes < 0, -1, 1)
+        indices, signs = self._unmapped(codes, like.numel()) if is_map else listed
         return Entries(indices, signs.to(like.dtype) * tau)
 
     def tau_of(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
@@ -127,7 +129,7 @@ class Threshold:
         return wire[_HEADER_BYTES : _HEADER_BYTES + 4 * num_words], tau, is_map
 
     def _adapted(self, x: Tensor, residual: Tensor | None, when: EncodeContext) -> float:
-        """The τ just below what the share `density` of the sample reaches."""
+        """The τ just below the magnitude of the share `density` of the sample."""
         assert self.density is not None, "only then τ adapts"
         count = max(-(-x.numel() // _SAMPLE), math.ceil(_OVER / self.density))
         sample = entries.sampled(x, count, when)
@@ -149,19 +151,19 @@ class Threshold:
 
 
 def _words(n: int) -> int:
-    """Of a bitmap."""
+    """Words of a bitmap."""
     return -(-n // 16)
 
 
 def _representable(tau: float, dtype: torch.dtype) -> float:
-    """τ as a float32 that the tensor can hold, too: what is sent is what is kept back, to the bit."""
+    """τ as a float32 that the tensor can hold, too: the sent value is the residual's change, to the bit."""
     like = torch.float32 if dtype is torch.float64 else dtype
     limits = torch.finfo(like)
     return float(torch.tensor(min(max(tau, limits.tiny), limits.max), dtype=like))
 
 
 def _below(largest: Tensor) -> float:
-    """The next smaller number that a wire can have: what is as large as `largest` (1,), which is over 0, is over it."""
+    """The next number of a wire below `largest` (1,), which is over 0."""
     like = torch.float32 if largest.dtype is torch.float64 else largest.dtype
     bits = largest.to(like).view(_INTEGERS[like]) - 1
     return float(bits.view(like))
@@ -173,10 +175,6 @@ def _listed(signs: Tensor) -> Tensor:
     return torch.where(signs[indices] < 0, indices - _MAP, indices).to(torch.int32)
 
 
-def _unlisted(codes: Tensor) -> tuple[Tensor, Tensor]:
-    return codes & (_MAP - 1), torch.where(codes < 0, -1, 1)
-
-
 def _mapped(signs: Tensor) -> Tensor:
     """16 elements become a word: the lower half has bits where they go up, the upper where they go down."""
     whole = torch.zeros(16 * _words(signs.numel()), dtype=torch.int64, device=signs.device)
@@ -185,3 +183,21 @@ def _mapped(signs: Tensor) -> Tensor:
     up, down = (((whole.view(-1, 16) == sign) * weights).sum(dim=1) for sign in (1, -1))
     words = up + (down << 16)
     return torch.where(words >= _MAP, words - 2 * _MAP, words).to(torch.int32)
+
+
+def _encode(encoding: Threshold, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+    tau = encoding.tau_of(x, residual, when)
+    count, bad = codes_sparse.SourceArrays(x, residual).count_over(tau)
+    refuse(encoding.facts.name, bad, x, residual)
+    wire, words, is_map = encoding.headed(count, tau, x, out)
+    codes_sparse.pack_threshold(x, residual, tau, is_map, words)
+    return wire
+
+
+def _add_(encoding: Threshold, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+    words, tau, is_map = encoding.opened(wire, out)
+    if not codes_sparse.add_threshold(out, words, tau, is_map):
+        raise ValueError(f"a wire of {encoding.facts.name} has entries that a tensor of {out.numel()} elements has not")
+
+
+_KERNELS = Kernels(serves, _add_, from_zeros(_add_), serves, _encode)

@@ -1,1 +1,1 @@
-"""What codecs are made of: bits, blocks, entries, residuals."""
+"""Parts of codecs: bits, blocks, entries, residuals."""

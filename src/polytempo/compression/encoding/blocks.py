@@ -1,4 +1,4 @@
-"""Wires of blocks, a scale for so many elements and a byte for each, and the 256 numbers of `dynamic8`'s bytes.
+"""Wires of blocks: a scale for so many elements and a byte for each.
 
 [ scale of block 0, of block 1, … : float32 | code of element 0, of element 1, … : 1 byte | zeros up to 4 bytes ]
 """
@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.coded import WireSize
-from polytempo.compression.encoding.values import opened
+from polytempo.compression.encoding.coded import Encoding, Kernels, WireSize, from_zeros, room_for
+from polytempo.compression.encoding.values import opened, refuse
+from polytempo.core import EncodeContext
+from polytempo.native.kernels.codes_dense import fits
 
 LEAST_SCALE = 2.0**-126
-"""Less is no normal number in float32: its inverse may be infinite, and processors may take it for 0."""
+"""The smallest normal float32. The inverse of less may be infinite, and processors may take less for 0."""
 
 
 class Parts:
@@ -32,12 +34,12 @@ class Parts:
 
 
 def num_blocks(numel: int, block: int) -> int:
-    """How many there are; the last may be shorter."""
+    """The number of blocks; the last may be shorter."""
     return -(-numel // block)
 
 
 def size(numel: int, block: int) -> WireSize:
-    """Of a wire: 1 byte an element, up to a multiple of 4, and 4 a block."""
+    """The size of a wire: 1 byte an element, up to a multiple of 4, and 4 a block."""
     return WireSize(4 * num_blocks(numel, block) + -(-numel // 4) * 4)
 
 
@@ -48,76 +50,48 @@ def in_blocks(flat: Tensor, block: int) -> Tensor:
 
 
 def wire_of(scales: Tensor, codes: Tensor, numel: int) -> Tensor:
-    """Scales (num_blocks,) and codes (num_blocks, block), of which the first `numel` count."""
+    """The wire of scales (num_blocks,) and the first `numel` codes of (num_blocks, block)."""
     given = codes.reshape(-1)[:numel].view(torch.uint8)
     return torch.cat([scales.float().view(torch.uint8), torch.nn.functional.pad(given, (0, -numel % 4))])
 
 
 def normal_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales as float32, 0 where they are no normal number, and their inverses (0 of 0)."""
+    """Scales as float32, 0 where they are not normal, and their inverses (0 of 0)."""
     found = torch.where(scales < LEAST_SCALE, 0, scales)
     return found, torch.where(found > 0, 1 / found, 0)
 
 
 def loosened(loss: float, like: Tensor) -> float:
-    """A bound of ‖x - x̂‖² / ‖x‖² when x̂ is rounded besides, to the dtype of `like`, and all arithmetic to float32."""
+    """A bound of ‖x - x̂‖² / ‖x‖² when x̂ is also rounded to the dtype of `like`, and all arithmetic to float32."""
     unit = torch.finfo(like.dtype).eps / 2 if like.dtype in (torch.float16, torch.bfloat16) else 0.0
     return (math.sqrt(loss) * (1 + 2.0**-14) + (unit + 2.0**-22) * (1 + math.sqrt(loss))) ** 2
 
 
-DECADES = 7
-ZERO, ONE = 127, 255
-"""The codes of 0 and of 1."""
+class BlockEncoding(Encoding, Protocol):
+    """`int8` and `dynamic8`."""
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale."""
+
+    def parts(self, wire: Tensor, like: Tensor) -> Parts:
+        """A wire's scales and codes."""
 
 
-class Tree(NamedTuple):
-    """What codes mean, in float32. Decade k is from 10^-(k+1) to 10^-k, and has 2^(6-k) cells."""
+def block_kernels(encode_: Callable[..., int], add_: Callable[..., None]) -> Kernels:
+    """Kernels of a codec with a scale for each block, from its two native ones."""
 
-    numbers: Tensor
-    """(256,), ascending."""
-    begins: Tensor
-    """(7,) The smallest magnitude whose nearest number is in decade k."""
-    steeps: Tensor
-    """(7,) Cells for a unit."""
-    firsts: Tensor
-    """(7,) 2^(6-k): the magnitude's bits for the first cell."""
-    one: Tensor
-    """(1,) The smallest that is nearer to 1 than to the number before."""
+    def encode(
+        encoding: BlockEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+    ) -> Tensor:
+        wire = room_for(encoding, x, out)
+        parts = encoding.parts(wire, x)
+        parts.padding.zero_()
+        refuse(encoding.facts.name, encode_(x, residual, encoding.block, parts.scales, parts.codes), x, residual)
+        return wire
 
-    @classmethod
-    def of(cls, packed: Tensor) -> Tree:
-        """From one tensor, which is what the kernels read."""
-        return cls(*packed.split([256, DECADES, DECADES, DECADES, 1]))
+    def add(encoding: BlockEncoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+        parts = encoding.parts(wire, out)
+        add_(parts.scales, parts.codes, encoding.block, out)
 
-
-@cache
-def tree() -> Tensor:
-    """The five parts of `Tree`, one behind the other."""
-    magnitudes = [0.0]
-    begins: list[float] = []
-    steeps: list[float] = []
-    firsts: list[float] = []
-    for k in reversed(range(DECADES)):
-        cells, top = 2 ** (6 - k), 10.0**-k
-        cell = 0.9 * top / cells
-        numbers = [0.1 * top + cell * (i + 0.5) for i in range(cells)]
-        begins = [(magnitudes[-1] + numbers[0]) / 2, *begins]
-        steeps = [1 / cell, *steeps]
-        firsts = [float(cells), *firsts]
-        magnitudes += numbers
-    numbers = [-m for m in reversed(magnitudes[1:])] + magnitudes + [1.0]
-    return torch.tensor(numbers + begins + steeps + firsts + [(magnitudes[-1] + 1) / 2], dtype=torch.float32)
-
-
-def nearest(t: Tensor, parts: Tree) -> Tensor:
-    """The codes (int32) of numbers from -1 to 1, by the arithmetic of the kernel, operation by operation."""
-    a = t.abs()
-    decade = torch.full_like(a, DECADES - 1, dtype=torch.int64)
-    for k in reversed(range(DECADES - 1)):
-        decade = torch.where(a >= parts.begins[k], k, decade)
-    first = parts.firsts[decade]
-    m = a * parts.steeps[decade] + first * (8 / 9)
-    m = m.maximum(first).minimum(first + first - 1)
-    m = torch.where(a < parts.begins[DECADES - 1], 0, m).int()
-    code = torch.where(t < 0, ZERO - m, ZERO + m)
-    return torch.where(t >= parts.one, ONE, code)
+    return Kernels(fits, add, from_zeros(add), fits, encode)

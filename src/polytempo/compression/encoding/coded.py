@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.values import check_finite, check_flat, check_kind, whole
+from polytempo.compression.encoding.values import check_finite, check_flat, check_kind, room, whole
 from polytempo.core import ALONE, Codec, CodecState, EncodeContext, Facts, Law
 
 
@@ -39,10 +39,10 @@ class Encoding(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """What it is."""
+        """The codec's properties."""
 
     def size(self, like: Tensor, terms: int = 1) -> WireSize:
-        """Of the wire of a tensor like this; of a sum of `terms` wires, where they may be added.
+        """Size of the wire of a tensor like this, or of a sum of `terms` wires, where they may be added.
 
         Raises ValueError for a tensor that is too large for a wire.
         """
@@ -58,7 +58,7 @@ class Encoding(Protocol):
 
 
 class Kernels(NamedTuple):
-    """What native code does of an encoding, which is the first argument of `add_`, `decode` and `encode`."""
+    """Native code of an encoding, which is the first argument of `add_`, `decode` and `encode`."""
 
     decodes: Callable[[Tensor], bool]
     """`decodes(like)`: whether `add_` and `decode` take such a tensor."""
@@ -113,7 +113,7 @@ class Coded:
         return self.encoding.size(like, terms).num_bytes
 
     def statistic(self, x: Tensor, state: CodecState) -> float | None:
-        """What ranks must agree on before they encode."""
+        """The number that ranks must agree on before they encode."""
         if self.facts.statistic is None:
             return None
         check_kind(x)
@@ -150,7 +150,7 @@ class Coded:
         kernels = self.kernels
         if kernels is not None and kernels.encode is not None and kernels.encodes(x, residual):
             return kernels.encode(self.encoding, x, residual, when, out), state
-        self.encoding.size(x)  # refuses what is too large for a wire before memory is taken for v
+        self.encoding.size(x)  # refuses too large tensors before memory is taken for v
         v = x + residual
         if self.facts.passes_nonfinite:
             check_finite(self.facts.name, v)
@@ -179,11 +179,17 @@ class Coded:
         return out
 
     def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """out += x̂. Raises ValueError, and adds nothing, for a wire that no such tensor has."""
+        """Add x̂ to out. Raises ValueError, and adds nothing, for a wire that no such tensor has."""
         if self.kernels is not None and self.kernels.decodes(out):
             self.kernels.add_(self.encoding, wire, out, when)
             return
         add_decoded_(self.encoding.decode(wire, out, when), out, self.facts.name)
+
+
+def room_for(encoding: Encoding, x: Tensor, out: Tensor | None) -> Tensor:
+    """Memory for a wire of x: the beginning of `out` where there is one."""
+    num_bytes, dtype = encoding.size(x)
+    return room(encoding.facts.name, num_bytes, x, out, dtype)
 
 
 def placed(codec: str, wire: Tensor, out: Tensor) -> Tensor:
@@ -200,7 +206,7 @@ def _own(found: Tensor, source: Tensor) -> Tensor:
 
 
 def decoded_alone(codec: Codec, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
-    """What a wire decodes to; one for a sum, in a sum with as many wires of zeros as it waits for."""
+    """The tensor of a wire; a wire for a sum is decoded in a sum with wires of zeros."""
     if when.terms > 1 and codec.facts.summable:
         nothing, _ = codec.encode(torch.zeros_like(like), codec.init(like), when)
         wire = wire + (when.terms - 1) * nothing
@@ -208,7 +214,7 @@ def decoded_alone(codec: Codec, wire: Tensor, like: Tensor, when: EncodeContext)
 
 
 def add_decoded_(decoded: Tensor | Entries, out: Tensor, codec: str) -> None:
-    """out += a tensor, or its entries. Raises ValueError, and adds nothing, where an index is beyond out."""
+    """Add a tensor, or its entries, to out. Raises ValueError, and adds nothing, where an index is beyond out."""
     if isinstance(decoded, Tensor):
         out.add_(decoded)
         return
@@ -228,7 +234,7 @@ def exact() -> Coded:
     """x̂ = x: K bytes for K bytes.
 
     An all-reduce of 16-bit tensors adds in 16 bits: it rounds each partial sum, and one beyond their range is infinite,
-    as 3 · (65504 / 3) in float16, whose parts are rounded up. `route=pt.compression.all_gather` adds in float32.
+    as 3 · (65504 / 3) in float16, because its parts are rounded up. `route=pt.compression.all_gather` adds in float32.
     """
     return Coded(Exact())
 

@@ -14,10 +14,15 @@ by an xor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from polytempo.compression.encoding.coded import Encoding, Kernels
+from polytempo.compression.encoding.values import flat_f32
 from polytempo.core import EncodeContext
+from polytempo.native.kernels.codes_dense import fits
 
 GRAIN_BITS = 30
 """Probabilities are rounded down to multiples of 2^-30: 1 always happens, 0 never."""
@@ -62,3 +67,26 @@ def _splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return x ^ (x >> 31)
+
+
+def _encodes(x: Tensor, residual: Tensor | None = None) -> bool:
+    return x.is_cpu and fits() if residual is None else fits(x, residual)
+
+
+def given_values(x: Tensor, residual: Tensor | None) -> Tensor:
+    """The input of a kernel: with a residual x itself, which `_encodes` has let in."""
+    return flat_f32(x) if residual is None else x
+
+
+def drawn_kernels(encode: Callable[..., Tensor], decode: Callable[..., None]) -> Kernels:
+    """Kernels of a codec; `decode(encoding, wire, out, when, add=…)` adds to `out`, or writes over it."""
+
+    def add_(encoding: Encoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+        decode(encoding, wire, out, when, add=True)
+
+    def decoded(encoding: Encoding, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+        out = torch.empty_like(like)
+        decode(encoding, wire, out, when, add=False)
+        return out
+
+    return Kernels(fits, add_, decoded, _encodes, encode)

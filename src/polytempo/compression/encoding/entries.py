@@ -1,4 +1,4 @@
-"""What the codecs of a few elements share: which are the largest, and a wire that holds chosen elements with values.
+"""Shared code of the codecs of a few elements: the largest elements, and a wire of chosen elements with values.
 
     header (4 bytes)   form in the two highest bits, number of values in the others
     LIST  0            count indices of 4 bytes, ascending  | count values
@@ -15,9 +15,12 @@ import struct
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.coded import Entries
+from polytempo.compression.encoding.coded import Entries, add_decoded_
+from polytempo.compression.encoding.fields import packed_bits, unpacked_bits, words_per_row
 from polytempo.compression.encoding.values import check_flat
 from polytempo.core import EncodeContext
+from polytempo.native.kernels import codes_sparse
+from polytempo.native.kernels.codes_sparse import serves
 
 LIST, MASK, ALL = 0, 1, 2
 _COUNT = 2**30 - 1
@@ -52,7 +55,7 @@ def largest(v: Tensor, k: int) -> Tensor:
 
 
 def sampled(t: Tensor, count: int, when: EncodeContext) -> Tensor:
-    """About `count` elements of t, flat, at equal distances from where the step and the tensor say; or all, if few."""
+    """Some `count` elements of t, flat, at equal distances, beginning by the step and the tensor; or all, if few."""
     stride = max(1, t.numel() // count)
     stride -= stride > 1 and stride % 2 == 0  # odd: rows have even lengths, and columns differ
     first = (when.step + when.tensor) * _SCATTER % 2**32 * stride >> 32
@@ -78,7 +81,7 @@ def put_header(wire: Tensor, layout: str, *values: float) -> None:
 
 
 def header(wire: Tensor, layout: str, codec: str) -> tuple[float, ...]:
-    """What `put_header` has put there. Raises ValueError where the wire is too short."""
+    """The values of `put_header`. Raises ValueError where the wire is too short."""
     size = struct.calcsize(layout)
     if wire.numel() < size:
         raise ValueError(f"a wire of {codec} begins with {size} bytes, and this one has {wire.numel()}")
@@ -103,9 +106,9 @@ def write(indices: Tensor, values: Tensor, n: int) -> Tensor:
     if chosen == LIST:
         place = put(wire, place, indices.to(torch.int32))
     elif chosen == MASK:
-        marks = torch.zeros(_words(n) * 32, dtype=torch.bool, device=values.device)
-        marks[indices.long()] = True
-        place = put(wire, place, _bytes_of_bits(marks))
+        marks = torch.zeros(1, n, dtype=torch.bool, device=values.device)
+        marks[0, indices.long()] = True
+        place = put(wire, place, packed_bits(marks))
     elif count < n:
         values = torch.zeros(n, dtype=values.dtype, device=values.device).index_copy_(0, indices.long(), values)
     put(wire, place, values)
@@ -119,40 +122,34 @@ def opened(wire: Tensor, like: Tensor, codec: str) -> tuple[int, int, int]:
     form, count = int(word) >> 30, int(word) & _COUNT
     if form > ALL or count > n or (form == ALL and count != n):
         raise ValueError(f"a wire of {codec} says that it has {count} values in form {form}, for {n} elements")
-    head = HEADER_BYTES + (4 * count, 4 * _words(n), 0)[form]
+    head = HEADER_BYTES + (4 * count, 4 * words_per_row(n), 0)[form]
     if wire.numel() < head + count * like.element_size():
         raise ValueError(f"a wire of {codec} has {wire.numel()} bytes, which are too few for {count} values")
     return form, count, head
 
 
 def read(wire: Tensor, like: Tensor, codec: str) -> Tensor | Entries:
-    """What a wire says. Raises ValueError where it cannot be one for such a tensor."""
+    """The content of a wire. Raises ValueError where it cannot be one for such a tensor."""
     form, count, head = opened(wire, like, codec)
     values = taken(wire, head, count, like.dtype)
     if form == ALL:
         return values.view(like.shape)
     if form == LIST:
         return Entries(taken(wire, HEADER_BYTES, count, torch.int32).long(), values)
-    indices = _bits_of_bytes(wire[HEADER_BYTES:head]).nonzero().view(-1)
+    indices = unpacked_bits(wire[HEADER_BYTES:head], 1, 8 * (head - HEADER_BYTES)).view(-1).nonzero().view(-1)
     if indices.numel() != count:
         raise ValueError(f"a wire of {codec} marks {indices.numel()} elements, and has {count} values")
     return Entries(indices, values)
 
 
 def _sizes(n: int, count: int, itemsize: int) -> tuple[int, int, int]:
-    return (4 + itemsize) * count, 4 * _words(n) + itemsize * count, itemsize * n
+    return (4 + itemsize) * count, 4 * words_per_row(n) + itemsize * count, itemsize * n
 
 
-def _words(n: int) -> int:
-    return -(-n // 32)
-
-
-def _bytes_of_bits(marks: Tensor) -> Tensor:
-    """Eight bools become a byte, the first its lowest bit."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=marks.device)
-    return (marks.view(-1, 8).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
-
-
-def _bits_of_bytes(raw: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
-    return (raw.view(-1, 1) >> shifts & 1).view(-1)
+def add_entries_(codec: str, wire: Tensor, out: Tensor) -> None:
+    """Add a wire of `compression.entries` to out: a list by the kernel, the other forms by torch."""
+    form, count, head = opened(wire, out, codec)
+    if form != LIST or not serves(out):
+        add_decoded_(read(wire, out, codec), out, codec)
+    elif not codes_sparse.add_entries(out, wire[HEADER_BYTES:], wire[head:], count):
+        raise ValueError(f"a wire of {codec} has an index beyond the tensor's {out.numel()} elements")

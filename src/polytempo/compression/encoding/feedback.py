@@ -1,4 +1,4 @@
-"""Error feedback: what a codec did not send this time goes with what it sends next time.
+"""Error feedback: the unsent rest of a tensor goes with the next tensor.
 
 Source: F. Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs", 2014, section 3; S. P. Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
@@ -21,36 +21,36 @@ from polytempo.core.codec import check_codec
 from polytempo.core.state import narrowed, wide
 
 _LARGE = torch.empty(1024, 1024, device="meta")
-"""A tensor on which a law has to hold."""
+"""A tensor for a law to hold on."""
 
 
 def feedback(codec: Codec) -> Feedback:
     """v = x + r; send encode(v); r ← v - decode(encode(v)), for each tensor.
 
     So Σ decoded + the last r = Σ x: nothing is lost, only late. A change of the learning rate changes the weight of
-    what is late. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for 16-bit tensors
-    of float32, 4 bytes an element, so that r takes up what is small against it. Their v is rounded for the codec, and
-    what that leaves is residual as well.
+    late values. Memory: one more tensor of x's shape, from the first encoding on, and of x's dtype; for 16-bit tensors
+    of float32, 4 bytes an element, so that r takes up small values. Their v is rounded for the codec, and
+    the rounding error is residual as well.
 
-    Raises ValueError for a codec that remembers already what it did not send (`dgc`, `feedback`), and for one whose
-    error may be larger than what it encodes (`qsgd` with few levels, `terngrad`): the residual would grow without end,
-    and such a codec is right on average without it. NaN and infinities are refused (NotFinite), whatever the codec does
-    with them: they would stay in the residual for ever. Raises TypeError for what is no codec, as `bf16` without ().
+    Raises ValueError for a codec that keeps a residual already (`dgc`, `feedback`), and for a codec with an error that
+    may be larger than its input (`qsgd` with few levels, `terngrad`): the residual would grow without end, and such a
+    codec is right on average without it. NaN and infinities are refused (NotFinite) with every codec: they would stay
+    in the residual for ever. Raises TypeError for anything but a codec, as `bf16` without ().
     """
     check_codec(codec)
     facts = codec.facts
     if not isinstance(codec, Coded):
-        raise ValueError(f"{facts.name} keeps what it has not sent already; use it without feedback(…)")
+        raise ValueError(f"{facts.name} keeps its own residual; use it without feedback(…)")
     if facts.law.kind in ("unbiased", "conserving") and facts.law.bound(_LARGE) >= 1:
         raise ValueError(
-            f"the error of {facts.name} may be larger than what it encodes, so that a residual would grow without end; "
+            f"the error of {facts.name} may be larger than its input, so that a residual would grow without end; "
             "use it without feedback(…), or a finer one"
         )
     return Feedback(codec)
 
 
 class Fed(NamedTuple):
-    """What was left out of this tensor; None is before the first encoding."""
+    """The unsent rest of this tensor; None is before the first encoding."""
 
     memory: Residual
 
@@ -66,7 +66,7 @@ class Feedback:
 
     @cached_property
     def facts(self) -> Facts:
-        """The codec's; but over several steps nothing is lost, whatever it does in one, and infinities would stay."""
+        """The codec's; but over several steps nothing is lost, and infinities would stay."""
         inner = self.codec.facts
         law = Law("lossless") if inner.law.kind == "lossless" else Law("conserving")
         return inner._replace(
@@ -84,11 +84,11 @@ class Feedback:
         return Fed(Residual())
 
     def wire_dtype(self, like: Tensor, terms: int = 1) -> torch.dtype:
-        """As the codec."""
+        """The codec's."""
         return self.codec.wire_dtype(like, terms)
 
     def wire_bytes(self, like: Tensor, terms: int = 1) -> int:
-        """As the codec."""
+        """The codec's."""
         return self.codec.wire_bytes(like, terms)
 
     def statistic(self, x: Tensor, state: Fed | None) -> float | None:
@@ -123,9 +123,9 @@ class Feedback:
         return wire, None
 
     def decode(self, wire: Tensor, like: Tensor, when: EncodeContext = ALONE) -> Tensor:
-        """As the codec."""
+        """Decode by the codec."""
         return self.codec.decode(wire, like, when)
 
     def add_(self, wire: Tensor, out: Tensor, when: EncodeContext = ALONE) -> None:
-        """As the codec."""
+        """Add by the codec."""
         self.codec.add_(wire, out, when)

@@ -1,4 +1,4 @@
-"""Codes of a few bits, packed into words of 32: the layout of native/codes_drawn.h, and its twin in torch.
+"""Codes of a few bits, and single bits, in words of 32: the layouts of native/codes_drawn.h and codes_dense.h.
 
 block    codes 0…15 | 16…31 | 32…47 | …    `positions` rows of 16
 lane j   codes j, 16 + j, 32 + j, …        from the lowest bit on, in `words` words of 32 bits; then zeros
@@ -21,7 +21,7 @@ LANES = 16
 
 
 def dense_fields(width: int) -> Fields:
-    """Without a bit between codes: 8 of 4 bits in a word, 32 of 3 bits in three words."""
+    """Fields without a bit between codes: 8 of 4 bits in a word, 32 of 3 bits in three words."""
     shared = gcd(width, 32)
     return Fields(width, 32 // shared, width // shared)
 
@@ -77,3 +77,40 @@ def _unpacked(fields: Fields, words: Tensor, lanes: int) -> Tensor:
             code = code | rows[:, word + 1] << (32 - shift)
         codes.append(code & ((1 << fields.width) - 1))
     return torch.stack(codes, dim=1).reshape(-1)
+
+
+# ------------------------------------------------------------------ single bits, in rows of whole words
+
+WORD = 32
+_MOST = torch.finfo(torch.float32).max
+
+
+def words_per_row(row_length: int) -> int:
+    """Rows begin with a new word."""
+    return -(-row_length // WORD)
+
+
+def packed_bits(bits: Tensor) -> Tensor:
+    """bool (num_rows, row_length) as uint8 (num_rows, 4 · words_per_row): bit j % 8 of byte j / 8 is element j."""
+    num_rows, length = bits.shape
+    num_bytes = words_per_row(length) * WORD // 8
+    eights = torch.nn.functional.pad(bits.to(torch.uint8), (0, 8 * num_bytes - length)).view(num_rows, num_bytes, 8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(2, dtype=torch.uint8)
+
+
+def unpacked_bits(words: Tensor, num_rows: int, row_length: int) -> Tensor:
+    """The bools of `packed_bits`."""
+    num_bytes = words_per_row(row_length) * WORD // 8
+    eights = words.view(num_rows, num_bytes, 1) >> torch.arange(8, dtype=torch.uint8, device=words.device)
+    return (eights & 1).view(num_rows, 8 * num_bytes)[:, :row_length].bool()
+
+
+def to_float(numbers: Tensor) -> Tensor:
+    """Round to float32; finite numbers stay finite."""
+    return numbers.clamp(-_MOST, _MOST).float()
+
+
+def bits_loss(row_length: int, like: Tensor) -> float:
+    """‖x - x̂‖² ≤ loss · ‖x‖², when x̂ is the projection of a row on its classes, rounded to a float."""
+    dtype = like.dtype if like.dtype in (torch.float16, torch.bfloat16) else torch.float32
+    return 1 - (1 - torch.finfo(dtype).eps ** 2) / max(1, row_length)

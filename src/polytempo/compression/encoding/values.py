@@ -1,4 +1,4 @@
-"""The values of a tensor as codecs look at them, what they refuse, and memory for their wires."""
+"""The values of a tensor as codecs look at them, refusals, and memory for wires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def computed(x: Tensor) -> Tensor:
 
 
 def flat_f32(x: Tensor) -> Tensor:
-    """Flat, contiguous, float32: the values as codecs that draw look at them, whatever x's dtype."""
+    """Flat, contiguous, float32: the values for codecs that draw, of any dtype of x."""
     return x.detach().reshape(-1).contiguous().to(torch.float32)
 
 
@@ -49,14 +49,14 @@ def check_finite(codec: str, v: Tensor) -> None:
 
 
 def refused(codec: str, x: Tensor, residual: Tensor | None = None) -> NotFinite:
-    """The error that names the first element which is none, or which float32 cannot hold."""
+    """The error that names the first element that float32 cannot hold as a finite number."""
     v = (x if residual is None else x + residual).reshape(-1)
     index = int((~v.to(torch.float32).isfinite()).nonzero()[0])
     return NotFinite(codec, index, float(v[index]))
 
 
 def check_f32(codec: str, x: Tensor) -> Tensor:
-    """`flat_f32` of x. Raises NotFinite for NaN, infinities, and what float32 cannot hold."""
+    """`flat_f32` of x. Raises NotFinite for NaN, infinities, and values that float32 cannot hold."""
     flat = flat_f32(x)
     if not flat.isfinite().all():
         raise refused(codec, x)
@@ -64,9 +64,9 @@ def check_f32(codec: str, x: Tensor) -> Tensor:
 
 
 def fitted(values: Tensor, like: Tensor) -> Tensor:
-    """Values in the shape and dtype of `like`; what is too large for that becomes its largest number.
+    """Values in the shape and dtype of `like`; too large values become its largest number.
 
-    Also what overflowed in decoding: for wires that hold finite numbers alone. Others: `narrowed`.
+    Infinities from decoding, too: for wires that hold finite numbers alone. Others: `narrowed`.
     """
     most = torch.finfo(like.dtype).max
     if most < torch.finfo(values.dtype).max:
@@ -83,7 +83,7 @@ def room(codec: str, num_bytes: int, like: Tensor, out: Tensor | None, dtype: to
 
 
 def opened(codec: str, num_bytes: int, like: Tensor, wire: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The wire without what follows it; dtype None: its bytes, whatever it is made of.
+    """The wire without its padding; dtype None: its bytes.
 
     Raises ValueError where there are too few, and as `check_flat`: kernels go by its address and ask nothing.
     """

@@ -1,1 +1,1 @@
-"""How encoded tensors travel and become one."""
+"""Exchanges of encoded tensors, and their merge."""

@@ -53,9 +53,9 @@ async def _gathered(port: Port, message: Tensor, packing: Packing) -> list[Tenso
 
 
 def _total(packing: Packing, messages: Sequence[Tensor], bundle: Bundle, step: int) -> Tensor:
-    """The sum of what the messages say, flat, in the order of ranks.
+    """The sum of the messages' tensors, flat, in the order of ranks.
 
-    16 bits are added in float32, and what is finite stays so. A codec adds to tensors of the dtype that it encoded:
+    16 bits are added in float32, and finite values stay finite. A codec adds to tensors of the dtype that it encoded:
     so each rank's n elements are decoded apart, even for a few entries, where otherwise nothing but those is touched.
     """
     flat = torch.zeros_like(bundle.flat)

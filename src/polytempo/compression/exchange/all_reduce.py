@@ -15,7 +15,7 @@ from polytempo.core.coding import codec_use
 
 
 def all_reduce(route: Route) -> WireRoute:
-    """Wires are added on their way by `route`, as numbers. The answer lies where the bundle lay.
+    """Wires are added on their way by `route`, as numbers. The answer is in the bundle's memory.
 
     Of 16-bit tensors `exact` and `random_k` have wires of 16 bits: sums of these are rounded on their way, which no
     residual keeps, and may become infinite. `all_gather` adds them in float32.
@@ -73,7 +73,7 @@ async def _summed(port: Port, route: Route, given: Bundle, codec: Codec) -> Bund
     total = await route(port, wire)
 
     def decode() -> Tensor:
-        smaller = torch.finfo(flat.dtype).max < torch.finfo(total.dtype).max  # only decoding keeps finite what is
+        smaller = torch.finfo(flat.dtype).max < torch.finfo(total.dtype).max  # only decoding keeps finite values finite
         return flat.copy_(codec.decode(total, flat) if smaller and not total.is_meta else total)
 
     return given.with_flat(await port.compute(decode, flops, uses=(codec_use("decode", codec, num_bytes),)))
@@ -94,7 +94,7 @@ def _rooms(codec: Codec, views: Sequence[Tensor], terms: int) -> tuple[Tensor, l
 async def _agreed(
     port: Port, codec: Codec, views: Mapping[str, Tensor], states: Mapping[str, CodecState]
 ) -> list[float | None]:
-    """For each tensor the largest statistic of all ranks."""
+    """The largest statistic of all ranks for each tensor."""
     if any(view.is_meta for view in views.values()):
         if codec.facts.statistic is not None:
             await port.all_gather(torch.zeros(len(views), dtype=torch.float64))
@@ -122,7 +122,7 @@ def _encoded(codec: Codec, x: Tensor, state: CodecState, when: EncodeContext, na
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """A codec does not know whose tensor it refuses."""
+    """Add the tensor's name to a codec's refusal."""
     try:
         yield
     except NotFinite as error:

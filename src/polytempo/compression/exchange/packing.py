@@ -20,11 +20,10 @@ from polytempo.core.arithmetic.kernel_use import Uses, together
 from polytempo.core.coding import codec_use
 
 EXACT_BELOW = 1024
-"""Tensors of fewer elements travel as they are, unless something else is said."""
-
+"""The default: tensors of fewer elements travel as they are."""
 
 _ALIGNED = 8
-"""Where any number may begin."""
+"""The alignment of all numbers."""
 
 
 class Piece(NamedTuple):
@@ -36,7 +35,7 @@ class Piece(NamedTuple):
     codec: Codec
 
     def of(self, tensor: Tensor) -> Tensor:
-        """That part of `tensor`, as a view."""
+        """The piece of `tensor`, as a view."""
         rows = tensor if tensor.dim() else tensor.reshape(1)
         return rows if (self.first, self.end) == (0, len(rows)) else rows[self.first : self.end]
 
@@ -86,12 +85,12 @@ class Packing:
         self._sizes = [_padded(p.codec.wire_bytes(like)) for p, like in zip(pieces, shapes, strict=True)]
         self._head = 0 if self.fixed else _padded(4 * len(self.pieces))
         self.num_bytes = self._head + sum(self._sizes)
-        """Of a message; the most, where it is not `fixed`."""
+        """Bytes of a message; the most, where it is not `fixed`."""
         self.flops = sum(p.codec.facts.flops * like.numel() for p, like in zip(pieces, shapes, strict=True))
         self._tensor_bytes = [like.numel() * like.element_size() for like in shapes]
 
     def uses(self, kernel: Literal["encode", "decode"], times: int = 1) -> Uses:
-        """What it takes to encode all pieces, or to decode and add them, so many times."""
+        """The load of encoding all pieces, or of decoding and adding them, `times` times."""
         found = together(
             codec_use(kernel, piece.codec, num_bytes)
             for piece, num_bytes in zip(self.pieces, self._tensor_bytes, strict=True)
@@ -174,7 +173,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _typed(room: Tensor, codec: Codec, like: Tensor) -> Tensor:
-    """The bytes as what the codec's wires are made of; without padding, where their length is known."""
+    """The bytes in the dtype of the codec's wires; without padding, where their length is known."""
     dtype = codec.wire_dtype(like)
     if codec.facts.fixed:
         room = room[: codec.wire_bytes(like)]

@@ -1,4 +1,4 @@
-"""Two-sided compression: the owner of a stripe adds what the others encoded, and encodes the sum.
+"""Two-sided compression: the owner of a stripe adds the others' codes, and encodes the sum.
 
 A stripe is the part of all tensors that one rank adds up. The rank keeps its residual of it.
 """
@@ -23,8 +23,8 @@ async def reduce_scatter(port: Port, bundle: Bundle, state: Exchanged, plan: Exc
     """Two-sided compression: codes go to the owner of each stripe, and the owner's codes of the sum to all ranks.
 
     A rank's own stripe goes into the sum as it is, residual included, so there is nothing else to remember for it: the
-    same memory then keeps what the encoding of the *sum* leaves, the second residual. Both are parts of what all ranks
-    together hold back, in the same unit, and so survive a change of owners.
+    same memory then keeps the rest of encoding the *sum*, the second residual. Both are parts of all ranks' residual,
+    in the same unit, and so survive a change of owners.
 
     Cost: 2(N-1)/N · K_c bytes from each rank.
     """
@@ -94,7 +94,7 @@ def begun(
 
 
 def sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecState]:
-    """Of each residual the part that belongs to a stripe, as a view: what changes in it changes in the whole."""
+    """The part of each residual that belongs to a stripe, as a view: changes of it change the whole."""
     return {
         piece.name: Fed(Residual(piece.of(states[piece.name].memory.residual)))
         for piece in part.pieces
@@ -103,7 +103,7 @@ def sliced(part: Packing, states: Mapping[str, CodecState]) -> dict[str, CodecSt
 
 
 def take_residual_(part: Packing, views: Mapping[str, Tensor], states: Mapping[str, CodecState]) -> None:
-    """x += r; r ← 0, on a stripe, of which `states` are; r ← what x has no bits for, where r has more."""
+    """x += r; r ← 0, on a stripe with `states`; r ← the rounding error of x, where r has more bits."""
     for piece in part.pieces:
         if piece.name in states:
             x, residual = piece.of(views[piece.name]), states[piece.name].memory.residual
@@ -117,7 +117,7 @@ def take_residual_(part: Packing, views: Mapping[str, Tensor], states: Mapping[s
 
 
 def _put_(total: Tensor, x: Tensor, residual: Tensor | None) -> None:
-    """x ← total; residual += what x has no bits for."""
+    """x ← total; residual += the rounding error of x."""
     x.copy_(narrowed(total, x))
     if residual is not None:
         residual.add_(total - x)
@@ -131,9 +131,9 @@ def add_others_(
     step: int,
     rank: int,
 ) -> None:
-    """x += what all others have of the stripe, in the order of ranks.
+    """x += all others' parts of the stripe, in the order of ranks.
 
-    16 bits are added in float32, and what x has no bits for is residual, where the codec has feedback.
+    16 bits are added in float32, and the rounding error of x is residual, where the codec has feedback.
     """
     slices = {piece.name: piece.of(views[piece.name]) for piece in part.pieces}
     totals = {name: x.to(wide(x.dtype)) for name, x in slices.items() if wide(x.dtype) is not x.dtype}

@@ -51,10 +51,11 @@ def through(
     `compression.reduce_scatter` for all that can take them. Every rank decodes the same wires in the same order, so all
     end with the same bits. Tensors of fewer than `exact_below` elements travel as they are, except on an all-reduce.
 
-    With `feedback` and the mean, what was given is what was answered plus the residuals. With a `merge` that holds of
-    each rank's own wires only: a vote or a median is no sum, and what it leaves out is no residual of any rank.
+    With `feedback` and the mean, the inputs are the answers plus the residuals. With a `merge` that holds for each
+    rank's own wires only: a vote or a median is not a sum, and its rest is not in any rank's residual.
 
-    With one rank nothing is encoded. Raises ValueError for what cannot work, TypeError for what is no codec or route.
+    With one rank nothing is encoded. Raises ValueError for an impossible combination, TypeError for another thing than
+    a codec or route.
     """
     check_codec(codec)
     if merge is not None:
@@ -90,7 +91,7 @@ def through(
 
 
 def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | None) -> WireRoute:
-    """The way that the three allow. Raises ValueError that names what is wrong and the remedy."""
+    """The route for the three. Raises ValueError that names the mistake and the remedy."""
     whole_vectors = merge is not None and not getattr(merge, "coordinate_wise", True)
     if route is None:
         if codec.facts.summable and merge is None:
@@ -106,7 +107,7 @@ def _wire_route(codec: Codec, merge: Merge | None, route: Route | WireRoute | No
     name = getattr(route, "__name__", str(route))
     if merge is not None:
         merge_name = getattr(merge, "__name__", str(merge))
-        raise ValueError(f"{merge_name} is no sum, so route={name} is impossible; use route=all_gather, or none")
+        raise ValueError(f"{merge_name} is not a sum, so route={name} is impossible; use route=all_gather, or none")
     if not codec.facts.summable:
         raise ValueError(
             f"{codec.facts.name} wires cannot be summed, so route={name} is impossible; use route=all_gather, or, "
@@ -133,11 +134,11 @@ def _check_stripes(codec: Codec, merge: Merge | None, whole_vectors: bool) -> No
 
 
 _NUMBER_BYTES = 8
-"""Of a length, and of a statistic, that ranks tell each other."""
+"""Bytes of a length, and of a statistic, between ranks."""
 
 
 def exchange_cost(plan: ExchangePlan, wire_route: WireRoute, route: Route, parameters: Bundle, num_ranks: int) -> Cost:
-    """Of one exchange in every step; `route` is that of the sum, where wires are added."""
+    """Cost of an exchange in every step; `route` carries the sum, where wires are added."""
     if num_ranks == 1:
         return Cost()
     if wire_route is all_gather:
@@ -196,6 +197,6 @@ def _why_gathered(plan: ExchangePlan) -> Reason:
 
 
 def _state_bytes(parts: list[Packing], parameters: Bundle) -> int:
-    """What codecs remember of the tensors that they encode; residuals are of whole tensors, stripes or not."""
+    """Bytes of codecs' states; residuals are of whole tensors, stripes or not."""
     encoded = {piece.name: piece.codec for part in parts for piece in part.pieces}
     return sum(codec.facts.state_bytes(parameters.tensors[name]) for name, codec in encoded.items())

@@ -22,11 +22,11 @@ from polytempo.compression.exchange.packing import EXACT_BELOW, Packing, stripes
 from polytempo.core import Bundle, Codec, CodecState, NotFinite, Port, Program, Residual
 from polytempo.core.arithmetic.merge import Merge
 from polytempo.core.codec import PartlyGiven
-from polytempo.core.state import narrowed
+from polytempo.core.state import narrowed, tuple_like
 
 
 class Exchanged(NamedTuple):
-    """How many tensors were exchanged so far, and the codec's state for each parameter."""
+    """The number of exchanges so far, and the codec's state for each parameter."""
 
     step: int
     codecs: dict[str, CodecState]
@@ -34,7 +34,7 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What an exchange needs to know: `merge` None is the weighted mean. Layouts are worked out once and kept."""
+    """The constants of an exchange: `merge` None is the weighted mean. Layouts are worked out once and kept."""
 
     codec: Codec
     merge: Merge | None = None
@@ -57,11 +57,11 @@ class ExchangePlan:
 
 
 WireRoute = Callable[[Port, Bundle, Exchanged, ExchangePlan], Program["tuple[Bundle, Exchanged]"]]
-"""How wires travel, and what is made of them: `await route(port, bundle, state, plan)`."""
+"""An exchange of wires, and their merge: `await route(port, bundle, state, plan)`."""
 
 
 def contribution(port: Port, bundle: Bundle, plan: ExchangePlan) -> Bundle:
-    """This rank's part of the mean; for a merge, what the rank has."""
+    """This rank's part of the mean; for a merge, all of the rank's bundle."""
     if plan.merge is not None:
         return bundle
     share = 1 / port.size if bundle.share is None else bundle.share
@@ -98,7 +98,6 @@ def _given(state: CodecState) -> tuple[list[Tensor], CodecState]:
         return ([] if state.residual is None else [state.residual]), Residual()
     if isinstance(state, tuple):
         parts = [_given(each) for each in state]
-        values = [after for _, after in parts]
-        like = type(state)(*values) if hasattr(state, "_fields") else tuple(values)
-        return [residual for residuals, _ in parts for residual in residuals], like
+        after = tuple_like(state, [each for _, each in parts])
+        return [residual for residuals, _ in parts for residual in residuals], after
     return [], state

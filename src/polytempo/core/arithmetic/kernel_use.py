@@ -1,4 +1,4 @@
-"""`KernelUse`: what a computation asks of a processor, as a vector: launches, bytes through memory, operations."""
+"""`KernelUse`: a computation's load on a processor, as a vector: launches, bytes through memory, operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class KernelUse(NamedTuple):
-    """So many calls of one kernel.
+    """Calls of one kernel.
 
         seconds = calls · call_s + num_bytes · byte_s + flops · flop_s
 
@@ -16,23 +16,24 @@ class KernelUse(NamedTuple):
     """
 
     kernel: str
-    """Its name: `product`, `elementwise`, `encode one_bit()`, `update SGD`."""
+    """`product`, `elementwise`, `encode one_bit()`, `update SGD`."""
     calls: float = 1.0
     num_bytes: float = 0.0
-    """For a codec, those of the tensor that is encoded; for an update, of the parameters; else read and written."""
+    """Codecs: bytes of the tensor that is encoded; updates: bytes of the parameters; other kernels: read and
+    written."""
     flops: float = 0.0
 
     def times(self, factor: float) -> KernelUse:
-        """That part of it, or so many of them."""
+        """`factor` of these calls."""
         return KernelUse(self.kernel, self.calls * factor, self.num_bytes * factor, self.flops * factor)
 
 
 Uses = tuple[KernelUse, ...]
-"""What one computation asks for."""
+"""The kernels of one computation."""
 
 
 def together(uses: Iterable[KernelUse]) -> Uses:
-    """One use for each kernel, in the order in which they first occur.
+    """One use for each kernel, in the order of first occurrence.
 
     >>> [tuple(use) for use in together([KernelUse("copy", 1, 8), KernelUse("add", 1, 4), KernelUse("copy", 2, 8)])]
     [('copy', 3, 16, 0.0), ('add', 1, 4, 0.0)]

@@ -16,17 +16,17 @@ A merge that looks at more than one coordinate at a time says so: `merge.coordin
 
 
 def check_merge(given: object) -> None:
-    """Raise TypeError for what cannot be called: the name of a merge, or a transform, such as `mean()`."""
+    """Raise TypeError for a value that cannot be called: the name of a merge, or a transform such as `mean()`."""
     if not callable(given):
         what = "a transform" if isinstance(given, Transform) else repr(given)
         raise TypeError(
-            f"a merge is a function of all ranks' buffers, such as pt.aggregation.vote or median, got {what}; the mean "
-            "is what there is without merge"
+            f"a merge is a function of all ranks' buffers, such as pt.aggregation.vote or median, got {what}; leave "
+            "out merge for the mean"
         )
 
 
 def add_(total: Tensor, other: Tensor, alpha: float = 1.0) -> Tensor:
-    """`total` += alpha · other. Without values there is nothing to do, for which torch takes 30 µs."""
+    """`total` += alpha · other. A tensor without values is left alone: torch would take 30 µs."""
     if total.is_meta:
         return total
     return total.add_(other) if alpha == 1 else total.add_(other, alpha=alpha)

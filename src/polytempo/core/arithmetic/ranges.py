@@ -1,4 +1,4 @@
-"""`Ranges`: a set of whole numbers that mostly lie together, kept as few ranges `[first, last]`."""
+"""`Ranges`: a set of mostly neighbouring whole numbers, kept as few ranges `[first, last]`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranges:
             self.add(first, last)
 
     def add(self, first: int, last: int | None = None) -> list[Range]:
-        """Put `first … last` (or `first` alone) into the set. Returns those of them that were in it already."""
+        """Put `first … last` (or `first` alone) into the set. Returns the numbers that were in it already."""
         last = first if last is None else last
         if first > last:
             raise ValueError(f"a range goes from its first number up to its last, got {first} to {last}")
@@ -60,7 +60,7 @@ class Ranges:
         return [*gaps, (position, last)] if position <= last else gaps
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether all of `first … last` are in the set."""
+        """True if all of `first … last` are in the set."""
         place = bisect_left(self._lasts, last)
         return first > last or (place < len(self._firsts) and self._firsts[place] <= first)
 

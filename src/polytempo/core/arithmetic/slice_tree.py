@@ -1,4 +1,4 @@
-"""A binary tree over the slices of a batch: in which order they are added, and which of them each rank has.
+"""A binary tree over the slices of a batch, which fixes the order of additions and the slices of each rank.
 
     8 slices, 3 ranks          ╭───────┴───────╮
                            ╭───┴───╮       ╭───┴───╮
@@ -6,7 +6,7 @@
                 slice    0   1   2   3   4   5   6   7
                 rank     0   0   1   1   2   2   2   2
 
-Each rank has the slices under one node, and the nodes above are those of the same rule over ranks. So ranks that add
+Each rank has the slices under one node, and the nodes above are the same rule's tree over ranks. So ranks that add
 along their own subtree, and then along the tree over ranks, do the additions of one rank that adds along the whole.
 """
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def along_tree(count: int, leaf: Callable[[int], T], add: Callable[[T, T], T]) -> T:
-    """The sum of `leaf(0)` to `leaf(count - 1)`, called in this order: that of the first half, plus that of the second.
+    """The sum of `leaf(0)` to `leaf(count - 1)`, called in this order: the first half's sum plus the second half's.
 
-    The first half is the longer one. At most ⌈log₂count⌉ + 1 values are held at once.
+    The first half is the longer one. Memory: at most ⌈log₂count⌉ + 1 values.
 
     >>> along_tree(5, "abcde".__getitem__, lambda left, right: f"({left}{right})")
     '(((ab)c)(de))'
@@ -38,7 +38,7 @@ def along_tree(count: int, leaf: Callable[[int], T], add: Callable[[T, T], T]) -
 
 
 def subtree(slices: int, size: int, rank: int) -> range:
-    """The slices of `rank` of `size` ranks, at least one: those under its node. `size` is at most `slices`.
+    """The slices of `rank` of `size` ranks, at least one. `size` is at most `slices`.
 
     >>> [list(subtree(8, 3, rank)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6, 7]]

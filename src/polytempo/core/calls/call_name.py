@@ -1,4 +1,4 @@
-"""The name of what a function makes: the function's call, which `polytempo.parse_strategy` reads again."""
+"""Names of strategies and codecs: the call that makes one, which `polytempo.parse_strategy` reads again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call_name(
 
 
 def codec_name(function: Callable[..., object], codec: object, brief: Collection[str] = ()) -> str:
-    """The call that makes `codec`, whose attributes have the arguments' names. A whole number has no `.0`: `clip=1`."""
+    """The call that makes `codec`. Its attributes have the arguments' names. A whole number has no `.0`: `clip=1`."""
     given = {name: _whole(value) for name, value in vars(codec).items()}
     return call_name(function, given, brief)
 

@@ -36,7 +36,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_type(where: str, hint: Any, given: object) -> None:
-    """ValueError, which begins with `where`, for a value that is not what `hint` says. An int is a float, too."""
+    """ValueError, which begins with `where`, for a value of another type than `hint`. An int is a float, too."""
     kinds = [_bare(kind) for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
     if all(_is_checked(kind) for kind in kinds) and not any(_is(kind, given) for kind in kinds):
         wanted = [kind for kind in kinds if kind is not NoneType] or kinds
@@ -44,7 +44,7 @@ def check_type(where: str, hint: Any, given: object) -> None:
 
 
 def _bare(kind: Any) -> Any:
-    """`Mapping[int, float]` as Mapping: what is in it is not checked."""
+    """`Mapping[int, float]` as Mapping: its items are not checked."""
     return get_origin(kind) if get_origin(kind) in (Mapping, Sequence) else kind
 
 

@@ -1,1 +1,1 @@
-"""What a process asks of its system: files, locks, URLs, descriptors, signals."""
+"""A process and its system: files, locks, URLs, descriptors, signals."""

@@ -1,4 +1,4 @@
-"""Descriptors of this process: as many as the system allows, less a reserve with which a run can still be saved."""
+"""Descriptors of this process: as many as the system allows, less a reserve for saving the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def raised() -> int:
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> int:
-    """As `os.open`. Where this process has no descriptor left, it gets the reserve."""
+    """`os.open`. Where this process has no descriptor left, it gets the reserve."""
     try:
         return os.open(path, flags, mode)
     except OSError as error:

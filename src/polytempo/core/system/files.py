@@ -1,11 +1,11 @@
-"""Files of a run's folder. No link in it is followed: what a link points at belongs to others.
+"""Files of a run's folder. No link in it is followed: its target belongs to others.
 
     runs/digits/            the folder itself may be a link: the user named it
       checkpoint/, logs/    made by us; a link of that name is refused
       result.json           written aside and moved into place; a link of either name is replaced, not followed
 
-Whatever cannot be done raises OSError that names the path, but for `parsed`. A `UrlPath` has neither folders nor links:
-there is nothing to make, and an object appears whole.
+Failures raise OSError that names the path, except in `parsed`. A `UrlPath` has neither folders nor links: there is
+nothing to make, and an object appears whole.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FOLDERS = ("checkpoint", "logs", "record")
 """The folders that a run makes in its own."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""What a full disk answers, and a user's full share of it."""
+"""Errors of a file that may not be written. `FULL`: of a full disk, and of a user's full share of it."""
 
 _CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def run_folder(out: P) -> P:
-    """Make a run's folder. Refuses one in which a link, or a file, stands where a run makes a folder."""
+    """Make a run's folder. Refuses a folder with a link or a file in place of a run's subfolder."""
     if isinstance(out, UrlPath):
         return out
     out.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def made(folder: P) -> P:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder itself, and no link to one."""
+    """True if `path` is a folder itself, not a link to a folder."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -65,7 +65,7 @@ def is_folder(path: Path) -> bool:
 
 
 def create(path: Path) -> BinaryIO:
-    """A new, empty file; what had the name is gone, and what a link of that name pointed at is as it was."""
+    """A new, empty file in place of a file or link of that name; a link's target stays."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOSED
     with suppress(FileNotFoundError):
         path.unlink()
@@ -101,7 +101,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write(stream: BinaryIO, content: bytes | bytearray, path: Path) -> None:
-    """All of `content` to the unbuffered `stream` of `path`."""
+    """Write all of `content` to the unbuffered `stream` of `path`."""
     rest = memoryview(content)
     with named(path):
         while rest:
@@ -127,7 +127,7 @@ def aside(path: Place) -> Iterator[BinaryIO]:
 
 
 def append(path: Path) -> BinaryIO:
-    """Write behind what is in `path`."""
+    """`path`, to write at its end."""
     return open(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _CLOSED, 0o666), "wb", buffering=0)
 
 
@@ -136,7 +136,7 @@ def opened(path: Path) -> BufferedReader:
     descriptor = open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | _CLOSED)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "this is no plain file", str(path))
+        raise OSError(errno.EINVAL, "this is not a plain file", str(path))
     return open(descriptor, "rb")
 
 
@@ -149,7 +149,8 @@ def read(path: Place, most_bytes: int) -> bytes:
 
 
 def parsed(path: Place, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The JSON in `path`. ValueError names the file where it is too large, too deep or not JSON, or no plain file."""
+    """The JSON in `path`. ValueError names the file where it is too large, too deep or not JSON, or not a plain
+    file."""
     try:
         content = read(path, most_bytes + 1)
         if len(content) > most_bytes:
@@ -157,11 +158,11 @@ def parsed(path: Place, most_bytes: int = MAX_JSON_BYTES) -> Any:
         return json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path} cannot be read as JSON: {reason}; it is not what a run has written") from error
+        raise ValueError(f"{path} cannot be read as JSON: {reason}; no run has written it") from error
 
 
 def remove(path: Place) -> None:
-    """Remove a file, a link, or a folder with all that is in it; nothing that a link points at."""
+    """Remove a file, a link, or a folder with all its content; targets of links stay."""
     if isinstance(path, UrlPath):
         path.remove()
     elif is_folder(path):

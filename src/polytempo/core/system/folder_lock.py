@@ -2,13 +2,13 @@
 
 out/.lock-00000001.json     its owner: host, process, since when; and a count that grows every few seconds
 
-Who comes            finds no lock ─▶ creates it (which only one can) and is the owner
+A newcomer           finds no lock ─▶ creates it, as only one process can, and is the owner
                      finds a lock  ─▶ its owner lives: `FolderTaken`; its owner is gone: creates lock n + 1, and says so
 
 On one machine an owner lives as long as its lock file is locked by `flock`, which ends with it and with the processes
 that it has forked; at a URL, as long as its process is there. From another machine its count is watched: no clocks are
-compared. The highest number is the owner. One that stood still so long that another took its folder over ends as soon
-as it sees that, by SIGKILL, because whatever it wrote would harm the other.
+compared. The highest number is the owner. A process that stood still until another one took its folder over ends by
+SIGKILL as soon as it sees that, because its writes would harm the other.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class FolderTaken(PolytempoError):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How often an owner counts, and how long its count may stand still."""
+    """The period of an owner's count, and the time without a new count that means that it is gone."""
 
     beat_s: float
     stale_s: float
 
 
 NEAR, FAR = Heartbeat(5.0, 30.0), Heartbeat(15.0, 90.0)
-"""In a folder, and at a URL."""
+"""The heartbeats in a folder, and at a URL."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who holds a folder, as its lock says."""
+    """The holder of a folder, as its lock says."""
 
     host: str
     machine: str
@@ -84,8 +84,8 @@ _UNKNOWN = Owner("", "", 0, 0.0, "")
 def held(out: Place | None, heartbeat: Heartbeat | None = None) -> Iterator[Lock | None]:
     """Inside, this process is the owner of the folder `out`, which exists. None: nothing is held.
 
-    Errors: `FolderTaken` where another one is. The lock of an owner that is gone is taken over, which standard error
-    says; from another machine that takes `heartbeat.stale_s`, in which its count stands still.
+    Errors: `FolderTaken` where another one is. The lock of an owner that is gone is taken over, with a note on
+    standard error; from another machine this takes `heartbeat.stale_s` without a new count.
     Cost: a file of 300 bytes is written every 5 s, or an object every 15 s.
     """
     if out is None:
@@ -100,12 +100,12 @@ def held(out: Place | None, heartbeat: Heartbeat | None = None) -> Iterator[Lock
 
 
 def is_lock(name: str) -> bool:
-    """Whether a file of this name in a run's folder is a lock."""
+    """True if a file of this name in a run's folder is a lock."""
     return _NAME.fullmatch(name) is not None
 
 
 def mark_of(out: Path) -> str:
-    """A text by which `bears` recognises this folder on another host while it is held; "" where it is not."""
+    """A text for `bears`, to recognise this folder on another host while it is held; "" where it is not."""
     for name in sorted(filter(is_lock, os.listdir(out)), reverse=True):
         if (owner := _parsed(files.read(out / name, _MOST_BYTES))) is not None:
             return f"{name}:{owner.token}"
@@ -113,7 +113,7 @@ def mark_of(out: Path) -> str:
 
 
 def bears(out: Path, mark: str) -> bool:
-    """Whether `out`, as this host sees it, is the folder that had the mark."""
+    """True if `out`, as this host sees it, is the folder that had the mark."""
     name, _, token = mark.partition(":")
     try:
         owner = _parsed(files.read(out / name, _MOST_BYTES)) if is_lock(name) else None
@@ -123,7 +123,7 @@ def bears(out: Path, mark: str) -> bool:
 
 
 def machine_identity() -> str:
-    """Of the kernel that runs: hosts with one identity share a machine's cores. The host's name where it has none."""
+    """The running kernel's identity: hosts with one identity share a machine's cores. Else the host's name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return socket.gethostname()
@@ -227,7 +227,7 @@ class Lock:
                 other = content is not None and _parsed(content) is not None and not self._is_mine(content)
                 if other or self._numbers()[-1:] > [self._number]:
                     self._end()
-                if content is not None:  # else its folder was removed, which is no other run's doing
+                if content is not None:  # else its folder was removed, not by another run
                     beats += 1
                     self._write(msgspec.json.encode(msgspec.structs.replace(self._me, beats=beats)))
 
@@ -311,7 +311,7 @@ def _named(owner: Owner) -> str:
 
 
 def _parsed(content: bytes) -> Owner | None:
-    """The owner that wrote a lock. None for one that is being written, or was not written by a run."""
+    """The owner that wrote a lock. None for an unfinished lock, and for a file that no run has written."""
     try:
         owner = msgspec.json.decode(content, type=Owner)
     except (ValueError, RecursionError):
@@ -336,7 +336,7 @@ def _lock(file: int) -> None:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether a process has its `flock`; None where that cannot be known."""
+    """True if a process has its `flock`; None where that cannot be known."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -353,7 +353,7 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether no process of this machine has the number."""
+    """True if no process of this machine has the number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

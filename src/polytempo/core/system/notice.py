@@ -1,8 +1,8 @@
 """`Notice`: a signal says that this process has to leave soon, as Slurm, Kubernetes and spot machines do.
 
-SIGTERM ─▶ given: training saves and leaves ─▶ Preempted, exit code 75     a later SIGTERM: it ends at once
+SIGTERM ─▶ given: training saves and leaves ─▶ Preempted, exit code 75     a later SIGTERM: it ends immediately
 Ctrl-C  ─▶ the same ─▶ Interrupted, exit code 130                          a later Ctrl-C: the same
-              └── grace_s later, if it is still there: SIGKILL, for what it was about to write is lost anyway
+              └── grace_s later, if it is still there: SIGKILL, because its next writes are lost anyway
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 PREEMPTED, INTERRUPTED = 75, 130
 """The exit codes of a process that has saved and left: EX_TEMPFAIL of sysexits.h, "try again later"; and Ctrl-C's."""
 _TWICE_S = 1.0
-"""A batch system and what it has started may both pass on one signal: two of them within this time count as one."""
+"""A batch system and its programs may both pass on one signal: two of them within this time count as one."""
 
 
 _LATE_S = 2.0
@@ -51,29 +51,29 @@ class Interrupted(Preempted, KeyboardInterrupt):
 
 
 class Notice:
-    """Whether this process was asked to leave."""
+    """A request to this process to leave, once it has come."""
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
         self.given_s: float | None = None
-        """When, on the monotonic clock."""
+        """Time of the request on the monotonic clock."""
         self.number: int = signal.SIGTERM
-        """Which signal."""
+        """The signal."""
         self._before: dict[int, signal.Handlers | object] = {}
         self._closed = threading.Event()
 
     @property
     def given(self) -> bool:
-        """Whether a signal has come."""
+        """True if a signal has come."""
         return self.given_s is not None
 
     @property
     def expired(self) -> bool:
-        """Whether the time to save is over."""
+        """True if the time to save is over."""
         return self.given_s is not None and time.monotonic() > self.given_s + self.grace_s
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """The handler: the first signal is noted, one that comes later does what it did before."""
+        """The handler: the first signal is noted, a later signal has its former effect."""
         now_s = time.monotonic()
         if self.given_s is None:
             self.given_s, self.number = now_s, number
@@ -100,7 +100,7 @@ class Notice:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, numbers: list[signal.Signals]) -> None:
-        """Take these signals, where no other handler does but one that ends the process."""
+        """Take these signals where no handler stands, or a handler that ends the process."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in numbers:
@@ -115,16 +115,16 @@ class Notice:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def close(self) -> None:
-        """Let the signals do what they did before."""
+        """Restore the signals' former handlers."""
         self._closed.set()
         before, self._before = self._before, {}
         for number, handler in before.items():
             if signal.getsignal(number) in (self.take, signal.SIG_DFL):
-                signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal has returned
+                signal.signal(number, handler)  # type: ignore[arg-type]  # from getsignal
 
 
 def ignore_hangup() -> None:
-    """In a process that an engine starts: SIGHUP, by which the engine ends it, does so only where SIGTERM does not.
+    """Let SIGHUP of an engine end a process that it has started only where SIGTERM does not.
 
     An engine that stops its processes sends both: a `Notice` would take SIGTERM for a request to save.
     """
@@ -133,8 +133,8 @@ def ignore_hangup() -> None:
 
 @contextmanager
 def noticed(grace_s: float) -> Iterator[Notice]:
-    """Inside, SIGTERM, Ctrl-C, and what `POLYTEMPO_PREEMPT_SIGNAL` names, is noted; a handler of the program's own
-    stays. A `Preempted` that Ctrl-C has brought about leaves as `Interrupted`.
+    """Inside, SIGTERM, Ctrl-C, and the signal in `POLYTEMPO_PREEMPT_SIGNAL` are noted; a handler of the program's own
+    stays. A `Preempted` after Ctrl-C leaves as `Interrupted`.
     """
     notice = Notice(grace_s)
     notice.watch([*preempting_signals(), signal.SIGINT])

@@ -1,10 +1,10 @@
-"""`UrlPath`: a place in a filesystem of fsspec (`s3://bucket/run`, `memory://run`), with what a run needs of a `Path`.
+"""`UrlPath`: a place in a filesystem of fsspec (`s3://bucket/run`, `memory://run`), with a run's share of `Path`.
 
     out="s3://bucket/run"  ──▶  place  ──▶  UrlPath        out="runs/digits"  ──▶  Path, as always
 
-An object appears whole when it is written, under the name that it keeps: there is no rename and nothing is appended.
-So what must be complete or not at all is written under names that nothing refers to yet, and last of all an object that
-refers to them (see `training.checkpoint.checkpoint_objects`, `server.snapshots.disk`).
+An object appears whole when it is written, under the name that it keeps: there is no rename and nothing is appended. So
+parts that must be complete or absent are written under new names, and last of all an object that refers to them (see
+`training.checkpoint.checkpoint_objects`, `server.snapshots.disk`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SQUEEZED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
 class UrlPath:
-    """A place by its URL. Members mean what they mean in `pathlib.Path`; every error is an OSError that names the URL.
+    """A place by its URL. Members are as in `pathlib.Path`; every error is an OSError that names the URL.
 
     The filesystem is looked up at each use, so a forked process gets connections of its own.
     """
@@ -55,7 +55,7 @@ class UrlPath:
 
     @property
     def parent(self) -> UrlPath:
-        """What it lies in."""
+        """The place above it."""
         return UrlPath(self.url.rstrip("/").rpartition("/")[0])
 
     def with_name(self, name: str) -> UrlPath:
@@ -70,25 +70,25 @@ class UrlPath:
         """Itself."""
         return self
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ listing
 
     def exists(self) -> bool:
-        """Whether an object has this name, or a name below it."""
+        """True if an object has this name, or a name below it."""
         with self._opened() as (fs, path):
             return bool(fs.exists(path))
 
     def is_file(self) -> bool:
-        """Whether an object has this name."""
+        """True if an object has this name."""
         with self._opened() as (fs, path):
             return bool(fs.isfile(path))
 
     def is_dir(self) -> bool:
-        """Whether objects lie below this name."""
+        """True if objects are below this name."""
         with self._opened() as (fs, path):
             return bool(fs.isdir(path))
 
     def names(self) -> list[str]:
-        """What lies in it, sorted; [] where nothing does."""
+        """Names of the objects in it, sorted; [] where there are none."""
         with self._opened() as (fs, path):
             try:
                 listed = fs.ls(path, detail=False)
@@ -99,7 +99,7 @@ class UrlPath:
             return sorted(entry.rpartition("/")[2] for entry in found if entry.strip("/") != own.strip("/"))
 
     def iterdir(self) -> Iterator[UrlPath]:
-        """What lies in it."""
+        """The places in it."""
         return iter([self / name for name in self.names()])
 
     def size(self) -> int:
@@ -189,7 +189,7 @@ def _number(error: Exception) -> int:
 
 
 Place = Path | UrlPath
-"""Where a run's files are."""
+"""The place of a run's files."""
 P = TypeVar("P", Path, UrlPath, Path | UrlPath)
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from polytempo.native.group import Group
-from polytempo.native.transfer import Transfer
+from polytempo.native.group import Group, Transfer
 from polytempo.worlds.process.threads import close_at_exit, ended
 
 Run = Callable[[], None]

@@ -1,1 +1,1 @@
-"""Kernels of the native core on tensors, and their twins in torch."""
+"""Kernels of the native core on tensors."""

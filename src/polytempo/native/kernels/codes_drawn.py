@@ -1,7 +1,7 @@
 """Kernels of codecs that draw (native/codes_drawn.h), on flat contiguous float32 tensors of the CPU.
 
-Encoders answer -1, or an element of the first bucket or chunk with a number that is none; then the residual is as it
-was, and the wire is to be thrown away.
+Encoders answer -1, or an element of the first bucket or chunk with NaN or an infinity; then the residual is as it was,
+and the wire is to be thrown away.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import ctypes
 from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from polytempo.native.library import load, required
+from polytempo.native.kernels.codes_dense import address
+from polytempo.native.library import required
 
 
 class Fields(NamedTuple):
-    """How codes of `width` bits lie in a lane: so many of them in so many words of 32 bits (native/codes_drawn.h)."""
+    """The layout of codes of `width` bits in a lane: `positions` codes in `words` words of 32 bits (codes_drawn.h)."""
 
     width: int
     positions: int
@@ -33,49 +33,30 @@ def _native(fields: Fields) -> _Fields:
     return _Fields(*fields)
 
 
-def is_native(wire: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether these kernels are there for a wire (None: none yet) and tensors: float32 of one shape, on the CPU."""
-    return (
-        load() is not None
-        and (wire is None or (wire.is_cpu and wire.is_contiguous()))
-        and all(
-            tensor.dtype is torch.float32
-            and tensor.is_cpu
-            and tensor.is_contiguous()
-            and tensor.shape == tensors[0].shape
-            for tensor in tensors
-        )
-    )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def qsgd_encode(
     x: Tensor, residual: Tensor | None, bucket: int, levels: int, fields: Fields, key: int, wire: Tensor
 ) -> int:
     """The wire of v = x + residual, and residual ← v - decoded; None: of x. Cost: x and residual read twice, then."""
     return int(
         required().pt_qsgd_encode(
-            *(x.data_ptr(), _address(residual), x.numel(), bucket, levels),
+            *(x.data_ptr(), address(residual), x.numel(), bucket, levels),
             *(ctypes.byref(_native(fields)), key, wire.data_ptr()),
         )
     )
 
 
 def qsgd_decode(wire: Tensor, out: Tensor, bucket: int, levels: int, fields: Fields, add: bool) -> None:
-    """out += decoded, or out ← decoded."""
+    """Add the decoded numbers to out, or write them over it."""
     required().pt_qsgd_decode(
         wire.data_ptr(), out.data_ptr(), out.numel(), bucket, levels, ctypes.byref(_native(fields)), int(add)
     )
 
 
 def terngrad_scaler(x: Tensor, residual: Tensor | None, clip: float) -> float | None:
-    """The smaller of max |v| and clip · √(mean of v²), for clip > 0; None where v has a number that is none."""
+    """The smaller of max |v| and clip · √(mean of v²), for clip > 0; None where v has NaN or an infinity."""
     scaler = ctypes.c_float()
     unfinite: int = required().pt_terngrad_scaler(
-        x.data_ptr(), _address(residual), x.numel(), clip, ctypes.addressof(scaler)
+        x.data_ptr(), address(residual), x.numel(), clip, ctypes.addressof(scaler)
     )
     return None if unfinite >= 0 else scaler.value
 
@@ -85,13 +66,13 @@ def terngrad_encode(
 ) -> None:
     """Fields of t + 1, t being sign(v) with probability min(|v|, own) / scaler, else 0."""
     required().pt_terngrad_encode(
-        *(x.data_ptr(), _address(residual), x.numel(), own, scaler),
+        *(x.data_ptr(), address(residual), x.numel(), own, scaler),
         *(ctypes.byref(_native(fields)), key, words.data_ptr()),
     )
 
 
 def terngrad_decode(words: Tensor, out: Tensor, scaler: float, terms: int, fields: Fields, add: bool) -> None:
-    """out += scaler · (field - terms), or out ← that."""
+    """Add scaler · (field - terms) to out, or write it over out."""
     required().pt_terngrad_decode(
         words.data_ptr(), out.data_ptr(), out.numel(), scaler, terms, ctypes.byref(_native(fields)), int(add)
     )
@@ -99,9 +80,9 @@ def terngrad_decode(words: Tensor, out: Tensor, scaler: float, terms: int, field
 
 def natural_encode(x: Tensor, residual: Tensor | None, key: int, wire: Tensor) -> int:
     """The wire of v = x + residual, and residual ← v - decoded; None: of x."""
-    return int(required().pt_natural_encode(x.data_ptr(), _address(residual), x.numel(), key, wire.data_ptr()))
+    return int(required().pt_natural_encode(x.data_ptr(), address(residual), x.numel(), key, wire.data_ptr()))
 
 
 def natural_decode(wire: Tensor, out: Tensor, add: bool) -> None:
-    """out += decoded, or out ← decoded."""
+    """Add the decoded numbers to out, or write them over it."""
     required().pt_natural_decode(wire.data_ptr(), out.data_ptr(), out.numel(), int(add))

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.native.library import load, required
+from polytempo.native.kernels.codes_dense import address, fits
+from polytempo.native.library import required
 
 _MOST = 2**31
 _ENTRY_BYTES = 8
@@ -27,7 +28,7 @@ class _Source(ctypes.Structure):
 
 
 class Looked(NamedTuple):
-    """What a pass over a source has found."""
+    """The result of a pass over a source."""
 
     num_found: int
     bad: int
@@ -44,13 +45,13 @@ class SourceArrays(NamedTuple):
     scale: float = 1.0
 
     def count_over(self, cut: float) -> Looked:
-        """How many |v| > cut. One pass, and nothing is written."""
+        """The number of |v| > cut. One pass, and nothing is written."""
         bad = ctypes.c_int64()
         count = required().pt_sparse_count(self._structure(), cut, self.x.numel(), ctypes.byref(bad))
         return Looked(count, bad.value)
 
     def above(self, cut: float, indices: Tensor, values: Tensor) -> Looked:
-        """How many |v| >= cut (and > 0); as many of them as there is room for, indices (int32) ascending."""
+        """The number of |v| >= cut (and > 0); as many of them as there is room for, indices (int32) ascending."""
         bad = ctypes.c_int64()
         count = required().pt_sparse_above(
             *(self._structure(), cut, self.x.numel(), indices.data_ptr(), values.data_ptr(), indices.numel()),
@@ -74,30 +75,21 @@ class SourceArrays(NamedTuple):
         return Looked(k, bad.value)
 
     def _structure(self) -> Any:
-        addresses = [None if t is None else t.data_ptr() for t in self[:3]]
-        return ctypes.byref(_Source(*addresses, self.momentum, self.scale))
+        return ctypes.byref(_Source(*map(address, self[:3]), self.momentum, self.scale))
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether there are kernels for these: float32 of one shape, contiguous, on the CPU, of 1 to 2^31 - 1 elements."""
-    return load() is not None and all(
-        t.dtype is torch.float32
-        and t.is_cpu
-        and t.is_contiguous()
-        and t.shape == tensors[0].shape
-        and 0 < t.numel() < _MOST
-        for t in tensors
-    )
+    """True if there are kernels for these: they fit, and have 1 to 2^31 - 1 elements."""
+    return 0 < tensors[0].numel() < _MOST and fits(*tensors)
 
 
 def pack_threshold(x: Tensor, residual: Tensor | None, tau: float, is_map: bool, words: Tensor) -> None:
-    """Strom's codes of v = x + residual (finite) into the bytes `words`; residual ← v - what is sent. One pass."""
-    r = None if residual is None else residual.data_ptr()
-    required().pt_threshold_pack(x.data_ptr(), r, tau, x.numel(), is_map, words.data_ptr())
+    """Strom's codes of v = x + residual (finite) into the bytes `words`; residual ← v - the sent values. One pass."""
+    required().pt_threshold_pack(x.data_ptr(), address(residual), tau, x.numel(), is_map, words.data_ptr())
 
 
 def add_threshold(out: Tensor, words: Tensor, tau: float, is_map: bool) -> bool:
-    """out += what the words (bytes, 4 each) say; False, and nothing is added, where that is impossible."""
+    """Add the entries of the words (bytes, 4 each) to out; False, and nothing is added, where one is impossible."""
     status: int = required().pt_threshold_add(
         out.data_ptr(), out.numel(), words.data_ptr(), words.numel() // 4, tau, is_map
     )
@@ -105,7 +97,8 @@ def add_threshold(out: Tensor, words: Tensor, tau: float, is_map: bool) -> bool:
 
 
 def add_entries(out: Tensor, indices: Tensor, values: Tensor, count: int) -> bool:
-    """out[indices] += values, both given as bytes at any address; False, and nothing is added, where one is beyond."""
+    """Add values to out[indices], both given as bytes at any address; False, and nothing is added, where one is
+    beyond."""
     assert min(indices.nbytes, values.nbytes) >= 4 * count, "the caller has measured the wire"
     status: int = required().pt_sparse_add(out.data_ptr(), out.numel(), indices.data_ptr(), values.data_ptr(), count)
     return status == 0

@@ -58,12 +58,12 @@ class Problem(NamedTuple):
     labels: Floats
     """+1 or -1."""
     decay: Floats | None
-    """For each column, what is added to the gradient times the weight."""
+    """The decay of each column: the gradient's addition for a weight of 1."""
     weights: Floats
     locks: NDArray[np.uint32]
     """A word for each column, 0 at the beginning."""
     turn: NDArray[np.uint64]
-    """One number: the position whose update is next."""
+    """One number: the position of the next update."""
 
 
 class RowPart(NamedTuple):
@@ -75,7 +75,7 @@ class RowPart(NamedTuple):
 
 
 class Access(NamedTuple):
-    """How a worker writes to the shared weights.
+    """A worker's way of writing to the shared weights.
 
     FREE writes without locks, a `window` of rows at a time; LOCKED locks the row's columns (without the native core:
     everything, by `lock`); IN_TURN waits until position - 1 is written. A lock or a turn comes within `timeout_s`.

@@ -61,7 +61,7 @@ class Item(NamedTuple):
 
 
 class LayerNorms(NamedTuple):
-    """Of one tensor."""
+    """Norms of one tensor."""
 
     weights: float
     """‖w‖."""
@@ -92,7 +92,7 @@ class StepPlan:
         self.gradients, gradient_offsets = self._own_gradients(items)
         self.used = bytearray(len(items))
         self.steps = torch.zeros(len(items))
-        """How many steps each tensor has made."""
+        """The number of each tensor's steps."""
         self._row_buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows = (_Rows * len(items))()
         self._part = _Part(
@@ -206,9 +206,9 @@ class StepPlan:
     def layer_norms(
         self, hypers: ctypes.Array[Hyper] | None, weight: float, timeout_s: float | None = None
     ) -> list[LayerNorms]:
-        """The norms by which each tensor's step is scaled: the same numbers on all members, which all call it.
+        """The norms that scale each tensor's step: the same numbers on all members, which all call it.
 
-        `hypers`: as `step` takes them, whose rule is Adam's; None: norms of the gradients. Cost: two meetings; of each
+        `hypers`: as `step` takes them, with Adam's rule; None: norms of the gradients. Cost: two meetings; of each
         rank its slice, of the gradients, weights and, with `hypers`, moments. Nothing of the copy changes.
         """
         self._part.weight = weight

@@ -76,10 +76,10 @@ class Updater:
         first: Tensor | None = None,
         second: Tensor | None = None,
     ) -> None:
-        """out ← weights after one step on g = Σ scales[i] · gradients[i]; moments change in place.
+        """Put weights after one step on g = Σ scales[i] · gradients[i] into out; moments change in place.
 
         All are flat, contiguous, of one length. `out` may be `weights`, else they must not overlap. Scales are rounded
-        to the tensors' dtype. Cost: one pass over memory, whatever the number of gradients.
+        to the tensors' dtype. Cost: one pass over memory, for any number of gradients.
         """
         pointers, factors, address = self._arrays(len(gradients))
         for i, gradient in enumerate(gradients):
@@ -91,10 +91,10 @@ class Updater:
             *(self._code, self._hyper_address, pointers, address, len(gradients)),
             *(weights.data_ptr(), m, v, out.data_ptr(), m, v, weights.numel()),
         )
-        assert status == 0, "the kernel refuses what was checked before"
+        assert status == 0, "the kernel refuses checked arguments"
 
     def descend_(self, gradient: Tensor, scale: float, weights: Tensor, out: Tensor) -> int:
-        """As `update_` with one gradient, for SGD without momentum, looking at it on the way; `out` is not `weights`.
+        """Step by one gradient, for SGD without momentum, looking at it on the way; `out` is not `weights`.
 
         Returns -1, or the index of the gradient's first element that is NaN or infinite; then `out` is of no use.
         Cost: as `update_`; on a large gradient the check costs nothing, for memory is the limit.
@@ -103,7 +103,7 @@ class Updater:
             *(self._code, self._hyper_address, gradient.data_ptr(), scale),
             *(weights.data_ptr(), out.data_ptr(), weights.numel()),
         )
-        assert index >= -1, "the kernel refuses what was checked before"
+        assert index >= -1, "the kernel refuses checked arguments"
         return index
 
     def _arrays(self, count: int) -> tuple[Any, Any, int]:
@@ -119,7 +119,7 @@ _WORTH_BYTES = 1 << 20
 
 
 def copy_(out: Tensor, source: Tensor) -> None:
-    """out ← source, which do not overlap; of one shape.
+    """Copy source to out, which do not overlap; of one shape.
 
     Large copies go past the caches, so that `out` is not read before it is overwritten: two thirds of the time. Where
     that is impossible, torch copies.

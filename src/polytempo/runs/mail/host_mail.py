@@ -24,8 +24,7 @@ from polytempo.wire.address_book import AddressBook, Addresses, BookCopy, Here, 
 from polytempo.wire.frames import limits_of
 from polytempo.wire.keys import Keys
 from polytempo.wire.shared import Arenas
-from polytempo.wire.two_ends import TwoEnds
-from polytempo.wire.zeromq import Mailbox, MailCounts
+from polytempo.wire.zeromq import Mailbox, MailCounts, TwoEnds
 
 _ASK_S = 0.25
 """A process sends its address at this interval until the keeper has answered, and requests for unknown nodes."""

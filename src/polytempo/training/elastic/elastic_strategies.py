@@ -13,6 +13,7 @@ import torch
 from polytempo.aggregation.mix import PushSumState
 from polytempo.core import Bundle, Strategy
 from polytempo.core.calls.refusals import refuse
+from polytempo.core.state import nodes
 from polytempo.synchronization.delayed import DelayedState, OverlappedState
 from polytempo.synchronization.every import PeriodState, meets_at_once
 
@@ -33,6 +34,4 @@ def check_elastic(strategy: Strategy) -> None:
 
 
 def _has(kind: type | tuple[type, ...], state: Any) -> bool:
-    if isinstance(state, dict):
-        return any(_has(kind, value) for value in state.values())
-    return isinstance(state, kind) or (isinstance(state, tuple) and any(_has(kind, value) for value in state))
+    return any(True for _ in nodes(state, kind))

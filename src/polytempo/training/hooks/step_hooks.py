@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polytempo.collectives import tree
 from polytempo.core import Port
-from polytempo.core.arithmetic.anchor import anchors
+from polytempo.core.state import anchors
 from polytempo.one_host.one_copy import OneCopy
 from polytempo.training.hooks.backward import Backward
 from polytempo.training.hooks.join import JoinMembership

@@ -15,8 +15,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from polytempo.aggregation.peer_models import GROUP, peer_models_in
+from polytempo.aggregation.peer_models import GROUP, PeerModelsState
 from polytempo.core import Port
+from polytempo.core.state import nodes
 from polytempo.core.strategy import Distillation
 from polytempo.partition.tensor import SplitModel
 from polytempo.partition.tensor.layers.linear import VocabularyLinear
@@ -113,7 +114,7 @@ class Distiller:
         """The other groups' parameters by name; none before the first exchange, and none where they count nothing."""
         parameters = self._replica.parameters
         assert parameters is not None, "groups exchange parameters"
-        states = [found for state in parameters.states for found in peer_models_in(state)]
+        states = [found for state in parameters.states for found in nodes(state, PeerModelsState)]
         if not self._weight or not all(state.exchanges for state in states):
             return []
         return [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polytempo.large_batch.points import LossSurface
+from polytempo.large_batch.sharpness import LossSurface
 from polytempo.spec.job import Data, Job
 from polytempo.spec.loss_divisor import check_by_samples
 from polytempo.spec.objective import loss_of
@@ -22,8 +22,8 @@ class TrainingLoss:
     """A job's mean loss over its training data, or over so many `samples` of them that are drawn from the seed.
 
     A call computes it with the parameters of that moment, in parts that add up to it, by their samples (see
-    `large_batch.points.Loss`). The model computes in its present mode, and each call draws a data set's random numbers
-    again. Errors: ValueError for data without a length.
+    `large_batch.sharpness.Loss`). The model computes in its present mode, and each call draws a data set's random
+    numbers again. Errors: ValueError for data without a length.
     """
 
     def __init__(self, job: Job, model: nn.Module, data: Data, samples: int | None = None, seed: int = 0) -> None:

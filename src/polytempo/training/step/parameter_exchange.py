@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from polytempo.collectives import tree
 from polytempo.core import Bundle, Port, Program, Promise, State, Strategy
-from polytempo.core.arithmetic.anchor import anchors
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses
 from polytempo.core.bundle import by_kind
-from polytempo.core.state import Saved, duplicate, equal, renewed, restored, saved, settled
+from polytempo.core.state import Saved, anchors, duplicate, equal, renewed, restored, saved, settled
 from polytempo.synchronization.every import apply_at_once
 from polytempo.training.checkpoint.optimizer_state import moments
 from polytempo.training.step.buffers import AppliedTransform

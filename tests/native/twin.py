@@ -47,7 +47,7 @@ _COMBINE_BOOLS: dict[str, Combine] = _COMBINE | {
 
 
 def supports(dtype: torch.dtype, op: str) -> bool:
-    """Whether `op` is defined for `dtype`: bit operations are not on floats, the average is on floats only."""
+    """True if `op` is defined for `dtype`: bit operations are not on floats, the average is on floats only."""
     return op not in ("band", "bor", "bxor") if dtype.is_floating_point else op != "average"
 
 
@@ -87,9 +87,9 @@ def _in_a_tree(sources: Sequence[Tensor], combine: Combine) -> Tensor:
 
 @dataclass(frozen=True)
 class TwinHyper:
-    """What an optimizer's step depends on; `rule` is "sgd", "adam", "adamw" or "adagrad", `step` counts from 1.
+    """The numbers of an optimizer's step; `rule` is "sgd", "adam", "adamw" or "adagrad", `step` counts from 1.
 
-    `first`: this step makes SGD's momentum buffer. The fields are those of `pt::TwinHyper`, in its order.
+    `first`: this step makes SGD's momentum buffer. The fields are `pt::Hyper`'s, in its order.
     """
 
     lr: float
@@ -121,7 +121,7 @@ def update(
     """p, m and v after one step of `hyper.rule` on g = Σ weights[r] · gradients[r]. The twin of `pt::update`.
 
     m is SGD's momentum buffer or Adam's exp_avg, v is exp_avg_sq or Adagrad's sum; None where the rule has none. All
-    arithmetic is in f64, in the order in which it is written here; each result rounds once, to p's dtype.
+    arithmetic is in f64, in the order written here; each result rounds once, to p's dtype.
     """
     wide_m, wide_v = (None if state is None else state.double() for state in (m, v))
     g = _gather(hyper, gradients, weights, p.double())

@@ -1,1 +1,0 @@
-"""Native kernels of codecs, by family: what `native/codes_*` does with their wires. The encodings are their oracle."""
