@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import structs
+
 from polytempo.core.system.url_path import UrlPath
 from polytempo.engines.engine import Result, Role
 from polytempo.runs.calibration.measurement import CALIBRATION, calibration
@@ -40,7 +42,7 @@ def perform(
         return train_rank(spec)
     served = Setting.from_plain(setting)
     if isinstance(spec.options.out, UrlPath):
-        served = served._replace(record=None)  # a record grows by every message, and an object cannot grow
+        served = structs.replace(served, record=None)  # a record grows by every message, and an object cannot grow
     program, keys = ServedProgram(spec, spec.topology(served.hosts)), Keys.from_plain(setting["keys"])
     node, address = setting["keeper"]
     mail = HostMailboxes(role.life, host, keys, program.plan.mail_bytes, (node, address), memory)

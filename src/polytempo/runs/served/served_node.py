@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
+from msgspec import Struct, structs
 from torch import Tensor
 
 from polytempo.core import NotFinite, world_port
@@ -52,15 +53,15 @@ _LINGER_S = 1.0
 _LONGEST_WRITE_S = 300.0
 
 
-class Setting(NamedTuple):
+class Setting(Struct, frozen=True):
     """Facts about the run at the start of a process."""
 
     view: View
     """The present chains and spans."""
     zero_s: float
     """The run's begin on this host's monotonic clock: the zero of all processes' clocks."""
-    record: Path | None = None
-    """The folder of the copies' records."""
+    record: str | None = None
+    """The path of the copies' records."""
     snapshot: int | None = None
     """Copies begin with this snapshot in the run's folder; None: with the job's own weights."""
     if_lost: int | None = None
@@ -70,29 +71,18 @@ class Setting(NamedTuple):
 
     def to_plain(self) -> dict[str, Any]:
         """The facts for JSON. Another machine's monotonic clock has another zero, and its wall clock may be wrong, so
-        it gets the run's age.
+        it gets the time of this clock.
         """
-        return {
-            "view": msgspec.json.encode(self.view).decode(),
-            "zero": [machine_identity(), self.zero_s, time.monotonic() - self.zero_s],
-            "record": None if self.record is None else str(self.record),
-            "snapshot": self.snapshot,
-            "if_lost": self.if_lost,
-            "hosts": self.hosts,
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain | {"clock": [machine_identity(), time.monotonic()]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Setting:
         """The facts of `to_plain`; on another machine the clock lacks the time of their travel."""
-        machine, zero_s, age_s = plain["zero"]
-        return cls(
-            view=msgspec.json.decode(plain["view"], type=View),
-            zero_s=zero_s if machine == machine_identity() else time.monotonic() - age_s,
-            record=None if plain["record"] is None else Path(plain["record"]),
-            snapshot=plain["snapshot"],
-            if_lost=plain["if_lost"],
-            hosts=tuple(plain["hosts"]),
-        )
+        found, (machine, then_s) = msgspec.convert(plain, cls), plain["clock"]
+        if machine == machine_identity():
+            return found
+        return structs.replace(found, zero_s=found.zero_s + time.monotonic() - then_s)
 
 
 class Mailboxes(Protocol):
@@ -198,7 +188,7 @@ class _Part:
             saved = read(checkpoint, setting.snapshot, role.shard)
             with snapshot_errors(checkpoint, setting.snapshot, role.shard):
                 shard.load(saved.state, saved.tensors)
-        recorder = CopyRecorder(setting.record, shard, role.node)
+        recorder = CopyRecorder(None if setting.record is None else Path(setting.record), shard, role.node)
         snapshots = ScoreSnapshots(shard, program.points) if program.scores else None
         spans = present[role.shard] if role.shard < len(present) else ()
         saves = shard_saves(role.shard, self._plan.parameters, spans, options)

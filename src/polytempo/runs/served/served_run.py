@@ -226,7 +226,7 @@ class ServedRun:
         return Setting(
             view=self.coordinator.view,
             zero_s=self._zero_s,
-            record=None if self.recording is None else self.recording.folder,
+            record=None if self.recording is None else str(self.recording.folder),
             snapshot=None if self.run_snapshot is None else self.run_snapshot.number,
             if_lost=None if self._lost is None else self._lost.number,
             hosts=self.plan.topology.hosts,
