@@ -27,7 +27,7 @@ from polytempo.server.worker.host.lent_gradients import add_all_
 from polytempo.server.worker.next_push import mean_rates
 
 Key = tuple[str | int, int, int]
-"""What a message and its entry have in common."""
+"""The common key of a message and its entry."""
 
 
 def key_of_message(message: Message) -> Key | None:
@@ -50,7 +50,7 @@ def key_of_entry(entry: Entry) -> Key | None:
 
 
 def keys_of_parts(entry: Entry) -> list[Key]:
-    """The keys of the messages that were summed with that of an entry."""
+    """The keys of the messages that were summed with an entry's message."""
     parts = entry.parts if isinstance(entry, HostPushEntry) else ()
     return [(part.worker, part.incarnation, part.sequence) for part in parts]
 
@@ -81,7 +81,7 @@ def together(entry: HostPushEntry, pushes: Sequence[Push]) -> Push:
 def as_recorded(entry: Entry, messages: Sequence[Message]) -> Message | None:
     """The message of an entry, with those fields as recorded that depend on when answers arrived (see `message_order`).
 
-    `messages`: what workers have sent of it; several for the push of a host; None where the entry needs none.
+    `messages`: the workers' messages of the entry, several for the push of a host. None if the entry needs none.
     """
     if not messages:
         return None
@@ -118,7 +118,7 @@ def words(entry: Entry) -> str:
 
 
 def difference_of(recorded: Entry, replayed: Entry) -> str:
-    """Which fields differ, with both values."""
+    """The differing fields, with both values."""
     if type(recorded) is not type(replayed):
         return f"recorded as {words(recorded)}, replayed as {words(replayed)}"
     other = asdict(replayed)

@@ -5,11 +5,11 @@
                          │ push of worker 1                 │
                          └──────────────────────────────────┘
 
-Each machine is deterministic and so is each worker, so the replay can always go on to where the records end: what the
-next entry needs is sent because of entries that came before it in the run.
+Each machine is deterministic and so is each worker, so the replay can always go on to the end of the records: earlier
+entries of the run cause the messages of the next entry.
 
-Two things in a worker's messages depend on when answers reached it, and are taken from the record: which version a push
-that overlaps with a pull names, and in which call for work a finished ticket is named.
+Two parts of a worker's messages depend on the arrival of answers, and are taken from the record: the version in a push
+that overlaps with a pull, and the call for work that names a finished ticket.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Life = tuple[int, int]
 """A worker and its incarnation."""
 
 CUE = View(0, (), ())
-"""The message with which the program of a life begins, and later the one that ends it: its entries are all replayed."""
+"""The message that begins the program of a life, and later ends it, when all its entries are replayed."""
 
 
 class Fate(NamedTuple):
@@ -73,7 +73,7 @@ class Arrived(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The place at which a replay stops.
+    """The end of a replay before the end of the records.
 
     "step": when every batch of the first so many steps has been pushed to shard 0 (a step is as many tickets as there
     are workers, as in the metrics); "ticket": when that ticket has been; "version": when shard 0 has been updated so
@@ -85,13 +85,13 @@ class Stop(NamedTuple):
 
 
 class ReplayProgress:
-    """What all machines of a replay share: the rank of each life, its tickets, and how far the replay is."""
+    """The common state of all machines of a replay: the rank of each life, its tickets, and the progress."""
 
     def __init__(self, rank_of: dict[Life, int], entries_of: Counter[Life], workers: int, stop: Stop | None) -> None:
         self.rank_of, self.entries_of = rank_of, entries_of
         self.workers, self.stop = workers, stop
         self.difference: str | None = None
-        """The first place at which the replay was not as the record says."""
+        """The first difference between the replay and the record."""
         self.stopped = False
         self.pushed = Ranges()
         """Tickets that have been pushed to shard 0."""
@@ -104,7 +104,7 @@ class ReplayProgress:
 
     @property
     def over(self) -> bool:
-        """Whether machines take no more messages."""
+        """True if machines take no more messages."""
         return self.stopped or self.difference is not None
 
     def differs(self, where: str, how: str) -> None:
@@ -142,7 +142,7 @@ class ReplayProgress:
         return sent
 
     def add_square(self, entry: PushEntry, push: Push, gradient: Tensor) -> None:
-        """Add one shard's part to the norm of a gradient: `gradient` is what the push carries."""
+        """Add one shard's part to the norm of a gradient: `gradient` is the part in the push."""
         key = (entry.worker, entry.incarnation), entry.clock, entry.tickets
         for part in (gradient, *(rows.values for rows in push.rows)):
             self.squares[key] += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
@@ -150,7 +150,7 @@ class ReplayProgress:
     def check_stop(self, version: int) -> None:
         """ValueError for a stop that came before the snapshot that a resumed run went on from.
 
-        Call it once `pushed` has what is in the snapshot; `version` is shard 0's there.
+        Call it once `pushed` has the snapshot's pushes; `version` is shard 0's there.
         """
         if self.stop is None:
             return
@@ -191,7 +191,7 @@ class OrderedMachine(Protocol):
         """Take a message that is in no record."""
 
     def missing(self, entry: Entry) -> Outbox:
-        """What to send so that the message of `entry` comes."""
+        """The messages that cause the message of `entry`."""
 
 
 @final
@@ -203,7 +203,7 @@ class MessageOrder:
     ) -> None:
         self.name, self.entries = name, entries
         self.passed = 0
-        """How many entries were replayed."""
+        """The number of replayed entries."""
         self.finished = False
         self._machine, self._progress, self._first = machine, progress, first
         self._held: dict[Key, Message] = {}
@@ -221,7 +221,7 @@ class MessageOrder:
         return f"{self.name}, entry {self._first + self.passed}"
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Hold the message until its turn; then take all messages whose turn has come."""
+        """Hold the message until its turn, and take all messages that have their turn now."""
         key = key_of_message(message)
         if key is None:
             return self._progress.addressed(self._machine.pass_by(now_s, source, message))
@@ -229,7 +229,7 @@ class MessageOrder:
         return self._take_due(now_s)
 
     def tick(self, now_s: float) -> Outbox:
-        """At the beginning: take what needs no message."""
+        """Take the first entries that need no message."""
         return self._take_due(now_s)
 
     def wait_s(self, now_s: float) -> float:

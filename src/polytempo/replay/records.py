@@ -26,11 +26,11 @@ class Recorded(NamedTuple):
     coordinator: list[Entry]
     shards: list[list[Entry]]
     begins: list[int]
-    """How many entries of each shard's log came before this start."""
+    """The number of entries of each shard's log before this start."""
     whole: bool
-    """Whether every record is known to its end."""
+    """True if every record is known to its end."""
     start: Path | None
-    """The folder of the snapshot from which this start resumed."""
+    """The folder of this start's first snapshot, if it resumed."""
     finals: dict[str, str]
     """The hashes of the workers' final weights by worker and life; empty if the run did not come to its end."""
     rows: list[dict[str, Any]]
@@ -39,12 +39,12 @@ class Recorded(NamedTuple):
 
     @property
     def lives(self) -> list[Life]:
-        """In the order in which they first called for work."""
+        """The lives, in the order of their first calls for work."""
         return list(dict.fromkeys((e.worker, e.incarnation) for e in self.coordinator if isinstance(e, Asking)))
 
 
 def read_facts(run: Path) -> tuple[Path, RunFacts]:
-    """The folder of the newest record in `run`, and what it says of the run. ValueError where there is none."""
+    """The folder of the newest record in `run`, and its facts. ValueError if there is no record."""
     if not run.is_dir():
         raise ValueError(f"{run}: there is no such folder; name the folder of a run")
     folders = sorted(path for path in (run / "record").glob("[0-9]*") if (path / "run.json").is_file())
@@ -77,7 +77,7 @@ def _why_not(run: Path) -> str:
     if str(strategy).startswith("flexrr"):
         return "flexrr's workers act on how far the others are at a moment, which is not recorded"
     if result.get("stages") and result.get("server"):
-        return f"{strategy} cuts the model, and what its stages send to each other is not recorded"
+        return f"{strategy} cuts the model, and messages between its stages are not recorded"
     return f"{strategy} has no parameter server, so the same command and seed repeat it"
 
 
@@ -113,5 +113,5 @@ def read_run(run: Path) -> Recorded:
 def _finals(end: Path) -> dict[str, str]:
     finals = files.parsed(end)
     if not isinstance(finals, dict) or not isinstance(finals.get("parameters_sha256"), dict):
-        raise ValueError(f"{end} holds no hashes of final weights; it is not what a run has written")
+        raise ValueError(f"{end} holds no hashes of final weights; no run has written it")
     return dict(finals["parameters_sha256"])

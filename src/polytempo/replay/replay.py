@@ -29,7 +29,7 @@ class PushSeen(NamedTuple):
 
     shard: int
     entry: int
-    """Its number in the shard's log."""
+    """The number in the shard's log."""
     worker: int
     life: int
     clock: int
@@ -49,7 +49,7 @@ class PushSeen(NamedTuple):
     loss: float | None
     """The mean loss of its batches."""
     norm: float
-    """Of the whole gradient, over all shards."""
+    """The norm of the whole gradient, over all shards."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,19 @@ class Replayed:
     workers: int
     generation: int
     same: bool | None
-    """Whether everything was as recorded, to the bit, as far as the replay went."""
+    """True if the replay was as recorded, to the bit, up to its end."""
     difference: str | None
     """The first difference."""
     stopped: str | None
     """The stop that was asked for, if the replay reached it."""
     ends: list[str]
-    """Where the records end before the run's end: for each machine the next entry."""
+    """Machine -> its next entry, if the records end before the run's end."""
     entries: dict[str, list[int]]
     """Machine -> [entries taken in, entries recorded]."""
     rows: int
     """Rows of metrics that are as in the run."""
     parameters_sha256: str | None
-    """Of the final weights; None where the replay does not come to the end."""
+    """The hash of the final weights; None if the replay does not come to the end."""
     recorded_sha256: str | None
     errors: dict[str, str]
     """Lives of workers that ended with an error: "worker.life" -> error."""
@@ -88,7 +88,7 @@ class Replayed:
 
 
 def replay(run: Path, job: Job, strategy: Strategy, *, stop: Stop | None = None, data: Path | None = None) -> Replayed:
-    """Re-run the run in the folder `run` in the virtual world, and compare it with what was recorded.
+    """Re-run the run in the folder `run` in the virtual world, and compare it with its record.
 
     Each shard and the coordinator take in the same messages in the same order. So the gradients, the weights and the
     losses come out the same, to the bit, on the same kind of machine. `stop` ends it early; see `Stop`. After a resume
@@ -156,7 +156,7 @@ def _check(recorded: Recorded, job: Job, strategy: Strategy, stop: Stop | None) 
 
 
 def _compare_rows(recorded: Recorded, rows: Sequence[dict[str, Any]], *, whole: bool) -> tuple[int, str | None]:
-    """How many rows about training are the same, and the first that is not."""
+    """The number of equal rows about training, and the first difference."""
     before = [row for row in recorded.rows if row["kind"] == "train"]
     if recorded.facts.generation:  # the rows of earlier starts come first
         if not whole:

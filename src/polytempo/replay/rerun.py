@@ -4,8 +4,8 @@
                             ▲        │
                             └── lives of workers   the programs of the run; a killed one ends where its record ends
 
-Every life of a worker is a rank of its own, so that its messages cannot be taken for those of the next one. The replay
-is over when no machine can go on; that is where the records end.
+Every life of a worker is a rank of its own, so that its messages cannot be taken for the next life's messages. The
+replay is over when no machine can go on, at the end of the records.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Rerun:
 
 
 def options_of(facts: RunFacts, data: Path | None) -> RunOptions:
-    """The run's options, as far as they matter; `data` may lie elsewhere now."""
+    """The relevant options of the run; `data` may be at another place now."""
     given = dict(facts.options)
     bits = precision_of(given.get("precision"))
     return RunOptions(**{**given, "data": data or given.get("data"), "precision": bits})
@@ -191,7 +191,7 @@ class _Cue(BaseException):
 
 
 async def _until_cue(program: Program[Attendance]) -> Attendance | None:
-    """What `program` returns; None where the records have nothing more of it."""
+    """The answer of `program`; None if the records end before it."""
 
     async def perform(op: Op[Any]) -> Any:
         value = await op
