@@ -16,7 +16,7 @@ import polytempo as pt
 from polytempo.engines.engine import EngineAddress, Launch, Role
 from polytempo.engines.local_engine import Local, LocalEngine
 from polytempo.replay.replay import replay
-from polytempo.runs.mail.host_mail import HostMailboxes, HostMemory, KeeperMail, host_memory
+from polytempo.runs.process.host_mail import HostMailboxes, HostMemory, KeeperMail, host_memory
 from polytempo.runs.process.program import perform
 from polytempo.server.message import Beat, Push
 from polytempo.server.record import HostPushEntry, PartEntry, PushEntry, read_record

@@ -11,7 +11,7 @@ import pytest
 
 import polytempo as pt
 from polytempo.jobs import find
-from polytempo.runs.mail.mailbox_directory import MailboxDirectory, NodeMail, addresses_in
+from polytempo.runs.process.mailbox_directory import MailboxDirectory, NodeMail, addresses_in
 from polytempo.server.message import Beat, Message
 from polytempo.wire.shared import Arenas
 from polytempo.wire.zeromq import Mailbox
@@ -116,7 +116,7 @@ class Connections(Mailbox):
 
 def test_addresses_are_looked_at_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr("polytempo.runs.mail.mailbox_directory.time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr("polytempo.runs.process.mailbox_directory.time", SimpleNamespace(monotonic=lambda: now.s))
     file, line = tmp_path / "n1.address", Connections()
     mail = NodeMail(0, line, addresses_in(tmp_path))
     posted = []

@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 
-from polytempo.runs.mail.mailbox_directory import NodeMail
+from polytempo.runs.process.mailbox_directory import NodeMail
 from polytempo.server.message import Beat, Message, Pulled
 from polytempo.wire.frames import FrameLimits, encode
 from polytempo.wire.guard import MOST_STRANGERS, Strangers
@@ -223,7 +223,7 @@ def test_lines_to_nodes_that_are_gone_for_good_are_closed(
 ) -> None:
     """Each copy of a shard that is started again is another node, in a run that goes on for weeks."""
     clock_s = 0.0
-    monkeypatch.setattr("polytempo.runs.mail.mailbox_directory.time.monotonic", lambda: clock_s)
+    monkeypatch.setattr("polytempo.runs.process.mailbox_directory.time.monotonic", lambda: clock_s)
     with closing(box(0, f"ipc://{private}/0")) as inner, closing(box(1, f"ipc://{private}/1")) as alive:
         mail = NodeMail(0, inner, lambda node: f"ipc://{private}/{node}", moves=False)
         files = []

@@ -24,10 +24,10 @@ from polytempo.engines.join.init import host_digest
 from polytempo.engines.join.returned_rank import publish, running
 from polytempo.engines.join.server_ranks import KEYS, hand_over, spend
 from polytempo.engines.remote.network import address_to
-from polytempo.runs.mail.host_mail import HostMailboxes
-from polytempo.runs.mail.mailbox_directory import NodeMail, OpenMail, socket_in
 from polytempo.runs.own_loop.loop_server import bracketed
 from polytempo.runs.own_loop.server_process import ServerProcess
+from polytempo.runs.process.host_mail import HostMailboxes
+from polytempo.runs.process.mailbox_directory import NodeMail, OpenMail, socket_in
 from polytempo.server.message import Message, RunFailed
 from polytempo.training.model.agree import gather_json
 from polytempo.training.own_loop.loop_facts import LoopFacts

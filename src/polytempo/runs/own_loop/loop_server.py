@@ -30,9 +30,9 @@ from polytempo.engines.remote.messages import TravellingRun
 from polytempo.engines.remote.remote_engine import opened_remote
 from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
 from polytempo.runs.frame.live_run import RunEvents
-from polytempo.runs.mail.host_mail import HostMailboxes, KeeperMail
-from polytempo.runs.mail.mailbox_directory import MailboxDirectory, OpenMail
 from polytempo.runs.own_loop.shard_copy import hold_shard
+from polytempo.runs.process.host_mail import HostMailboxes, KeeperMail
+from polytempo.runs.process.mailbox_directory import MailboxDirectory, OpenMail
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_node import Mailboxes, Setting

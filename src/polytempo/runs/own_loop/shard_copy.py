@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from polytempo.engines.engine import Role
-from polytempo.runs.mail.host_mail import HostMailboxes
+from polytempo.runs.process.host_mail import HostMailboxes
 from polytempo.runs.served.served_node import Mailboxes, Setting, joined_mail
 from polytempo.server.loop import serve
 from polytempo.server.message import View

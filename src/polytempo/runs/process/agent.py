@@ -57,8 +57,8 @@ from polytempo.engines.remote.messages import (
 )
 from polytempo.engines.remote.network import address_towards, interface_of, refused
 from polytempo.engines.remote.ticket import AgentTicket
-from polytempo.runs.mail.host_mail import HostMemory, host_memory
 from polytempo.runs.own_loop.shard_copy import hold_shard_of, is_loop
+from polytempo.runs.process.host_mail import HostMemory, host_memory
 from polytempo.runs.process.program import perform
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE
 from polytempo.spec.run_spec import RunSpec

@@ -16,7 +16,7 @@ from polytempo.runs.calibration.measurement import CALIBRATION, calibration
 from polytempo.runs.calibration.probe import PROBE, probe
 from polytempo.runs.elastic.elastic_worker import train_member
 from polytempo.runs.frame.launcher_filesystem import with_launcher_files
-from polytempo.runs.mail.host_mail import HostMailboxes, HostMemory
+from polytempo.runs.process.host_mail import HostMailboxes, HostMemory
 from polytempo.runs.run_collective import train_rank
 from polytempo.runs.served.served_node import Setting, act
 from polytempo.runs.served.served_program import ServedProgram

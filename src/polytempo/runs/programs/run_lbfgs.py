@@ -22,7 +22,7 @@ from polytempo.engines.processes.capacity import check_processes
 from polytempo.engines.processes.failures import died
 from polytempo.runs.frame.live_run import ShownRun
 from polytempo.runs.frame.run_frame import framed_program
-from polytempo.runs.mail.mailbox_directory import MailboxDirectory
+from polytempo.runs.process.mailbox_directory import MailboxDirectory
 from polytempo.server.lbfgs.coordinator import LbfgsCoordinator
 from polytempo.server.lbfgs.messages import FINAL, Fetch, Fetched, RunOver
 from polytempo.server.lbfgs.operations import Iteration

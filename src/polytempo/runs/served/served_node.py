@@ -26,7 +26,7 @@ from polytempo.core.system.folder_lock import machine_identity
 from polytempo.core.system.notice import Notice, noticed
 from polytempo.core.system.url_path import Place
 from polytempo.engines.engine import Role
-from polytempo.runs.mail.mailbox_directory import OpenMail
+from polytempo.runs.process.mailbox_directory import OpenMail
 from polytempo.runs.served.lost_launcher import SAVE_AND_LEAVE, LeavingCopy
 from polytempo.runs.served.recording import CopyRecorder
 from polytempo.runs.served.served_program import ServedProgram

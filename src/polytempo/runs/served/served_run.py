@@ -19,8 +19,8 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import EngineAddress, EngineProcess, Role
 from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.frame.run_frame import RunFrame
-from polytempo.runs.mail.host_mail import KeeperMail
-from polytempo.runs.mail.mailbox_directory import MailboxDirectory
+from polytempo.runs.process.host_mail import KeeperMail
+from polytempo.runs.process.mailbox_directory import MailboxDirectory
 from polytempo.runs.served.lost_launcher import LauncherPart, number_after
 from polytempo.runs.served.recording import Recording, facts_now, has_ended, leave_end
 from polytempo.runs.served.run_snapshot import SnapshotSaves, discard, go_on, resumed

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from polytempo.runs.mail.mailbox_directory import OpenMail
+from polytempo.runs.process.mailbox_directory import OpenMail
 from polytempo.server.message import Message
 from polytempo.wire.address_book import AddressBook, Addresses, BookCopy, Here, Place
 from polytempo.wire.frames import limits_of

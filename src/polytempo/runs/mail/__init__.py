@@ -1,1 +1,0 @@
-"""The mailboxes of a run's processes, which find each other on one host or on several."""
