@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from polytempo.core.system.notice import PREEMPTED, Preempted
 from polytempo.core.system.url_path import Place, UrlPath
-from polytempo.engines.engine import Engine, EngineAddress, EngineProcess, Preempting, Role
+from polytempo.engines.engine import Engine, EngineProcess, Preempting, Role
 from polytempo.report.pages.noise import noise_of
 from polytempo.report.status.live_status import (
     MOST_EVENTS,
@@ -118,9 +118,7 @@ class LiveRun:
 
     def watching(self, engine: Engine) -> Engine:
         """`engine`, with this object as an observer of its processes."""
-        if self._out is None:
-            return engine
-        return _WatchedPreempting(engine, self) if isinstance(engine, Preempting) else _WatchedEngine(engine, self)
+        return engine if self._out is None else _WatchedEngine(engine, self)
 
     def noting(self, show: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
         """`show`, with this object as an observer of its rows."""
@@ -220,15 +218,13 @@ class LiveRun:
 
 
 class _WatchedEngine:
-    """An `Engine` with a `LiveRun` as an observer."""
+    """An `Engine` with a `LiveRun` as an observer; it passes SIGTERM on if the engine does."""
 
     def __init__(self, engine: Engine, live: LiveRun) -> None:
         self._engine, self._live = engine, live
-
-    @property
-    def address(self) -> EngineAddress:
-        """See `Engine`."""
-        return self._engine.address
+        self.address, self.stop = engine.address, engine.stop
+        if isinstance(engine, Preempting):
+            self.preempt = engine.preempt
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`."""
@@ -241,19 +237,6 @@ class _WatchedEngine:
         gone = self._engine.poll(wait_s)
         self._live.look()
         return gone
-
-    def stop(self, process: EngineProcess | None = None) -> None:
-        """See `Engine`."""
-        self._engine.stop(process)
-
-
-class _WatchedPreempting(_WatchedEngine):
-    """An engine that passes SIGTERM on, with an observer."""
-
-    def preempt(self) -> None:
-        """See `Preempting`."""
-        assert isinstance(self._engine, Preempting)
-        self._engine.preempt()
 
 
 def _state_of(process: EngineProcess) -> ProcessState:
