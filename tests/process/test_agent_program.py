@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 LONG_S = 120.0
 AGENT = """
 import json, sys
-from polytempo.runs.process import agent as agent_program
+from polytempo.runs.process import agent
 import torch
 
 def serve_head(ticket, parent):
@@ -25,10 +25,10 @@ def serve_head(ticket, parent):
     optimizer.step()
     print(json.dumps(sorted(set(sys.modules) - known)))
 
-agent_program.AgentTicket.read = lambda path: None
-agent_program.serve_head = serve_head
+agent.AgentTicket.read = lambda path: None
+agent.serve_head = serve_head
 {change}
-sys.exit(agent_program.be_agent(0))
+sys.exit(agent.be_agent(0))
 """
 
 
@@ -47,4 +47,4 @@ def test_an_agent_has_loaded_what_a_first_step_needs(optimizer: str) -> None:
 
 
 def test_without_that_a_first_step_imports_much() -> None:
-    assert len(loaded_by_a_step("SGD", "agent_program._warm_up = lambda: None")) > 10
+    assert len(loaded_by_a_step("SGD", "agent._warm_up = lambda: None")) > 10

@@ -24,21 +24,14 @@ def check_workers(strategy: Strategy, workers: int) -> None:
         raise ValueError(f"workers must be positive, got {workers}")
     if strategy.slices is not None:
         Invariant(strategy.slices).check(workers)
-    if workers % strategy.stages:
-        raise ValueError(
-            f"{strategy} cuts the model into {strategy.stages} stages, so workers={workers} cannot be whole models; "
-            f"use workers={-(-workers // strategy.stages) * strategy.stages}, or another number of stages"
-        )
-    if workers % strategy.holders:
-        raise ValueError(
-            f"{strategy} has each model's layers on {strategy.holders} workers, so workers={workers} cannot be whole "
-            f"models; use workers={-(-workers // strategy.holders) * strategy.holders}, or other parts"
-        )
-    if workers % strategy.groups:
-        raise ValueError(
-            f"{strategy} has {strategy.groups} groups of workers, and workers={workers} cannot be that many of one "
-            f"size; use workers={-(-workers // strategy.groups) * strategy.groups}"
-        )
+    for number, how, others in (
+        (strategy.stages, "cuts the model into {} stages, so workers={} cannot be whole models", "stages"),
+        (strategy.holders, "has each model's layers on {} workers, so workers={} cannot be whole models", "parts"),
+        (strategy.groups, "has {} groups of workers, and workers={} cannot be that many of one size", "groups"),
+    ):
+        if workers % number:
+            remedy = f"use workers={-(-workers // number) * number}, or another number of {others}"
+            raise ValueError(f"{strategy} {how.format(number, workers)}; {remedy}")
     least = 1 if strategy.server is None else strategy.server.least_workers
     if workers < least * strategy.stages:
         whose = "" if strategy.stages == 1 else f", {least} replicas of {strategy.stages} stages"
