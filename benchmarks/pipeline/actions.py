@@ -28,7 +28,7 @@ from polytempo.partition.cutting import cut
 from polytempo.partition.schedules import Schedule
 from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
 from polytempo.training.pipeline.micro_batches import MicroBatches
-from polytempo.training.pipeline.stage_work import computed
+from polytempo.training.pipeline.stage_work import UnderWay, computed
 from polytempo.wire.memory import keep_memory
 
 Step = Callable[[], None]
@@ -75,7 +75,8 @@ class Half:
                         inputs = self.parts.inputs_of(self.stage, each[number].inputs)
                         head = each[number].head if self.stage else None
                         seeded = partial(each[number].seeded, self.stage)
-                        work.forward(number, inputs, taken[number : number + 1], versions.current, seeded, head)
+                        kept = UnderWay(inputs, taken[number : number + 1], versions.current, seeded, head)
+                        work.forward(number, kept)
                     case "backward" | "input":
                         work.backward(number, [] if self.stage else [_gradient(each[number].inputs[0])])
                     case "weight":

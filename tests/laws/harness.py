@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from polytempo.cluster import Cluster, Link
 from polytempo.core import Port, Strategy
+from polytempo.training.step.parameter_exchange import Commit
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import Outcome, VirtualWorld
 
@@ -66,10 +67,19 @@ def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Rank:
     """One rank: a model, its optimizer, its replica, its part of every batch."""
 
-    def __init__(self, strategy: Strategy, rank: int, num_ranks: int, setting: Setting, uneven: bool) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        rank: int,
+        num_ranks: int,
+        setting: Setting,
+        uneven: bool,
+        commit: Commit | None = None,
+    ) -> None:
         self.model = model(setting.dtype)
         self.optimizer = OPTIMIZERS[setting.optimizer](self.model.parameters())
-        self.replica = Replica(self.model, self.optimizer, strategy, num_ranks, bucket_bytes=setting.bucket_bytes)
+        size = setting.bucket_bytes
+        self.replica = Replica(self.model, self.optimizer, strategy, num_ranks, bucket_bytes=size, commit=commit)
         self.part = shares(num_ranks, uneven)[rank]
         self.dtype = setting.dtype
         self.history: list[Tensor] = []

@@ -134,15 +134,17 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 class Interrupted(Rank):
     """Commit points fail as often as ranks meet; the exchange is undone, and then finished after all."""
 
+    def __init__(self, strategy: Strategy, rank: int) -> None:
+        async def commit(port: Port) -> None:
+            raise Broken
+
+        super().__init__(strategy, rank, NUM_RANKS, SETTING, False, commit)
+
     async def steps(self, port: Port, first: int, last: int) -> None:
         """See the class."""
         parameters = self.replica.parameters
         assert parameters is not None
         self.broken = 0
-
-        async def commit(port: Port) -> None:
-            raise Broken
-
         exchange = parameters.exchange
 
         async def twice(data: Port, weight: float | None) -> Any:
@@ -154,14 +156,14 @@ class Interrupted(Rank):
                 assert same(before, remembered(self))
                 parameters.take()
 
-        parameters.commit, parameters.exchange = commit, twice  # type: ignore[method-assign]
+        parameters.exchange = twice  # type: ignore[method-assign]
         await super().steps(port, first, last)
 
 
 @every_row
 def test_a_broken_exchange_leaves_no_trace_and_can_be_finished(row: Row) -> None:
     calm, _ = run(row.make(), NUM_RANKS, LAST, SETTING)
-    ranks = [Interrupted(row.make(), rank, NUM_RANKS, SETTING, False) for rank in range(NUM_RANKS)]
+    ranks = [Interrupted(row.make(), rank) for rank in range(NUM_RANKS)]
 
     async def program(port: Port) -> None:
         await ranks[port.rank].steps(port, 0, LAST)

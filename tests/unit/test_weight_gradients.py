@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.training.pipeline.late.parameter_versions import ParameterVersions
-from polytempo.training.pipeline.stage_work import StageWork
+from polytempo.training.pipeline.stage_work import StageWork, UnderWay
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_what_a_late_weight_gradient_needs_is_free_once_it_is_there(kind: str) -
     layers, x = _model(kind)
     work = StageWork(_Given(layers), ParameterVersions(list(layers.parameters()), stashes=True), splits=True, sums=True)
     taken = x.clone()
-    (given,), _ = work.forward(0, (), [taken], 0, lambda: None)
+    (given,), _ = work.forward(0, UnderWay((), [taken], 0, lambda: None))
     held = weakref.ref(work.under_way[0].taken[0])
     work.backward(0, [torch.ones_like(given)])
     assert all(p.grad is None for p in layers.parameters())
@@ -74,7 +74,7 @@ def _late(layers: nn.Module, x: Tensor, *, needs_gradient: bool) -> list[Tensor 
     """The parameters' gradients after both halves."""
     work = StageWork(_Given(layers), ParameterVersions(list(layers.parameters()), stashes=True), splits=True, sums=True)
     inputs, taken = ((), [x.clone()]) if needs_gradient else ((x.clone(),), [])
-    (given,), _ = work.forward(0, inputs, taken, 0, lambda: None)
+    (given,), _ = work.forward(0, UnderWay(inputs, taken, 0, lambda: None))
     work.backward(0, [torch.ones_like(given)])
     work.weight_gradients(0)
     return [p.grad for p in layers.parameters()]

@@ -17,7 +17,6 @@ from polytempo.core import Port, Strategy
 from polytempo.core.system.files import run_folder
 from polytempo.core.system.folder_lock import FolderTaken, Owner, held
 from polytempo.core.system.notice import noticed
-from polytempo.data.shard import DataShard
 from polytempo.data.usage import in_order
 from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.one_host.hogwild import is_hogwild
@@ -36,13 +35,13 @@ from polytempo.training.hooks.attach import AttachOptions, attach_replica
 from polytempo.training.hooks.drift_watch import watch
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.hooks.preemption import PreemptionWatch
-from polytempo.training.job.distillation import data_of_group, of_group
+from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import Evaluation, average_of
-from polytempo.training.job.gradients import gradients_of
+from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
-from polytempo.training.model.ports import mesh_of, ports_of
+from polytempo.training.model.ports import mesh_of
 from polytempo.training.observe.background_observer import BackgroundObserver
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
@@ -105,16 +104,8 @@ class Trainer:
         self.batch_size = spec.batch_size
         self.world.drive(agree(self.world.port, _facts(spec, self.data, self.world.port)))
         part = _part(self.world, spec, self.model, optimizer, self.data)
-        self.port, data = part.port, ports_of(part.port).data
-        shard = DataShard(
-            data_of_group(self.data, self.port).training(),
-            rank=data.rank,
-            size=data.size,
-            batch_size=spec.batch_size,
-            seed=spec.seed,
-            global_batch_size=options.global_batch_size,
-            slices=spec.strategy.slices,
-        )
+        self.port = part.port
+        shard = shard_of_group(spec, self.data, self.port)
         self.context = TrainingContext(
             spec=spec,
             holding=part.holding,
@@ -287,11 +278,11 @@ def _one_stage(world: ProcessWorld, spec: RunSpec, model: nn.Module, data: Data)
 
 def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
     """One step of the plain loop; the hooks that `attach` set do the rest."""
-    compute = gradients_of(handle, spec)
+    gradients = StepGradients(handle.replica, spec.job, spec.strategy, spec.seed, handle.no_sync)
 
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         handle.begin_batch(share)
-        loss = compute(batch, port.world_rank)
+        loss = gradients.compute(batch, port.world_rank)
         handle.replica.optimizer.step()
         return loss
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polytempo.engines.join.environment import parsed_url
@@ -44,9 +45,8 @@ class _Worker:
 
     def _train(self, world: ProcessWorld, view: GroupView) -> dict[str, Any] | None:
         self._training.begin(world, view)
-        if world.rank == 0:
-            self._training.on_step = lambda: self._board.say(Formed(self._board.life, view.generation))
-        return self._finish(world, self._training.train(world))
+        formed = partial(self._board.say, Formed(self._board.life, view.generation))
+        return self._finish(world, self._training.train(world, formed if world.rank == 0 else None))
 
     def _finish(self, world: ProcessWorld, summary: TrainingSummary) -> dict[str, Any] | None:
         """Check the account of samples, and gather the ranks' traces of this group."""

@@ -37,7 +37,7 @@ from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
-from polytempo.training.job.distillation import data_of_group, of_group
+from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
@@ -231,7 +231,8 @@ def _context(
         model, found = whole
         stage = staged(spec, model, found, port, cost.flops_per_sample)
         holding, take_step = HeldStage(stage), staged_step(stage, spec.job)
-    shard = _shard(spec, data, port, dealing)
+    together_with = next((len(group) for group in dealing.groups if group.start == port.rank), 1)
+    shard = shard_of_group(spec, data, port, gathered=dealing.gathered, together=together_with)
     return TrainingContext(
         spec=spec,
         holding=holding,
@@ -251,21 +252,6 @@ class Dealing(NamedTuple):
 
     gathered: Gathered | None
     groups: Sequence[range]
-
-
-def _shard(spec: RunSpec, data: Data, port: Port, dealing: Dealing) -> DataShard:
-    place = ports_of(port).data
-    return DataShard(
-        data_of_group(data, port).training(),
-        rank=place.rank,
-        size=place.size,
-        batch_size=spec.batch_size,
-        seed=spec.seed,
-        global_batch_size=spec.options.global_batch_size,
-        slices=spec.strategy.slices,
-        gathered=dealing.gathered,
-        together=next((len(group) for group in dealing.groups if group.start == port.rank), 1),
-    )
 
 
 def _priced(spec: RunSpec, cluster: Cluster) -> Result:

@@ -210,8 +210,7 @@ def newest_undamaged(root: Place) -> Place | None:
 
 
 def go_on_from(out: Place) -> None:
-    """Set damaged checkpoints aside before a run in `out` is resumed, and print the one that it takes to standard
-    error."""
+    """Set damaged checkpoints aside before a run in `out` is resumed, and print the name of the next one."""
     if (folder := newest_undamaged(out / "checkpoint")) is not None:
         print(f"polytempo: goes on from step {read_manifest(folder).step:,}, saved in {folder}", file=sys.stderr)
 

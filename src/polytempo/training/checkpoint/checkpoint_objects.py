@@ -1,8 +1,8 @@
 """Checkpoints where nothing is renamed: in an object store, or any other filesystem that a URL names.
 
     checkpoint/step-00000100/
-      rank-0.3f2ac41b09d7e865.safetensors named by its sha256, so a named part is never written again manifest.json put
-      last: from then on the checkpoint is complete
+      rank-0.3f2ac41b09d7e865.safetensors     named by its sha256, so a named part is never written again
+      manifest.json                           put last: from then on the checkpoint is complete
 
 A step that is saved again puts parts of other names beside the old ones, and then its manifest in the old one's place.
 So a complete checkpoint stays as it was, after any write. Parts and manifests hold the same bytes as in a local folder.
@@ -92,7 +92,9 @@ def prune_objects(root: UrlPath, step: int) -> None:
         number = int(match[1]) if match else step
         given_up = match and number not in kept and (number < step or number in complete)
         if given_up or (leftover and int(leftover[1]) <= step):
-            _remove(root / name)
+            with suppress(OSError):
+                (root / name / MANIFEST).remove()
+                (root / name).remove()
         elif number in kept[1:]:  # leftovers of saving it again
             with suppress(OSError, ValueError):
                 manifest = decoded((root / name / MANIFEST).read(MAX_MANIFEST_BYTES))
@@ -106,12 +108,6 @@ def _keep_only(folder: UrlPath, hashes: Sequence[str]) -> None:
         for name in folder.names():
             if name not in kept:
                 (folder / name).remove()
-
-
-def _remove(folder: UrlPath) -> None:
-    with suppress(OSError):
-        (folder / MANIFEST).remove()
-        folder.remove()
 
 
 def _is_complete(folder: UrlPath) -> bool:

@@ -78,11 +78,7 @@ def _words(flat: Tensor) -> Tensor:
 @cache
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
     """Odd numbers without a pattern that data have: w and v."""
-    mixed = torch.arange(1, 2 * _BLOCK_WORDS + 1, dtype=torch.int64) * _signed(_MULTIPLIER)
+    mixed = torch.arange(1, 2 * _BLOCK_WORDS + 1, dtype=torch.int64) * (_MULTIPLIER - 2**64)
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     w, v = ((mixed ^ (mixed >> 32)) | 1).to(device).chunk(2)
     return w, v
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

@@ -25,7 +25,6 @@ VERSION = 2
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 MANIFEST = "manifest.json"
 KEPT = 2
-"""So many complete checkpoints remain."""
 COMPLETE = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder."""
 BY_CONTENT = re.compile(r"rank-\d+\.[0-9a-f]{16}\.safetensors")
@@ -50,7 +49,6 @@ class Manifest(NamedTuple):
     parts: tuple[PartFile, ...]
     about: dict[str, Scalar]
     mesh: Mesh
-    """The layout of the ranks that wrote it."""
 
 
 def part_name(rank: int) -> str:

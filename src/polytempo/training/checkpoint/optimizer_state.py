@@ -1,4 +1,4 @@
-"""An optimizer's state as tensors and plain numbers, to send and to save without pickle."""
+"""The state of an optimizer, and of its schedule, as tensors and plain numbers, to send and save without pickle."""
 
 from __future__ import annotations
 

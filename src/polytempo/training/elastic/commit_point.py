@@ -25,7 +25,6 @@ class Wishes(NamedTuple):
     stop: bool = False
     leave: bool = False
     save: bool = False
-    """The whole run is to be saved, and to end."""
     broken: bool = False
     """Another rank of the group is lost, so that there will be no next commit point."""
 
@@ -34,13 +33,10 @@ class Committed(NamedTuple):
     """The ranks' common knowledge after the commit point."""
 
     stop: bool
-    """True if they stop before the next step."""
     leaving: int
-    """The number of ranks that leave."""
     counted: dict[int, Counted]
     """The samples of the step, or of the steps since the last commit point, over all ranks and by epoch."""
     save: bool = False
-    """True if they save this step."""
 
 
 async def commit_point(port: Port, wishes: Wishes, own: Mapping[int, Counted]) -> Committed:

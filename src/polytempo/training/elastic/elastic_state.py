@@ -1,4 +1,13 @@
-"""State for newcomers of an elastic run."""
+"""State for newcomers of an elastic run, and residuals of ranks that leave: one rank that stays takes over their sum.
+
+A residual is in the unit of the exchange, shareᵢ · xᵢ (`compression/`), so the applied updates and all residuals add up
+to all gradients. This sum is kept when a rank leaves politely, and when the ranks' shares change. A rank that is killed
+takes its residual with it.
+
+model, optimizer         as `attach` hands them out
+place in the data, time, schedule, the account of samples       one JSON text
+the strategy's state     tensors as they are; residuals begin at zero, for each rank's residual is its own
+"""
 
 from __future__ import annotations
 

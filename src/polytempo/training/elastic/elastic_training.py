@@ -41,7 +41,7 @@ from polytempo.training.elastic.local_round import LocalRound, Met, give_mean, k
 from polytempo.training.hooks.attach import AttachOptions, attach_alike, attach_replica
 from polytempo.training.hooks.handle import Handle
 from polytempo.training.job.evaluate import evaluation_of
-from polytempo.training.job.gradients import gradients_of
+from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import gather_json
 from polytempo.training.observe.collective_observer import CollectiveObserver
@@ -88,8 +88,7 @@ class ElasticTraining:
         self._inherited: Saved | None = None
         """Residuals of members that have left politely, which this one has taken over."""
         self._stop = self._some_leave = self._leaves = self._save = False
-        self.on_step: Callable[[], None] | None = None
-        """Called once, after the next step that is applied in a group."""
+        self._on_step: Callable[[], None] | None = None
         self._handle: Handle | None = None
         self._begun = False
         """True if the state of the training is in the present group's replica."""
@@ -154,9 +153,9 @@ class ElasticTraining:
             self._goes_on()
 
     def _goes_on(self) -> None:
-        if self.on_step is not None:
-            self.on_step()
-            self.on_step = None
+        if self._on_step is not None:
+            self._on_step()
+            self._on_step = None
 
     def _restore_buffers(self) -> None:
         with torch.no_grad():
@@ -188,8 +187,6 @@ class ElasticTraining:
             leaves=lambda step: self._save,
             record=self._record,
         )
-        if handle.replica.parameters is not None:
-            handle.replica.parameters.commit = self._commit_round
         if view.stateful:
             world.drive(self._share(port, view, self.context))
         else:
@@ -217,7 +214,7 @@ class ElasticTraining:
         hooked = self.spec.strategy.between_equals()  # slices are computed here, not by hooks
         asked, given = self.spec.options, (self.model, self.optimizer, hooked)
         options = AttachOptions(
-            on_drift=asked.on_drift, allow_nan=asked.allow_nan, grows=True, precision=asked.precision
+            on_drift=asked.on_drift, allow_nan=asked.allow_nan, commit=self._commit_round, precision=asked.precision
         )
         if not view.stateful:
             return attach_replica(*given, world=world, options=options._replace(seed=asked.seed))
@@ -298,9 +295,13 @@ class ElasticTraining:
 
     # ------------------------------------------------------------------ training
 
-    def train(self, world: ProcessWorld) -> TrainingSummary:
-        """Train to the end. Raises `PeerLost` or `TimedOut` where a member is lost, `Stopped` at a border."""
+    def train(self, world: ProcessWorld, on_step: Callable[[], None] | None = None) -> TrainingSummary:
+        """Train to the end. `on_step`: called once, after the next step that is applied.
+
+        Raises `PeerLost` or `TimedOut` where a member is lost, `Stopped` at a border.
+        """
         assert self.context is not None
+        self._on_step = on_step
         world.begin()
         summary = world.drive(train(world.port, self.context))
         world.drive(self._close_account(world.port))
@@ -322,7 +323,7 @@ class ElasticTraining:
         """One step: the plain loop with the hooks of `attach`, and the commit point before the optimizer, or between
         the exchange of parameters and their change."""
         model, optimizer, replica = self.model, self.optimizer, handle.replica
-        compute = gradients_of(handle, self.spec)
+        gradients = StepGradients(replica, self.spec.job, self.spec.strategy, self.spec.seed, handle.no_sync)
 
         async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
             if self._stop:
@@ -333,7 +334,7 @@ class ElasticTraining:
                 raise Stopped(f"rank {port.rank} stops before step {replica.step}: another rank is lost")
             handle.begin_batch(share)
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            loss = compute(batch, port.world_rank)
+            loss = gradients.compute(batch, port.world_rank)
             handle.complete()
             before, committed = replica.step, None
             if self._agrees_before(replica, port):

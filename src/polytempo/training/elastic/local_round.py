@@ -56,7 +56,6 @@ class Met(NamedTuple):
     """The common state of ranks that have met within a round."""
 
     steps: int
-    """Steps of the round."""
     place: dict[str, Any]
     """The position in the data: the places of lost ranks are left."""
 

@@ -40,6 +40,7 @@ from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
 from polytempo.training.step.loss_scale import facts as scaler_facts
 from polytempo.training.step.noise_post import watch_noise
+from polytempo.training.step.parameter_exchange import Commit
 from polytempo.training.step.replica import Replica
 from polytempo.worlds import ProcessWorld, current
 
@@ -55,15 +56,16 @@ class AttachOptions(NamedTuple):
     allow_nan: bool = True
     noise_scale: NoiseProbe | None = None
     precision: Precision | None = None
-    grows: bool = False
-    """Others may join a rank that is alone, so it counts the steps of its exchanges."""
+    commit: Commit | None = None
+    """Of an elastic run: see `ParameterExchange`. Others may join a rank that is alone, so it counts its steps."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Options as plain values, for a comparison between ranks."""
         every = None if self.noise_scale is None else self.noise_scale.every
         bits = None if self.precision is None else str(self.precision)
-        return self._asdict() | {"scaler": scaler_facts(self.scaler), "noise_scale": every, "precision": bits}
+        plain = {"scaler": scaler_facts(self.scaler), "noise_scale": every, "precision": bits}
+        return self._asdict() | plain | {"commit": self.commit is not None}
 
 
 def attach_replica(
@@ -74,7 +76,7 @@ def attach_replica(
     world: ProcessWorld | None = None,
     options: AttachOptions = AttachOptions(),  # noqa: B008 - it is immutable
 ) -> Handle:
-    """Attach a strategy whose ranks exchange among themselves: each holds a replica of the model."""
+    """Attach a strategy between ranks: each holds a replica of the model."""
     check_attachable(model, optimizer, strategy)
     check_restorable(model, options.on_drift)
     if options.precision is not None:
@@ -175,7 +177,7 @@ def _hooked(
     model's number in its world."""
     ports = ports_of(replace(world.port, series=series))
     own = strategy if group is None else replace(strategy, gradients=identity())  # the step exchanges them
-    grows = options.grows and not is_idle(fitted(own, optimizer).parameters, 2)
+    grows = options.commit is not None and not is_idle(fitted(own, optimizer).parameters, 2)
     replica = Replica(
         model,
         optimizer,
@@ -186,6 +188,7 @@ def _hooked(
         empty=shared_empty if world.reads_arenas else None,  # the exchange copies nothing from there
         allow_nan=options.allow_nan or (options.scaler is not None and options.scaler.is_enabled()),
         masters=masters_of(model, optimizer, options.precision),
+        commit=options.commit,
     )
     copy = one_copy_of(group, strategy, optimizer, replica.trainable, sparse_tables(model))
     turns = None if group is None or copy is not None else in_turns(world, replica.trainable, optimizer, strategy)

@@ -45,11 +45,9 @@ class Backward:
         self.exchanged = False
         """True if all gradients since the last step have been exchanged."""
         self.num_exchanges = 0
-        """Exchanges since the last step."""
         self.answered = False
         """True if a transform of the last exchange did something."""
         self.mark_s = world.now_s()
-        """Begin of the present computation."""
         self._mixed = False
         """True if gradients were added to an answer; the sum cannot be exchanged."""
         self._unsure = False

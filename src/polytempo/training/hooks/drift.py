@@ -85,7 +85,6 @@ class Walk:
     def __init__(self) -> None:
         self._index, self._offset = 0, 0
         self.num_slices = 1
-        """The number of looks of a pass."""
 
     def next(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The next slice, as vectors. Tensors may change from look to look."""

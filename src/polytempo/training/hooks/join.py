@@ -26,7 +26,6 @@ class JoinMembership:
         self._batch: Batch | None = None
         """The batch of the coming step, if its share is known."""
         self.joining = False
-        """True while ranks may leave."""
         self.accumulates = False
         """True while `.grad` holds this rank's gradients of earlier passes, which no exchange has seen yet."""
         self._left = False

@@ -2,6 +2,8 @@
 
 before    checks ── `.grad` is the strategy's answer          or, with one copy of the parameters, the step itself
 after     the parameters' transform ── buffers meet ── drift is looked for
+
+`StepChecks` and `Loaded` notice changes since `attach`.
 """
 
 from __future__ import annotations

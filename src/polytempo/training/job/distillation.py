@@ -1,4 +1,4 @@
-"""Groups that learn from each other's predictions: a group's place, its part of the data, and its loss."""
+"""The loss of a job for its strategy, and groups that learn from each other's predictions: their places and data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from polytempo.aggregation.peer_models import GROUP, PeerModelsState
 from polytempo.core import Port
 from polytempo.core.state import nodes
 from polytempo.core.strategy import Distillation
+from polytempo.data.shard import DataShard
 from polytempo.partition.tensor import SplitModel
 from polytempo.partition.tensor.layers.linear import VocabularyLinear
 from polytempo.spec.job import Data, Job, OfBatch
 from polytempo.spec.objective import loss_of, loss_of_pair, output_of, pair_of
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.model.ports import DATA
+from polytempo.training.model.ports import DATA, ports_of
 from polytempo.training.step.replica import Replica
 
 Objective = Callable[[Any], Tensor]
-"""The loss to descend on a batch."""
 
 _APART = 7919
 """Distance between the seeds of two groups."""
@@ -67,6 +67,21 @@ def data_of_group(data: Data, port: Port) -> Data:
     if isinstance(train, TensorDataset):
         return data._replace(train=TensorDataset(*(tensor[group:end:groups] for tensor in train.tensors)))
     return data._replace(train=Subset(train, range(group, end, groups)))
+
+
+def shard_of_group(spec: RunSpec, data: Data, port: Port, **more: Any) -> DataShard:
+    """This rank's shard of its group's samples; `more` goes to `DataShard`."""
+    place = ports_of(port).data
+    return DataShard(
+        data_of_group(data, port).training(),
+        rank=place.rank,
+        size=place.size,
+        batch_size=spec.batch_size,
+        seed=spec.seed,
+        global_batch_size=spec.options.global_batch_size,
+        slices=spec.strategy.slices,
+        **more,
+    )
 
 
 def objective_of(job: Job, replica: Replica, distillation: Distillation | None) -> Objective:

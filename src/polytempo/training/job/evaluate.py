@@ -163,7 +163,6 @@ def meets(score: Score | None, options: RunOptions) -> bool | None:
 
 
 AVERAGE, AVERAGED_STEPS = "average/", "averaged steps"
-"""Names in a checkpoint."""
 
 
 def average_of(model: nn.Module, options: RunOptions) -> WeightAverage | None:

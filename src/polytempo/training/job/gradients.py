@@ -1,42 +1,54 @@
-"""A rank's gradients in a step of a run's own loop: of a batch, of its pieces or of its slices."""
+"""`StepGradients`: a rank's gradients in a step of a run's own loop: of a batch, of its pieces or of its slices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from polytempo.spec.run_spec import RunSpec
-from polytempo.training.hooks.handle import Handle
-from polytempo.training.job.distillation import objective_of
+from polytempo.core import Strategy
+from polytempo.spec.job import Job
+from polytempo.training.job.distillation import Distiller, objective_of
 from polytempo.training.job.growth import Pieces
 from polytempo.training.job.sliced_step import SlicedGradients
+from polytempo.training.step.replica import Replica
 
 
-def gradients_of(handle: Handle, spec: RunSpec) -> Callable[[Any, int], Tensor]:
-    """A function of a batch and a rank that computes gradients and returns the loss; their exchange may have begun."""
-    replica = handle.replica
-    objective = objective_of(spec.job, replica, spec.strategy.distillation)
+class StepGradients:
+    """Computes gradients of `replica` as the run's `strategy` asks. `silent`: around passes that exchange nothing."""
 
-    def whole(batch: Any, rank: int) -> Tensor:
+    def __init__(
+        self,
+        replica: Replica,
+        job: Job,
+        strategy: Strategy,
+        seed: int,
+        silent: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._replica, self._silent = replica, silent
+        self._objective = objective_of(job, replica, strategy.distillation)
+        self._sliced = None if strategy.slices is None else SlicedGradients(replica, job, seed)
+
+    @property
+    def work(self) -> float:
+        """The computation of a step, relative to a step without other groups' forward passes."""
+        return self._objective.work if isinstance(self._objective, Distiller) else 1.0
+
+    def compute(self, batch: Any, rank: int) -> Tensor:
+        """Leave the gradient in `.grad` and return the loss. The exchange may have begun; of slices it follows."""
+        if self._sliced is not None:
+            with self._silent():
+                return self._sliced.compute(batch, rank)
+        replica = self._replica
+
         def backward(part: Any, weight: float) -> Tensor:
-            loss = objective(part)
+            loss = self._objective(part)
             if replica.guard is not None:
                 replica.guard.loss(loss, replica.step, rank)
             replica.scaled(loss if weight == 1 else weight * loss).backward()
             return loss
 
         replica.optimizer.zero_grad()
-        return batch.computed(backward, handle.no_sync) if isinstance(batch, Pieces) else backward(batch, 1.0)
-
-    if spec.strategy.slices is None:
-        return whole
-    gradients = SlicedGradients(replica, spec.job, spec.seed)
-
-    def sliced(batch: Any, rank: int) -> Tensor:
-        """Compute slices; their exchange follows the last one."""
-        with handle.no_sync():
-            return gradients.compute(batch, rank)
-
-    return sliced
+        return batch.computed(backward, self._silent) if isinstance(batch, Pieces) else backward(batch, 1.0)

@@ -3,6 +3,10 @@
 epochs     0 … 4      5 … 9        10 …          {5: 4, 10: 2}
 batch      B          4 B          8 B           over all workers
 pieces     1          4            8             of a worker's part, one backward pass after the other
+
+With a norm test (`NormGrowth`) a batch grows in the same step of every rank and of every run:
+
+take a step ── was it looked at? ──▶ rows of all ranks ──▶ averages ──▶ does the test fail? ──▶ a larger batch
 """
 
 from __future__ import annotations

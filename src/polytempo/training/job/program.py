@@ -41,7 +41,6 @@ batch (None: equal parts). Returns the batch's mean loss; a pipeline returns the
 back to this rank, or None."""
 
 ROWS_PER_EPOCH = 10
-"""Rows of metrics for each epoch."""
 STEPS_BETWEEN_SCORES = 4
 """An epoch that ends earlier after a score is not scored."""
 
@@ -109,7 +108,6 @@ class TrainingContext:
     seconds: float = 0.0
     """Training time so far, over all runs; a checkpoint carries it."""
     resumed_at: int | None = None
-    """The first step of a resumed run."""
     average: WeightAverage | None = None
     """The average of this rank's weights over its steps, if scores are of the average."""
     unchecked: frozenset[str] = frozenset()
@@ -170,7 +168,8 @@ async def train(port: Port, context: TrainingContext) -> TrainingSummary:
     `port` is the world's. By its mesh ranks with the same parameters exchange, and ranks with parts of one model take
     the same batches and draw the same random numbers.
     """
-    _check(context)
+    check_length(context.shard)
+    check_goals(context.job, context.options, has_test=context.data.test is not None)
     ports = ports_of(port)
     clock = _Clock(await port.now(), context.seconds, context.observer)
     meter = Meter(_position(context)[1], context.seconds)
@@ -347,11 +346,6 @@ def _finished(context: TrainingContext) -> bool:
     if epochs is None or context.shard.epoch + 1 < epochs:  # the present epoch is not the last one
         return False
     return _position(context)[0] >= epochs - 1e-9
-
-
-def _check(context: TrainingContext) -> None:
-    check_length(context.shard)
-    check_goals(context.job, context.options, has_test=context.data.test is not None)
 
 
 def check_length(shard: DataShard) -> int:

@@ -1,4 +1,4 @@
-"""`TrainingLoss`: the loss of a model on its training data, as a function of its parameters."""
+"""A model's loss on its training data as a function of its parameters: `TrainingLoss`, and `PortionLoss` of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons between ranks before the first step."""
+"""Agreement between ranks before the first step: comparisons, and one rank's model for the others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ async def agree_to_train(
     by its options and the names of its parameters. If rank 0's optimizer has state and another rank's has none (one
     rank has loaded a checkpoint), options are not compared between these two: they come from rank 0 with the state.
     """
-    of_all = {"mesh": str(mesh_of(ports.whole)), **_software(strategy), **asked}
+    software = {"polytempo": polytempo.__version__, "torch": torch.__version__}
+    of_all = {"mesh": str(mesh_of(ports.whole)), **software, "strategy": str(strategy), **asked}
     of_part = {**_of_model(model), **_of_optimizer(model, optimizer)}
     if ports.model.size == 1:
         await _agree_on_part(ports.whole, of_all | of_part)
@@ -107,10 +108,6 @@ async def _agree_on_part(port: Port, facts: Mapping[str, Any]) -> None:
         loaded = first.get("optimizer has state") and not theirs.get("optimizer has state")
         left_out = {"optimizer has state"} | ({"optimizer options"} if loaded else set())
         _refuse(port, rank, *({key: facts[key] for key in facts if key not in left_out} for facts in (first, theirs)))
-
-
-def _software(strategy: Strategy) -> dict[str, Any]:
-    return {"polytempo": polytempo.__version__, "torch": torch.__version__, "strategy": str(strategy)}
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:

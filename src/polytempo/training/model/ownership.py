@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from polytempo.training.hooks.weak_hook import WeakHook
 
 _owned: WeakKeyDictionary[nn.Module, Ownership] = WeakKeyDictionary()
-"""Owners of the attached models."""
 
 
 class Ownership:

@@ -1,7 +1,9 @@
-"""Checks of a model with divided layers (`pt.hybrid`), and a rank's own parameters of these.
+"""Parameters of models in parts: a rank's own, replicated ones, checks of them, and the norm over all ranks.
 
-Their gradients already come from all ranks' samples, and no other rank has them: they are not exchanged, copied or
-compared.
+divided layers (`pt.hybrid`)   gradients already come from all ranks' samples, and no other rank has the parameters:
+                               they are not exchanged, copied or compared
+split layers (`pt.split`)      parameters that every rank has whole, such as norms, have gradients of the same bits;
+                               after exchanges along "data" they may differ, so the first rank's count (`align`)
 """
 
 from __future__ import annotations

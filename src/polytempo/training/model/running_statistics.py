@@ -24,7 +24,6 @@ class Running:
             if isinstance(module, _NormBase)
             for buffer in module.buffers(recurse=False)
         ]
-        """Buffers in the vector's order."""
         self._sizes = [buffer.numel() for buffer in self.buffers]
 
     def vector(self) -> Tensor | None:

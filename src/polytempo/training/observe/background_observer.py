@@ -73,7 +73,6 @@ class BackgroundObserver:
         self._scores_room = threading.Semaphore(_MOST_WAITING + 1)
         self._saves_room = threading.Semaphore(_MOST_WAITING + 1)
         self._rows: deque[dict[str, Any]] = deque(maxlen=2 * _MOST_WAITING + 2)
-        """Scores that training has not recorded yet."""
         self._record: Callable[[dict[str, Any]], None] = lambda row: None
         self._error: BaseException | None = None
         self._reached = False

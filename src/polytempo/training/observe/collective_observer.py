@@ -33,7 +33,6 @@ class CollectiveObserver:
         self._world, self._evaluation = world, evaluation
         self.off_s = 0.0
         self.off_bytes = 0
-        """Bytes that this rank has sent meanwhile."""
         self._reached: bool | None = None
         self._newest: tuple[int, Score] | None = None
 

@@ -245,7 +245,6 @@ class HeldParts:
 
 
 Holding = Whole | HeldStage | HeldParts
-"""A rank's share of the model."""
 
 
 def _check_divided(manifest: Manifest, folder: Place, ours: str) -> None:

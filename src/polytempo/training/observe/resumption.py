@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -24,8 +24,6 @@ from polytempo.training.model.ports import DATA, mesh_of, ports_of
 from polytempo.training.observe.saved_model import mean_of
 from polytempo.training.observe.whole_checkpoint import under
 from polytempo.training.step.guard import MODEL
-
-V = TypeVar("V")
 
 
 async def load(port: Port, context: TrainingContext, root: Place) -> int:
@@ -115,7 +113,7 @@ def _go_on(data: Port, context: TrainingContext, folder: Place, saved: Sequence[
     own = read_part(folder, saved[data.rank % len(saved)])
     synchronized = context.replica.strategy.synchronized
     whole = own if "optimizer" in own.scalars else read_part(folder, saved[0])
-    weights = _beginning(whole.tensors, MODEL, AVERAGE)
+    weights = {name: tensor for name, tensor in whole.tensors.items() if name.startswith((MODEL, AVERAGE))}
     if not synchronized and len(saved) != data.size:
         parts = [read_part(folder, rank).tensors for rank in saved]
         weights = {name: mean_of([part[name] for part in parts]) for name in weights}
@@ -164,7 +162,3 @@ def _set_rates(context: TrainingContext, rates: list[Any], folder: Place) -> Non
             f"{folder} goes on with its schedule, which began at learning rate {saved}, and lr={context.options.lr} "
             f"would begin it at {given}; resume without a learning rate"
         )
-
-
-def _beginning(entries: Mapping[str, V], *prefixes: str) -> dict[str, V]:
-    return {name: value for name, value in entries.items() if name.startswith(prefixes)}

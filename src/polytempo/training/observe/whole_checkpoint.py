@@ -21,7 +21,7 @@ from polytempo.partition.tensor.division import PARTS, Division, cuts_of
 from polytempo.spec.text.plain_values import typed
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import latest
-from polytempo.training.checkpoint.manifest import COMPLETE, Manifest
+from polytempo.training.checkpoint.manifest import COMPLETE
 from polytempo.training.checkpoint.optimizer_state import load_exactly
 from polytempo.training.model.ports import DATA, STAGE
 from polytempo.training.observe.saved_model import mean_of
@@ -35,7 +35,6 @@ class WholeCheckpoint(NamedTuple):
     state: dict[str, dict[str, Any]]
     """The optimizer's, by its parameters' names."""
     groups: list[dict[str, Any]]
-    """The optimizer's parameter groups, without their parameters."""
 
 
 def whole_checkpoint(saved: Sequence[CheckpointPart], mesh: Mesh) -> WholeCheckpoint:
@@ -176,7 +175,8 @@ def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
     folder = _step(place(path))
     manifest = read_manifest(folder)
     saved = [read_part(folder, rank) for rank in range(len(manifest.parts))]
-    if PARTS not in manifest.about and "stages" not in manifest.about and _has_parts(manifest):
+    has_parts = any(length > 1 for axis, length in manifest.mesh.axes if axis != DATA)
+    if PARTS not in manifest.about and "stages" not in manifest.about and has_parts:
         raise ValueError(
             f"{folder} was saved by ranks in a {manifest.mesh}, and the job itself has made parts of a model; read "
             "each rank's own file: rank-0.safetensors, …"
@@ -191,7 +191,3 @@ def _step(given: Place) -> Place:
     if folder is None:
         raise ValueError(f"there is no checkpoint in {given}; give a run's folder, which has one if it was saved")
     return folder
-
-
-def _has_parts(manifest: Manifest) -> bool:
-    return any(length > 1 for axis, length in manifest.mesh.axes if axis != DATA)

@@ -67,13 +67,11 @@ class DealtEpochs:
         self._join, self._trains, self._moving, self._reading = join, trains, moving, reading
         self.timeout_s = world.transport.timeout_s if world.size > 1 and world.life == 1 else ALONE_S
         self.joined: JoinedLoop | None = None
-        """None: the first epoch has not begun."""
         self.account: dict[str, Any] | None = None
         """The account on rank 0 after the end: the ledger of samples, the staleness of gradients, the ends of
         processes."""
         self._source: DataShard | None = None
         self.batches: Batches | None = None
-        """Batches of the data; None before the first epoch."""
         self.done = 0
         """Epochs that this rank has been through."""
         self._within = False

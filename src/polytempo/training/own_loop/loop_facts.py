@@ -1,7 +1,7 @@
 """`LoopFacts`: a parameter server's knowledge of a training loop, as values. No function of the loop travels.
 
-rank 0 model, optimizer, strategy ──▶ LoopFacts ── JSON and vectors ──▶ the server's processes every rank the same
-arithmetic: the nodes, and each shard's parameters
+rank 0    model, optimizer, strategy ──▶ LoopFacts ── JSON and vectors ──▶ the server's processes
+every rank                          the same arithmetic: the nodes, and each shard's parameters
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from polytempo.training.served.server_plan import PlannedStage, ServerPlan, timi
 from polytempo.training.served.shard_rule import flat_of, parameters_of, shard_rule_of
 
 _MOST_RESTARTS = 20
-"""So many copies may take another one's place."""
 LOOP_FORMAT = "polytempo-loop-facts 1"
-"""Its `format` tells this text from others."""
+_PLAIN = (
+    *("strategy", "allow_nan", "batches_per_epoch", "timeout_s", "first_epoch", "servers", "passed_bytes"),
+    *("epochs_done", "generation"),
+)
+"""Fields that JSON takes as they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +44,6 @@ class LoopFacts:
     """The host of each rank; the server is on rank 0's."""
     parameters: tuple[Parameter, ...]
     rule: UpdateRule
-    """The shards' update rule."""
     allow_nan: bool
     batches_per_epoch: int
     timeout_s: float
@@ -50,7 +52,6 @@ class LoopFacts:
     running: Tensor | None
     """The running statistics of norms, float64; None where the model has none. Of stages: one after the other."""
     first_epoch: int = 0
-    """The epoch of the data that the run begins with."""
     servers: int = 0
     """Number of the launcher's processes that hold the shards; 0: rank 0 starts its own."""
     stages: tuple[PlannedStage, ...] = ()
@@ -97,21 +98,13 @@ class LoopFacts:
     def to_plain(self) -> dict[str, Any]:
         """Plain values for JSON, without the vectors and the shards' states (`blobs`)."""
         return {
+            **{name: getattr(self, name) for name in _PLAIN},
             "format": LOOP_FORMAT,
-            "strategy": self.strategy,
             "hosts": list(self.hosts),
             "parameters": [list(parameter) for parameter in self.parameters],
             "rule": asdict(self.rule),
-            "allow_nan": self.allow_nan,
-            "batches_per_epoch": self.batches_per_epoch,
-            "timeout_s": self.timeout_s,
-            "first_epoch": self.first_epoch,
-            "servers": self.servers,
             "stages": [list(stage) for stage in self.stages],
-            "passed_bytes": self.passed_bytes,
             "states": [len(state) for state in self.states],
-            "epochs_done": self.epochs_done,
-            "generation": self.generation,
             "dtype": str(self.weights.dtype).removeprefix("torch."),
             "sizes": [len(blob) for blob in self.blobs],
         }
@@ -128,22 +121,14 @@ class LoopFacts:
         if plain.get("format") != LOOP_FORMAT:
             raise ValueError(f"this text has no facts of a loop ({LOOP_FORMAT}): {str(plain)[:80]}")
         return cls(
-            strategy=plain["strategy"],
+            **{name: plain[name] for name in _PLAIN},
             hosts=tuple(plain["hosts"]),
-            parameters=tuple(_parameter(*each) for each in plain["parameters"]),
+            parameters=tuple(Parameter(*each)._replace(shape=tuple(each[-1])) for each in plain["parameters"]),
             rule=UpdateRule(**{**plain["rule"], "betas": tuple(plain["rule"]["betas"])}),
-            allow_nan=plain["allow_nan"],
-            batches_per_epoch=plain["batches_per_epoch"],
-            timeout_s=plain["timeout_s"],
             weights=_tensor_of(weights, getattr(torch, plain["dtype"])),
             running=_tensor_of(running, torch.float64) if running else None,
-            first_epoch=plain["first_epoch"],
-            servers=plain["servers"],
             stages=tuple(PlannedStage(tuple(names), running) for names, running in plain["stages"]),
-            passed_bytes=plain["passed_bytes"],
             states=tuple(_split(states, plain["states"])),
-            epochs_done=plain["epochs_done"],
-            generation=plain["generation"],
         )
 
 
@@ -174,10 +159,6 @@ def facts_of_loop(
         first_epoch=first_epoch,
         servers=servers,
     )
-
-
-def _parameter(name: str, numel: int, group: int, row_width: int, shape: Sequence[int]) -> Parameter:
-    return Parameter(name, numel, group, row_width, tuple(shape))
 
 
 def _split(blob: bytes, lengths: Sequence[int]) -> list[bytes]:

@@ -122,7 +122,8 @@ class ServedHandle:
         if loop is None:
             yield
             return
-        if not self._steps_here:
+        assert self._strategy.server is not None
+        if self._strategy.server.decays != "workers" and not loop.replica.is_apart:  # no rank moves its own parameters
             with self._step.moving():
                 loop.refresh()
             yield
@@ -138,13 +139,6 @@ class ServedHandle:
                 yield
         finally:
             self._step.lends = False
-
-    @property
-    def _steps_here(self) -> bool:
-        """True if ranks also move their parameters themselves."""
-        assert self._strategy.server is not None
-        loop = self._epochs.loop
-        return self._strategy.server.decays == "workers" or (loop is not None and loop.replica.is_apart)
 
     # ------------------------------------------------------------------ saving and ending
 

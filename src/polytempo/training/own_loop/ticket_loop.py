@@ -106,7 +106,6 @@ class TicketLoop:
         self._worker = ServedWorker(*given, masters=masters, decay=decay, stage=stage)
         self.replica = self._worker.replica
         self.dealt: list[Dealt] = []
-        """Batches of the loop since its last step."""
         self.losses: list[Tensor] = []
         """Losses of batches that came back without a step, since the loop last asked."""
         self._tickets: deque[Ticket] = deque()

@@ -14,9 +14,8 @@ from polytempo.partition.plan import LayerPlan
 from polytempo.partition.tensor import ModelGroup
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 from polytempo.spec.text.catalogue import codec_of
-from polytempo.training.model.agree import agree
 from polytempo.training.model.ports import ports_of
-from polytempo.training.parts.split import take_first
+from polytempo.training.parts.split import begin_parts
 from polytempo.worlds import ProcessWorld, current
 
 
@@ -69,10 +68,7 @@ def hybrid(
     wires = Wires(codec_of(activations) or planned.activations, codec_of(gradients) or planned.gradients)
     ranks = ModelGroup(ports.data, drive if port is not None else (world or current()).drive, wires=wires)
     names = _names(layers, ranks.size)
-    if ranks.size > 1:
-        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        ranks.drive(agree(ranks.port, {"layers": names, "exchange": exchange, "codecs": str(wires), "model": shapes}))
-        ranks.drive(take_first(ranks.port, model))
+    begin_parts(ranks, model, {"layers": names, "exchange": exchange, "codecs": str(wires)})
     return divide(model, names, DataGroup(ranks, exchange))
 
 

@@ -23,7 +23,6 @@ class ModelParts:
     def __init__(self, model: PartedModel, replica: Replica, port: Port, names: Sequence[str]) -> None:
         self.model, self.replica, self._names = model, replica, tuple(names)
         self.cut = model.parts
-        """The cuts of parameters in parts."""
         self.divisions = self.cut
         self.ports = held_by(model, port)
         """Ranks with the same parts (data), and ranks that hold the parts of one model."""

@@ -1,4 +1,4 @@
-"""`split`: the layers of a model on several ranks."""
+"""`split` and `place`: the layers, or the branches, of a model on several ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def split(
     named, plan = _named(model, rules, sample, group)
     if link is not None:
         _warn_of_link(plan or _given(model, named, sample, group), group.wires, sample, link, gflops)
-    _begin_alike(group, model, named)
+    ways = {pattern: str(way) for pattern, way in named.items()}
+    begin_parts(group, model, {"rules": ways, "sequence": sequence, "codecs": str(group.wires)})
     return apply_rules(model, named, group)
 
 
@@ -94,19 +95,6 @@ def _group(world: ProcessWorld | None, port: Port | None, sequence: bool, wires:
         return ModelGroup(model_port(port), drive, sequence, wires)
     real = world or current()
     return ModelGroup(model_port(real.port), real.drive, sequence, wires)
-
-
-def _begin_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
-    if group.size > 1:
-        group.drive(_begun_alike(group, model, rules))
-
-
-async def _begun_alike(group: ModelGroup, model: nn.Module, rules: Rules) -> None:
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    ways = {pattern: str(way) for pattern, way in rules.items()}
-    told = {"rules": ways, "sequence": group.sequence, "codecs": str(group.wires), "model": shapes}
-    await agree(group.port, told)
-    await take_first(group.port, model)
 
 
 def _named(model: nn.Module, rules: Rules | str, sample: Any, group: ModelGroup) -> tuple[Rules, SplitPlan | None]:
@@ -153,8 +141,15 @@ def model_port(whole: Port) -> Port:
     return whole.along(MODEL)
 
 
-async def take_first(port: Port, model: nn.Module) -> None:
-    """Give all ranks the first one's parameters and buffers."""
+def begin_parts(group: ModelGroup, model: nn.Module, facts: Mapping[str, Any]) -> None:
+    """Compare the ranks' `facts` and models, and give all ranks the first one's parameters and buffers."""
+    if group.size > 1:
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        group.drive(agree(group.port, {**facts, "model": shapes}))
+        group.drive(_take_first(group.port, model))
+
+
+async def _take_first(port: Port, model: nn.Module) -> None:
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         tensor.detach().copy_(await port.broadcast(tensor.detach().clone().contiguous()))
@@ -190,8 +185,5 @@ def place(model: nn.Module, *, sample: Any, world: ProcessWorld | None = None, p
     """
     whole = port or (world or current()).port
     group = ModelGroup(model_port(whole), drive if port is not None else (world or current()).drive)
-    if group.size > 1:
-        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        group.drive(agree(group.port, {"model": shapes}))
-        group.drive(take_first(group.port, model))
+    begin_parts(group, model, {})
     return placed(model, sample, group)

@@ -52,8 +52,8 @@ class MicroBatches:
         lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(
-                "a pipeline cuts a batch into micro-batches along the first dimension of its tensors, which has to be "
-                f"that of samples, as long in all of them; got the lengths {sorted(lengths)}"
+                "a pipeline cuts a batch into micro-batches along the first dimension of its tensors, the samples', "
+                f"which is equally long in all of them; got the lengths {sorted(lengths)}"
             )
         [samples] = lengths
         count = min(self._count, samples)
@@ -105,8 +105,8 @@ class MicroBatches:
             if not torch.isclose(found, expected, rtol=torch.finfo(loss.dtype).eps ** 0.5, equal_nan=True):
                 warnings.warn(
                     f"the loss of the first two micro-batches together is {float(found):g}, and the mean of theirs, by "
-                    f"samples, is {float(expected):g}: it is no mean over samples, so a pipeline descends another loss "
-                    "than one process; say what it divides by: pt.divided_by(loss, lambda target: …)",
+                    f"samples, is {float(expected):g}: it is not a mean over samples, so a pipeline descends another "
+                    "loss than one process; name its divisor: pt.divided_by(loss, lambda target: …)",
                     stacklevel=2,
                 )
 

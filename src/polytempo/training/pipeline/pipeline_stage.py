@@ -83,8 +83,8 @@ class PipelineStage:
         self.number = self.ports.model.rank
         self._stages = own_messages(self.ports.model)
         self.split = isinstance(strategy.parted, SplitLayers)
-        """True if the layers of stages are split."""
-        self.holders = _holders(port) if self.split else port.among([port.rank])
+        held = self.split and port.mesh is not None and MODEL in port.mesh.lengths
+        self.holders = port.along(MODEL) if held else port.among([port.rank])
         """The ranks that hold this stage together: this rank alone if its layers are whole."""
         if isinstance(strategy.parted, SplitLayers):
             parts = split_stage(model, parts, strategy.parted, self.number, self.schedule.stages, self.holders)
@@ -371,12 +371,6 @@ def _stage_ports(port: Port) -> Ports:
     return found if port.mesh is None else found._replace(model=port.along(*[STAGE] * (STAGE in port.mesh.lengths)))
 
 
-def _holders(port: Port) -> Port:
-    """The ranks that hold a split stage together: one rank if layers have one part."""
-    held = port.mesh is not None and MODEL in port.mesh.lengths
-    return port.along(MODEL) if held else port.among([port.rank])
-
-
 def of_parameters(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> MakeOptimizer:
     """An optimizer's function of parameters as one of the stage's model."""
     return lambda model: optimizer(model.parameters())
@@ -394,7 +388,7 @@ async def gathered(
     mine |= await replica.consensus_buffers(ports.data)
     if holders is not None:
         mine = await joined(holders, mine, cut_parameters(replica.model))
-    with replica.in_float32():  # what other stages have in 16 bits is float32 here
+    with replica.in_float32():  # other stages' 16-bit tensors are float32 here
         likes = [_tensors(cut.stages[stage::num_stages]) for stage in range(num_stages)]
     found: dict[str, Tensor] = {}
     for stage, tensors in enumerate(likes):

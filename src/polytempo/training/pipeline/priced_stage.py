@@ -5,7 +5,7 @@ RunSpec ──▶ real model, once ──▶ Cut, layouts, operations ──▶ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -25,7 +25,7 @@ from polytempo.training.pipeline.pipeline_stage import UPDATE_FLOPS, schedule_of
 from polytempo.training.pipeline.shared_gradients import SharedGradients
 from polytempo.training.pipeline.stage_model import StageModel
 from polytempo.training.pipeline.stage_program import MicroBatch, StageProgram
-from polytempo.training.pipeline.stage_work import Head, LayoutsOf, UnderWay, splits
+from polytempo.training.pipeline.stage_work import LayoutsOf, UnderWay, splits
 from polytempo.training.step.replica import Replica
 
 
@@ -104,21 +104,13 @@ class PricedWork:
         self.under_way: dict[int, UnderWay] = {}
         self.last_version = 0
 
-    def forward(
-        self,
-        number: int,
-        inputs: tuple[Any, ...],
-        taken: Sequence[Tensor],
-        version: int,
-        seeded: Callable[[], None],
-        head: Head | None = None,
-    ) -> tuple[list[Tensor], Tensor | None]:
+    def forward(self, number: int, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
         """Outputs of a micro-batch with sizes only; a loss is 0."""
-        self._versions.begun(version)
-        self.under_way[number] = UnderWay((), [], [], version, head, seeded)
+        self._versions.begun(kept.version)
+        self.under_way[number] = UnderWay((), [], kept.version, kept.seeded)
         layouts = self._layouts(number)
         given = [torch.empty(layouts[n][0], dtype=layouts[n][1], device="meta") for n in self._part.gives]
-        return given, None if head is None else torch.zeros(())
+        return given, None if kept.head is None else torch.zeros(())
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """No gradient of the inputs; parameters get gradients with sizes only."""

@@ -30,14 +30,12 @@ class ProgramState(NamedTuple):
     """The parameters' version: the number of their updates."""
     num_entered: int
     entered: dict[int, int]
-    """For each step with a batch: the number of such steps before it."""
+    """Number of the steps before, for each step with a batch."""
     older: dict[int, list[Tensor]]
     """Versions of the parameters but for the present one."""
     under_way: dict[tuple[int, int], UnderWay]
-    """Passes by part and micro-batch."""
     layouts: dict[int, dict[str, Layout]]
     sent: list[SentTensor]
-    """Messages that are sent and not used yet."""
     gradients: list[Tensor | None] | None
     """Gradients of micro-batches before their update."""
 
@@ -54,7 +52,7 @@ def saved_state(state: ProgramState, about: Mapping[str, Any]) -> Saved:
         if not all(isinstance(each, Tensor) for each in kept.inputs):
             raise ValueError(
                 "a checkpoint of a pipeline that does not wait holds the inputs of batches under way, and this model's "
-                "are no plain tensors; use a schedule that waits, such as one_f_one_b, or run without out"
+                "are other than tensors; use a schedule that waits, such as one_f_one_b, or run without out"
             )
         for kind, several in (("inputs", kept.inputs), ("taken", kept.taken), ("saved", kept.saved or ())):
             tensors |= _listed(f"{path}/{kind}", several)
@@ -93,7 +91,7 @@ def restored_state(source: Saved) -> tuple[ProgramState, dict[str, Any]]:
         taken = [t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in _list(tensors, f"{path}/taken")]
         saved = _list(tensors, f"{path}/saved") if has_saved else None
         inputs = tuple(_list(tensors, f"{path}/inputs"))
-        kept = UnderWay(inputs, taken, [], version, None, _unseeded, saved=saved)
+        kept = UnderWay(inputs, taken, version, _unseeded, saved=saved)
         kept.buffers = dict(source.under(f"{path}/buffer").tensors)
         under_way[part, number] = kept
     layouts: dict[int, dict[str, Layout]] = {}

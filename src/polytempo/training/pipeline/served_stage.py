@@ -5,7 +5,8 @@ ticket ──▶ micro-batches ──▶ StageProgram ──▶ `.grad` of this 
 In a late schedule the gradient is of an older ticket, computed with a version that was pulled then. The present
 parameters come from the last pull, or from the worker's own step.
 
-    one_f_one_b F 5 B 5 push 5, pull ddg F 5 B 4 push 4, pull a stage with gradients one step late
+    one_f_one_b    F 5  B 5  push 5, pull
+    ddg            F 5  B 4  push 4, pull                  a stage with gradients one step late
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class LateGradient(NamedTuple):
     """The gradient in `.grad` at an update of a stage."""
 
     ticket: Ticket
-    """The batch's ticket."""
     samples: int
     versions: tuple[int, ...]
     """Each shard's version of the parameters that it was computed with."""

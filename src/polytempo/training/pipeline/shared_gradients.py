@@ -36,7 +36,8 @@ class SharedGradients:
                 )
             if stage in stages:
                 own = [part for part in users if part % schedule.stages == stage]
-                held = {id(p): p for part in own for p in [_found(cut.stages[part].module, users[part])]}
+                named = {part: dict(cut.stages[part].module.named_parameters(remove_duplicate=False)) for part in own}
+                held = {id(p): p for part in own for p in [named[part][users[part]]]}
                 self._groups.append((stages, list(held.values())))
                 if stage != stages[0]:
                     self.counted_elsewhere += held.values()
@@ -53,7 +54,3 @@ class SharedGradients:
                 total = await tree(port.among(stages).on_channel(_CHANNEL + number), counted)
                 unused = not total.is_meta and not total[-1]
                 parameter.grad = None if unused else total[:-1].view_as(parameter)
-
-
-def _found(module: nn.Module, name: str) -> nn.Parameter:
-    return dict(module.named_parameters(remove_duplicate=False))[name]

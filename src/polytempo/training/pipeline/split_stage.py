@@ -1,10 +1,10 @@
 """Stages with split layers: each stage of a replica is on several ranks, which compute it together.
 
              stage 0          stage 1            along "stage": activations and their gradients, as in every pipeline
-model 0      rank 0 ────────▶ rank 2             along "model": what split layers exchange
+model 0      rank 0 ────────▶ rank 2             along "model": split layers' exchanges
                ▲ │              ▲ │
-             model            model              what crosses a cut is whole on all ranks of a stage, and is sent from
-               │ ▼              │ ▼              each to the one with the same coordinate
+             model            model              a tensor across a cut is whole on all ranks of a stage, and each
+               │ ▼              │ ▼              sends it to the rank with the same coordinate
 model 1      rank 1 ────────▶ rank 3
 """
 

@@ -30,17 +30,15 @@ from polytempo.training.pipeline.late.parameter_versions import ParameterVersion
 from polytempo.training.pipeline.mail.sent_ahead import SentAhead
 from polytempo.training.pipeline.mail.stage_mail import StageMail
 from polytempo.training.pipeline.program_state import ProgramState
-from polytempo.training.pipeline.stage_work import Head, MakeWork, computed
+from polytempo.training.pipeline.stage_work import Head, MakeWork, UnderWay, computed
 
 _RECEIVES_AHEAD = 2
-"""A receive begins so many actions ahead."""
 
 
 class MicroBatch(NamedTuple):
     """A stage's view of a micro-batch, without other stages' tensors."""
 
     inputs: tuple[Any, ...]
-    """All inputs of the model."""
     layouts: Mapping[str, Layout]
     """Layout of every tensor that crosses a cut."""
     head: Head
@@ -174,7 +172,7 @@ class StageProgram:
 
     def _like(self, turn: Turn, name: str) -> Tensor:
         shape, dtype = self._batches[turn.micro_batch].layouts[name]
-        return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # no memory for what has none yet
+        return torch.empty((), dtype=dtype, device=self._device).expand(shape)  # takes no memory
 
     def begin(self, step: int) -> None:
         """Begin with `step`, and with nothing under way."""
@@ -246,15 +244,9 @@ class StageProgram:
         stage, batch = self._parts[part], self._batches[turn.micro_batch]
         taken = [await self._mail.take(name, part, "forward") for name in stage.takes]
         version = version_of(self._schedule, self._entered[turn.step], self.versions.current)
-        work = partial(
-            self._work[part].forward,
-            turn.micro_batch,
-            self._cut.inputs_of(part, batch.inputs),
-            taken,
-            version,
-            partial(batch.seeded, part),
-            batch.head if stage.is_last else None,
-        )
+        inputs, head = self._cut.inputs_of(part, batch.inputs), batch.head if stage.is_last else None
+        kept = UnderWay(inputs, taken, version, partial(batch.seeded, part), head)
+        work = partial(self._work[part].forward, turn.micro_batch, kept)
         try:
             answer: tuple[list[Tensor], Tensor | None] = await self._compute(
                 port, work, self._flops(turn) / 3, "forward"

@@ -29,12 +29,13 @@ class UnderWay:
 
     inputs: tuple[Any, ...]
     taken: list[Tensor]
-    """Tensors from other parts; leaves of the graph."""
-    given: list[Tensor]
-    """Tensors for other parts, with their graph; empty if it is computed again."""
+    """Tensors from other parts; leaves of the graph, as soon as the forward pass has begun."""
     version: int
-    head: Head | None
     seeded: Callable[[], None]
+    """Sets the random state that the forward pass begins with."""
+    head: Head | None = None
+    given: list[Tensor] = field(default_factory=list)
+    """Tensors for other parts, with their graph; empty if it is computed again."""
     loss: Tensor | None = None
     later: deque[Gradient] = field(default_factory=deque)
     saved: list[Tensor] | None = None
@@ -49,15 +50,7 @@ class PartWork(Protocol):
     under_way: dict[int, UnderWay]
     last_version: int
 
-    def forward(
-        self,
-        number: int,
-        inputs: tuple[Any, ...],
-        taken: Sequence[Tensor],
-        version: int,
-        seeded: Callable[[], None],
-        head: Head | None = None,
-    ) -> tuple[list[Tensor], Tensor | None]:
+    def forward(self, number: int, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
         """See `StageWork.forward`."""
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -97,35 +90,22 @@ class StageWork:
         self.module, self._versions = module, versions
         self._recomputes, self._splits = recomputes, splits
         self._layers = layers_of(module) if splits or sums else []
-        if not versions.stashes:  # a checkpoint has what autograd keeps, and late convolutions keep it themselves
+        if not versions.stashes:  # a checkpoint has autograd's tensors, and late convolutions keep their own
             self._layers = [layer for layer in self._layers if isinstance(layer, nn.Linear)]
         self.under_way: dict[int, UnderWay] = {}
-        """Micro-batches between their passes."""
         self.last_version = 0
         """The version that the last gradient was computed with."""
 
-    def forward(
-        self,
-        number: int,
-        inputs: tuple[Any, ...],
-        taken: Sequence[Tensor],
-        version: int,
-        seeded: Callable[[], None],
-        head: Head | None = None,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """The tensors of micro-batch `number` for other parts, and, at the last part, its loss.
-
-        `taken`: other parts' tensors for it. `seeded` sets the random state that the pass begins with.
-        """
-        leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in taken]
-        kept = UnderWay(inputs, leaves, [], version, head, seeded)
+    def forward(self, number: int, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
+        """The tensors of micro-batch `number` for other parts, and, at the last part, its loss."""
+        kept.taken = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in kept.taken]
         keep = as_it_is
         if not (self._recomputes or self._versions.stashes):
             kept.saved = []
             keep = partial(_noted, kept.saved)
         again = self._recomputes or (self._versions.overtaken and kept.saved is None)  # by a run that is resumed
         before = {name: (b, b._version, b.clone()) for name, b in _buffers(self.module) if again}
-        with self._versions.forward(version, keep), torch.set_grad_enabled(not self._recomputes):
+        with self._versions.forward(kept.version, keep), torch.set_grad_enabled(not self._recomputes):
             given, loss = self._computed(kept)
         now = {name: (id(b), b._version) for name, b in _buffers(self.module)}
         kept.buffers = {name: copy for name, (b, number, copy) in before.items() if now.get(name) != (id(b), number)}
@@ -162,7 +142,7 @@ class StageWork:
         later = self.under_way[number].later
         with torch.no_grad():
             while later:
-                later.popleft()()  # what it holds is free afterwards
+                later.popleft()()  # its memory is free afterwards
         self._done(number)
 
     def resume(self, number: int, kept: UnderWay) -> None:
@@ -181,7 +161,7 @@ class StageWork:
     def _computed(self, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
         take = kept.later.append if self._splits else at_once
         own = apart(self._layers, take) if self._layers else nullcontext()
-        with torch.random.fork_rng(devices=[]), own:  # what the loop draws itself goes on as it was
+        with torch.random.fork_rng(devices=[]), own:  # the loop's own random numbers go on
             kept.seeded()
             answer = list(self.module(*kept.inputs, *kept.taken))
             loss = None if kept.head is None else kept.head(answer.pop())

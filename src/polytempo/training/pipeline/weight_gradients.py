@@ -1,7 +1,7 @@
 """Linear and convolution layers with weight gradients that a stage adds up itself: in place, and when it suits.
 
-    backward pass ∂L/∂x = Wᵀ ∂L/∂y now: the stage before waits for it weight gradient W.grad += ∂L/∂yᵀ x now or later;
-    one matrix product that adds to the present gradient
+    backward pass      ∂L/∂x = Wᵀ ∂L/∂y          now: the stage before waits for it
+    weight gradient    W.grad += ∂L/∂yᵀ x         now or later; one matrix product that adds to the present gradient
 
 autograd would write each micro-batch's gradient to memory of its own and add that: three times the traffic. Parameters
 of other layers (norms, embeddings) keep autograd's way. A late gradient is the second half of a backward pass, which
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 Gradient = Callable[[], None]
 Take = Callable[[Gradient], None]
-"""Takes a weight gradient that can be computed now."""
 _CONVOLUTIONS: dict[type, Callable[..., Tensor]] = {
     nn.Conv1d: nn.functional.conv1d,
     nn.Conv2d: nn.functional.conv2d,

@@ -1,4 +1,7 @@
-"""`LossScaling`: the factor of losses, and its changes after each step. Decisions only."""
+"""`LossScaling`: the factor of losses, and its changes after each step. Decisions only.
+
+S = 2^16 ── a gradient overflows: no step, S / 2 ── 2,000 steps without: 2 S ──▶ …
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ class LossScaling(NamedTuple):
     good_steps: int = 0
     """Since the scale changed last."""
     skipped: int = 0
-    """Steps that were left out, of the whole run."""
 
     @classmethod
     def of(cls, precision: Precision) -> LossScaling:

@@ -31,7 +31,6 @@ from polytempo.training.precision.loss_scaling import LossScaling
 from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
 
 SCALING = "loss scaling"
-"""Name of the state in a checkpoint."""
 
 _CHUNK_BYTES = 32 * 2**20
 """Bytes of float32 gradients that a step makes at a time."""
@@ -69,7 +68,6 @@ class Masters:
         """The 16-bit memory, while parameters are float32."""
         self._depth = 0
         self._gradients: list[_Gradient] | None = None
-        """Gradients of the present step."""
         self._clip = 1.0
         self._scaled = False
         for parameter in self._parameters:

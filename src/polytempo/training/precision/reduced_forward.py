@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from polytempo.partition.hybrid.hybrid_model import DividedLayer
 from polytempo.spec.precision import Precision
@@ -60,7 +59,8 @@ def install(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     if before is not None and isinstance(before.__func__, ReducedForward):
         return lambda: None
     inner = type(model).forward if before is None else before.__func__
-    hooks = [_in_own_dtype(module) for module in model.modules() if isinstance(module, _OWN_DTYPE)]
+    layers = [module for module in model.modules() if isinstance(module, _OWN_DTYPE)]
+    hooks = [layer.register_forward_pre_hook(_given_its_dtype, with_kwargs=True) for layer in layers]
     model.forward = types.MethodType(ReducedForward(dtype, inner), model)
 
     def remove() -> None:
@@ -72,10 +72,6 @@ def install(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
             model.forward = before
 
     return remove
-
-
-def _in_own_dtype(layer: nn.Module) -> RemovableHandle:
-    return layer.register_forward_pre_hook(_given_its_dtype, with_kwargs=True)
 
 
 def _given_its_dtype(

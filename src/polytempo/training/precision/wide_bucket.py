@@ -32,7 +32,6 @@ class Widened(Mapping[str, Tensor]):
 
     def __init__(self, gradients: Mapping[str, Tensor], factor: float) -> None:
         self.gradients = gradients
-        """The gradients in their own dtypes."""
         self._factor = factor
         self._made: dict[str, Tensor] = {}
 

@@ -40,7 +40,7 @@ class PartNoise:
     def look(self, step: int, batch: Any, samples: int) -> None:
         """The gradient of `batch` has been computed: compare it with a part's gradient, at the steps of a look.
 
-        Raises ValueError for a batch whose tensors do not all have a row for each sample.
+        Raises ValueError for a batch with tensors that have not a row for each sample.
         """
         part = max(FEWEST - 1, samples // 4)  # batch norm needs two samples
         if step % self._every or part >= samples:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 Make = Callable[[Optimizer, int], LRScheduler]
-"""A job's `schedule`."""
 
 _PROBED_STEPS = 2
 

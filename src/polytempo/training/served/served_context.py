@@ -43,11 +43,8 @@ class ServedContext:
     schedule: RateSchedule | None = None
     decay: LocalDecay | None = None
     guard: Guard | None = None
-    """Looks for values that are not finite; None: they may be."""
     noise: PartNoise | None = None
-    """Measures the gradient noise scale; None: nothing does."""
     masters: Masters | None = None
-    """The float32 parameters of a 16-bit model."""
     stage: ServedStage | None = None
     """This process's stage of a pipeline; `model` is then the stage's."""
     trained: Trained | None = None

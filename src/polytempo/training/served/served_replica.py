@@ -44,10 +44,8 @@ class Trained(NamedTuple):
     tables: dict[str, nn.Parameter]
     """Parameters that travel by rows."""
     values: dict[str, Tensor]
-    """`parameters` without autograd."""
     running: Running
     numel: int
-    """Elements of `parameters`."""
 
 
 def trained_of(
@@ -87,7 +85,6 @@ class ServedReplica:
         with self._in_float32():
             found = trained or trained_of(model, optimizer, strategy)
         self.has_tables = bool(found.tables)
-        """True if some parameters travel by rows."""
         self._tables = ModelTables(found.tables)
         self._parameters = found.parameters
         self.values = found.values
@@ -95,7 +92,6 @@ class ServedReplica:
         self.has_values = not any(value.is_meta for value in self.values.values())
         """False for tensors without values: gradients are as parameters are, and nothing is written to either."""
         self.numel = found.numel
-        """Elements of the parameters, but for tables."""
         self._running = found.running
         client.running = self._running.vector
         self._gradients: State = None

@@ -57,9 +57,7 @@ class ServedWorker:
         self._masters, self._decay, self._guard, self._stage = masters, decay, guard, stage
         self.replica = ServedReplica(port, model, optimizer, strategy, client, masters, trained)
         self.clock = 0
-        """Exchanged gradients."""
         self.begun_s: float | None = None
-        """Time of its first work."""
         self.idle_s = 0.0
         """Seconds that it has waited for the server or for work since then."""
         if stage is not None:

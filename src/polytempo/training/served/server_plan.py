@@ -70,13 +70,11 @@ class ServerPlan:
     running: Tensor | None
     """The running statistics of norms, float64; None where the model has none. Of stages: one after the other."""
     timing: Timing
-    """Timeouts between the machines."""
     stages: tuple[PlannedStage, ...] = ()
     """Stages of a cut model; (): every worker has all of it."""
     passed_bytes: int = 0
     """The largest tensor that passes from stage to stage."""
     spare_lives: int = 0
-    """Processes that may take another one's place."""
     incarnation: int = 1
     """The first life of every worker: above all that a resumed run has known."""
 

@@ -22,7 +22,6 @@ _APART = ("params", "lr", "initial_lr", "foreach", "fused")
 """Options that may differ between parameter groups: the learning rate travels with each push, the last two do not
 change results."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes that shards can update and messages can carry."""
 _REMEDY = "use sync_sgd(), which takes any optimizer"
 
 

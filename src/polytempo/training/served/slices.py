@@ -1,7 +1,7 @@
 """A worker's share of a step where workers help each other (FlexRR): its batch in slices, by any worker.
 
-    own slices ──▶ summed ────────────────────────────────▶ the push that closes the share, left to the strategy slices
-    of others, contested ones ──▶ each pushed directly, a part (`server.rules.coverage`)
+    own slices ──▶ summed ────────────────────────────────▶ the push that closes the share, left to the strategy
+    slices of others, contested ones ──▶ each pushed directly, a part (`server.rules.coverage`)
 
 All workers can read all data, so a helper takes the helpee's samples by the ticket of their batch. Each slice reseeds
 torch from (seed, ticket, slice), so it is the same work on every worker. A slice is collated alone, so batches may be
@@ -42,7 +42,6 @@ class Done(NamedTuple):
     """The mean over its samples; None if it had none to do."""
     samples: int
     busy_s: float
-    """The time that it computed."""
 
 
 class _Share:

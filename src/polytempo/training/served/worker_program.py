@@ -43,11 +43,9 @@ class Attendance(NamedTuple):
     steps: int
     samples: int
     begin_s: float
-    """Time of its first ticket, on the world's clock."""
     end_s: float
-    """End of its last step."""
     idle_s: float
-    """The part of this time in which it waited for the server or for work."""
+    """The part of this time that it waited for the server or for work."""
     helped: int = 0
     """Slices of others' batches that it did."""
     given: int = 0
@@ -257,13 +255,11 @@ class _TicketWorker:
         batch = self._batch(ticket)
         samples = self._context.batches.pick(ticket.batch).num_samples
         self._rates_at(ticket)
-        self._note(await stage.step(batch, ticket, samples), ticket)
-        return samples
-
-    def _note(self, loss: Tensor | None, ticket: Ticket) -> None:
+        loss = await stage.step(batch, ticket, samples)
         if self._context.guard is not None and loss is not None:
             self._context.guard.loss(loss, self.served.step_of(ticket), self._client.worker)
         self._meter.add(loss if self._context.reads else None)
+        return samples
 
     async def _helped(self, reassigned: Reassigned, ticket: Ticket) -> int:
         """The same with the help of others, and with help for them; how many samples this worker did."""
@@ -315,7 +311,5 @@ class _TicketWorker:
         told.clear()
         measured = self._context.noise
         noise = measured.row if measured is not None and measured.sends else {}
-        self._write(facts | {"idle_share": self.served.idle_s / max(lived_s, 1e-9), "staleness": staleness} | noise)
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self._rows.append(json.dumps(row | {"worker": self._client.worker}).encode())
+        waits = {"idle_share": self.served.idle_s / max(lived_s, 1e-9), "staleness": staleness}
+        self._rows.append(json.dumps(facts | waits | noise | {"worker": self._client.worker}).encode())

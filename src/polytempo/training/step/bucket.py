@@ -18,7 +18,6 @@ from polytempo.core import Bundle, Port, State
 from polytempo.core.state import duplicate, residual_tensors, settled
 
 _PART = 1 << 18
-"""Elements that are looked at together."""
 
 Empty = Callable[[int, torch.dtype], Tensor]
 """Makes flat buffers, shape (numel,)."""
@@ -45,7 +44,6 @@ class Bucket:
         self.parameters = dict(parameters)
         self.numel = sum(p.numel() for p in parameters.values())
         self.state: State = None
-        """The state after the last optimizer step."""
         self._tentative: _Exchange | None = None
         self._free: list[Tensor] = []
         """Residuals' memory for the next exchange."""

@@ -1,4 +1,7 @@
-"""`buckets`: which parameters are exchanged together."""
+"""`buckets`: groups of parameters that exchange their gradients together; of a `TableBucket` rows only.
+
+ranks' rows   {3, 7}   {7, 9}   ──▶   all ranks: {3, 7, 9}   ──▶   the transform of a bundle of these three rows
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from polytempo.training.model.table_rows import rows_of
 from polytempo.training.step.bucket import Bucket
 
 MakeBucket = Callable[[int, Mapping[str, nn.Parameter]], Bucket]
-"""Makes a bucket from its number and its parameters."""
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 _FIRST_BUCKET_BYTES = 2**20

@@ -98,14 +98,15 @@ class Guard:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, overflow: bool = False) -> None:
         self._model, self._parameters, self._overflow = model, parameters, overflow
         self.remedy = ""
-        """The strategy's known remedy."""
         self._losses: list[tuple[int, Tensor]] = []
 
     def loss(self, loss: Tensor, step: int, rank: int) -> None:
         """A batch's loss: before its backward pass, or behind it and detached."""
         if loss.device.type != "cpu":
             if loss.device.type != "meta":
-                self._later(loss.detach(), step, rank)
+                self._losses.append((step, loss.detach()))
+                if len(self._losses) >= _MOST_LOSSES:
+                    self.catch_up(rank)
         elif not (math.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.isfinite().all())):
             self._refuse(loss, step, rank)
 
@@ -138,11 +139,6 @@ class Guard:
         if pending and not bool(torch.stack([loss.reshape(()) for _, loss in pending]).isfinite().all()):
             step, loss = next((step, loss) for step, loss in pending if not bool(loss.isfinite()))
             self._refuse(loss, step, rank)
-
-    def _later(self, loss: Tensor, step: int, rank: int) -> None:
-        self._losses.append((step, loss))
-        if len(self._losses) >= _MOST_LOSSES:
-            self.catch_up(rank)
 
     def _look_at_gradients(self, gradients: Iterable[tuple[str, Tensor]], step: int, rank: int) -> None:
         if self._overflow:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -109,7 +109,6 @@ class Operators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._clock = clock
         self.calls: list[tuple[str, KernelUse, float]] = []
-        """Operator, its use, and seconds."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,7 +124,8 @@ class Operators(TorchDispatchMode):
 def _use(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> KernelUse:
     if getattr(func, "is_view", False):
         return KernelUse("view")
-    num_bytes = float(sum(_bytes(tensor) for tensor in _tensors((args, kwargs, out))))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+    num_bytes = float(sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided))
     count: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
     if count is None:
         return KernelUse("elementwise", 1, num_bytes)
@@ -170,11 +170,3 @@ def _costs(runs: list[Operators]) -> tuple[OperatorCost, ...]:
         OperatorCost(name, together(use for use, _ in calls)[0], sum(seconds for _, seconds in calls))
         for (name, _), calls in found.items()
     )
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0

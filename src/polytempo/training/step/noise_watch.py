@@ -65,7 +65,6 @@ class NoiseWatch:
         """True if all ranks hold the same parameters now."""
         self._looks = 0
         self._seen: dict[int, tuple[float, Tensor]] = {}
-        """|g|² and the sketch of each bucket."""
         self._hash = 0
 
     def rows_to(self, post: NoisePost) -> None:

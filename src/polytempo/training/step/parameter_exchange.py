@@ -21,6 +21,8 @@ from polytempo.training.step.buffers import AppliedTransform
 
 _CHANNEL = 1000
 
+Commit = Callable[[Port], Program[None]]
+
 
 class _Answer(NamedTuple):
     """The result of exchanging a group: the state after it, and the tensors' new values (None: they stay)."""
@@ -32,9 +34,9 @@ class _Answer(NamedTuple):
 class ParameterExchange:
     """Exchanges `trainable` parameters after steps of `optimizer`, one bundle for each dtype and device.
 
-    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. `in_float32`: a context in
-    which parameters are float32 (`Replica.in_float32`). Raises ValueError for several bundles and a transform that
-    needs one.
+    With `carries_optimizer` the strategy exchanges the optimizer's moments beside them. `in_float32`: the parameters
+    are float32 in this context (`Replica.in_float32`). `commit`: awaited in an exchange after ranks met, before `take`;
+    an error in it undoes the exchange. Raises ValueError for several bundles and a transform that needs one.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class ParameterExchange:
         optimizer: Optimizer,
         trainable: Mapping[str, nn.Parameter],
         in_float32: Callable[[], AbstractContextManager[None]] = nullcontext,
+        commit: Commit | None = None,
     ) -> None:
         self._strategy, self._optimizer, self._trainable = strategy, optimizer, trainable
-        self._in_float32 = in_float32
+        self._in_float32, self._commit = in_float32, commit
         with in_float32():
             layouts = self._layouts()
         if len(layouts) > 1 and Promise.SEPARABLE not in strategy.parameters.promises:
@@ -53,8 +56,6 @@ class ParameterExchange:
         self.states: list[State] = [strategy.parameters.init(layout) for layout in layouts]
         self._frozen: frozenset[str] = frozenset()
         """Parameters that were frozen at the last meeting."""
-        self.commit: Callable[[Port], Program[None]] | None = None
-        """Awaited in an exchange in which ranks met, before `take`; an error in it undoes the exchange."""
         self._held: list[_Answer] = []
 
     def _layouts(self) -> list[Bundle]:
@@ -86,7 +87,7 @@ class ParameterExchange:
         for i, group in enumerate(groups):
             bundle, state = Bundle(group, weight), self.states[min(i, len(self.states) - 1)]
             applied = AppliedTransform(transform, state)
-            if self.commit is not None:
+            if self._commit is not None:
                 state = duplicate(state)  # a rank that is lost undoes the exchange
             port = data.on_channel(_CHANNEL + i)
             if at_step is None:
@@ -97,8 +98,8 @@ class ParameterExchange:
             met = applied if answered and met is None else met
             found.append(_Answer(after, answer if answered else None))
         self._held = found
-        if self.commit is not None and (met is not None or at_step is not None):
-            await self.commit(data)
+        if self._commit is not None and (met is not None or at_step is not None):
+            await self._commit(data)
         if met is None:
             self.take()
         else:

@@ -39,7 +39,7 @@ from polytempo.training.step.buffers import BUFFER_CHANNEL, AppliedTransform, Bu
 from polytempo.training.step.guard import Guard
 from polytempo.training.step.loss_scale import LossScale
 from polytempo.training.step.noise_watch import NoiseWatch
-from polytempo.training.step.parameter_exchange import ParameterExchange
+from polytempo.training.step.parameter_exchange import Commit, ParameterExchange
 
 _UNUSED_CHANNEL = 1020
 
@@ -48,7 +48,8 @@ class Replica:
     """One rank's training state.
 
     `empty` makes the memory of exchanged gradients, if it needs a certain kind. Without `allow_nan` tensors that are
-    not finite are refused before another rank gets them. `masters`: the float32 parameters of a 16-bit model.
+    not finite are refused before another rank gets them. `masters`: the float32 parameters of a 16-bit model. `commit`:
+    see `ParameterExchange`.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Replica:
         empty: Empty | None = None,
         allow_nan: bool = True,
         masters: Masters | None = None,
+        commit: Commit | None = None,
     ) -> None:
-        _check(strategy)
+        refuse(strategy.features | {"trainer"}, strategy=strategy)
         strategy = fitted(strategy, optimizer)
         self.masters = masters
         """The float32 parameters, where the model computes in 16 bits."""
@@ -77,12 +79,10 @@ class Replica:
         self.step = 0
         self._data_groups = {layer.data_group for layer in divided_layers(model).values()}
         self.member = MemberWeight()
-        """This rank's weight in means over models."""
         self.loss_scale: LossScale | None = None
         """The GradScaler's factor, which a transform must not see."""
         self.trainable = trainable(model, optimizer)
         self.numel = sum(parameter.numel() for parameter in self.trainable.values())
-        """Trained numbers."""
         self.guard = None if allow_nan else Guard(model, self.trainable, overflow=self._may_overflow)
         self.buffers = ModelBuffers(model, buffer_rule)
         self.exchanges_gradients = bool(self.trainable) and not is_idle(strategy.gradients, num_ranks)
@@ -90,7 +90,7 @@ class Replica:
         self.buckets = self._made_buckets(bucket_bytes, empty) if self.exchanges_gradients else []
         self.parameters: ParameterExchange | None = None
         if self.exchanges_parameters:
-            self.parameters = ParameterExchange(strategy, optimizer, self.trainable, self.in_float32)
+            self.parameters = ParameterExchange(strategy, optimizer, self.trainable, self.in_float32, commit)
         self.restored = False
         """True from a restore to the next step."""
         self._applied: AppliedTransform | None = None
@@ -101,7 +101,6 @@ class Replica:
         self.noise: NoiseWatch | None = None
         self.hooks: list[RemovableHandle] = []
         self._stateless: set[int] = set()
-        """Parameters without optimizer state."""
         if self.exchanges_parameters and strategy.carries_optimizer:
             self.hooks.append(optimizer.register_step_pre_hook(self.begin_states))
 
@@ -174,7 +173,9 @@ class Replica:
         bucket.propose(after, answered=answered)
         bucket.withheld = answer is None
         if answered:
-            bucket.listen(answer, alike=self._answers_alike)
+            # a transform that reaches some ranks only has its own `beside`
+            alike = self.strategy.synchronized or self.strategy.gradients.beside is None
+            bucket.listen(answer, alike=alike)
         if self.loss_scale is not None:  # a scaler wants to see a gradient, also before a step that has none
             answer = bundle.map(torch.zeros_like) if answer is None else self.loss_scale.put_on_(answer)
         if answered or bundle.packed:
@@ -182,11 +183,6 @@ class Replica:
         for name in () if answered else bucket.unused:
             bucket.leave(name)
         return answered
-
-    @property
-    def _answers_alike(self) -> bool:
-        """True if all ranks have the same answer. A transform that reaches some ranks only has its own `beside`."""
-        return self.strategy.synchronized or self.strategy.gradients.beside is None
 
     async def leave_unused(self, data: Port) -> None:
         """Leave parameters without a gradient on any rank alone, as plain torch does. Call it after a step's exchanges.
@@ -373,10 +369,6 @@ class Replica:
         step = source.scalars["step"]
         assert isinstance(step, int)
         self.step, self.restored = step, True
-
-
-def _check(strategy: Strategy) -> None:
-    refuse(strategy.features | {"trainer"}, strategy=strategy)
 
 
 def saved_states(states: Sequence[tuple[str, State]], step: int) -> Saved:

@@ -65,8 +65,10 @@ class StepCost(NamedTuple):
             together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket)])
             for bucket in replica.buckets
         ]
-        if not parts:
-            parts = [together([*back, *self._checked(replica)])]
+        if not parts:  # a look for NaN in gradients, or in exchanged parameters
+            tensors = list(replica.trainable.values())
+            check = self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
+            parts = [together([*back, *check])]
         forward = [*self._paced(_batch(samples)), *self._pass(self.profile, "forward", samples)]
         return StepUses(
             tuple(use.times(factor) for use in forward),
@@ -111,12 +113,6 @@ class StepCost(NamedTuple):
         residuals = list(residual_tensors(bucket.state))
         kept = [KernelUse("copy", len(residuals), _num_bytes(residuals))] if residuals else []
         return (*check, KernelUse("scale", len(tensors), num_bytes), *kept, KernelUse(EXCHANGE, 1, num_bytes))
-
-    def _checked(self, replica: Replica) -> Uses:
-        """Kernel uses of a look for NaN in gradients, or in exchanged parameters, of a step without exchanged
-        gradients."""
-        tensors = list(replica.trainable.values())
-        return self._paced([KernelUse("check", len(tensors), _num_bytes(tensors))]) if self.checks else ()
 
 
 def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:

@@ -1,7 +1,7 @@
 """`advise_batch`: a batch size, a number of workers and a learning rate for a job, with the evidence.
 
-a run with the job's own rate ──▶ noise scale 𝓑 ──▶ batch B = extra · 𝓑 ──▶ range test at B ──▶ six rates short runs
-with each, the better half goes on, again and again ──▶ the rate
+a run with the job's own rate ──▶ noise scale 𝓑 ──▶ batch B = extra · 𝓑 ──▶ range test at B ──▶ six rates
+short runs with each, the better half goes on, again and again ──▶ the rate
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _RATES = 6
 """So many learning rates are compared, each so many times the next one:"""
 _STEP_BETWEEN_RATES = 2.0
 _PARTS = 8
-"""Parts of each batch; the differences of their gradients show the noise."""
 _FEWEST_STEPS = 10
 """An epoch has at least so many, or its batches would be too few to tell runs apart."""
 _EFFICIENT = 0.8
@@ -62,7 +61,6 @@ class BatchAdvice(NamedTuple):
 
     workers: int
     batch_size: int
-    """Samples of each worker in a step."""
     global_batch_size: int
     lr: float
     most_workers: int
@@ -75,9 +73,7 @@ class BatchAdvice(NamedTuple):
     tried: list[TriedRate]
     """Each rate at the end of its run, the longest run last."""
     samples_per_s: dict[int, float]
-    """Samples a second of one process here, by batch."""
     samples: int
-    """Samples that the advice cost."""
     unsure: list[str]
 
 

@@ -37,7 +37,6 @@ class Enrolled(NamedTuple):
 
     tensors: list[Tensor]
     form: tuple[Any, ...]
-    """Structure of the batch, shapes and dtypes."""
 
 
 class _Objective(nn.Module):

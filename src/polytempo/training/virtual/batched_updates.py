@@ -1,7 +1,7 @@
 """`UpdatePool`: the optimizer steps of many workers as one step of one optimizer.
 
-all workers, in step an optimizer with one parameter, the matrix of all workers' parameters (`StackedOptimizer`) some of
-them an optimizer that has all their parameters, each with the state that its own optimizer keeps
+all workers, in step    an optimizer with one parameter, the matrix of all workers' parameters (`StackedOptimizer`)
+some of them            an optimizer that has all their parameters, each with the state that its own optimizer keeps
 """
 
 from __future__ import annotations

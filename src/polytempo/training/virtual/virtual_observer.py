@@ -7,7 +7,7 @@ rank 1  ───── step k ───── k + 1 ──▶  last one complet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,6 @@ class VirtualObserver:
         parts: int | None = None,
     ) -> None:
         self.record = record
-        """Takes the rows of scores."""
         self._test_parts = parts
         """Number of parts of the test set for a score. None: the number of real ranks, for the same bits."""
         self.size, self._evaluation = size, evaluation
@@ -128,7 +127,8 @@ class VirtualObserver:
             hashes = self._hashes.setdefault(moment.step, {})
             hashes[port.rank] = sha256
             if len(hashes) == self.size:
-                complete(root, moment.step, _in_order(self._hashes.pop(moment.step)), notes, mesh)
+                in_order = [sha for _, sha in sorted(self._hashes.pop(moment.step).items())]
+                complete(root, moment.step, in_order, notes, mesh)
 
         self._saves.append(await write_when_landed(port, context, root, written))
 
@@ -172,7 +172,3 @@ class VirtualObserver:
         self.record(moment.row("test") | score._asdict())
         if meets(score, context.options) and self._stop is None:
             self._stop = max(self._begun.values(), default=moment.step - 1) + 1
-
-
-def _in_order(hashes: Mapping[int, str]) -> Sequence[str]:
-    return [hashes[rank] for rank in sorted(hashes)]

@@ -18,10 +18,8 @@ from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.core.suspension import suspendable
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
-from polytempo.training.job.distillation import Distiller, objective_of
-from polytempo.training.job.growth import Pieces
+from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.program import TakeStep
-from polytempo.training.job.sliced_step import BatchSlice, SlicedGradients
 from polytempo.training.model.parted_parameters import align
 from polytempo.training.step.replica import Replica
 from polytempo.training.step.step_cost import StepCost, StepUses
@@ -62,39 +60,20 @@ def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, se
     The gradient is that at the parameters as they are when its computation begins; `updates` says when it is applied.
     """
 
-    guard, objective = replica.guard, objective_of(job, replica, replica.strategy.distillation)
+    gradients = StepGradients(replica, job, replica.strategy, seed)
 
-    def forward_and_backward(batch: Any, rank: int) -> Tensor:
-        def backward(part: Any, weight: float) -> Tensor:
-            loss = objective(part)
-            if guard is not None:
-                guard.loss(loss, replica.step, rank)
-            replica.scaled(loss if weight == 1 else weight * loss).backward()
-            return loss
-
-        replica.optimizer.zero_grad()
-        loss = batch.computed(backward) if isinstance(batch, Pieces) else backward(batch, 1.0)
-        if guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
-            guard.gradients(replica.step, rank)
+    def computed(batch: Any, rank: int) -> Tensor:
+        loss = gradients.compute(batch, rank)
+        if replica.guard is not None and not (replica.exchanges_gradients or replica.exchanges_parameters):
+            replica.guard.gradients(replica.step, rank)
         return loss.detach()
-
-    sliced = None if replica.strategy.slices is None else SlicedGradients(replica, job, seed)
-
-    def all_slices(slices: list[BatchSlice], rank: int) -> Tensor:
-        assert sliced is not None
-        loss = sliced.compute(slices, rank)
-        if guard is not None and not replica.exchanges_gradients:
-            guard.gradients(replica.step, rank)
-        return loss
 
     async def take_step(port: Port, batch: Any, samples: int, share: float | None) -> Tensor:
         replica.weigh_layers(share)
-        if sliced is not None:
+        if replica.strategy.slices is not None:
             samples = sum(piece.samples for piece in batch)
-        passes = objective.work if isinstance(objective, Distiller) else 1.0
-        charge = charged(cost, replica, samples, passes * updates.varied(1.0))
-        computed = partial(forward_and_backward if sliced is None else all_slices, batch, port.world_rank)
-        work = StepWork(computed, replica.optimizer.step, share)
+        charge = charged(cost, replica, samples, gradients.work * updates.varied(1.0))
+        work = StepWork(partial(computed, batch, port.world_rank), replica.optimizer.step, share)
         loss: Tensor = await step_of_work(port, replica, charge, work, updates)
         return loss
 

@@ -1,6 +1,6 @@
 """`WorkerMatrices`: parameters of many workers' models as the rows of a matrix, and their gradients likewise.
 
-    parameters worker 0 [ w2 w2 w2 | b1 | w1 w1 w1 w1 ] in the buckets' order
+    parameters   worker 0  [ w2 w2 w2 | b1 | w1 w1 w1 w1 ]        in the buckets' order
                  worker 1  [ w2 w2 w2 | b1 | w1 w1 w1 w1 ]
     parameter("w1", workers)   a window into all rows, shape (workers, 2, 2)
 
@@ -57,7 +57,6 @@ class WorkerMatrices:
         self._gradients: dict[str, Tensor] = {}
         self._trained: dict[int, dict[str, nn.Parameter]] = {}
         self.num_parameters = 0
-        """Tensors of a model."""
         self._lent: dict[int, list[tuple[Bucket, Tensor]]] = {}
         self._elsewhere: set[int] = set()
         """Workers without exchanged gradients that keep gradients outside of their rows."""

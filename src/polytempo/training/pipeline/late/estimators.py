@@ -1,4 +1,4 @@
-"""`Estimators`: one stage's estimators of the gradients of its outputs: their predictions and their training."""
+"""`Estimators`: one stage's estimators of the gradients of its outputs, networks such as `GradientEstimator`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Estimated(NamedTuple):
 class Estimators:
     """Estimator M of each tensor that this stage gives to others; made when the first tensor is seen.
 
-        δ̂ = M(h, labels) / n n samples; h and δ̂: (n, …) learning: (1/n) Σ ‖M(h, labels) - n δ‖² δ comes from the
-        stages behind, and is not descended through
+        δ̂ = M(h, labels) / n                       n samples; h and δ̂: (n, …)
+        learning:  (1/n) Σ ‖M(h, labels) - n δ‖²   δ comes from the stages behind, and is not descended through
 
     `data` is the port of this stage's replicas: they learn by the mean of their gradients, and stay equal.
     """

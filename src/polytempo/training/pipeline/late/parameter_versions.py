@@ -51,7 +51,7 @@ class ParameterVersions:
         """The first version that a later pass begins with, where that may be an old one."""
         self._memory: dict[int, list[Tensor]] = {0: self._present()}
         self._uses: Counter[int] = Counter()
-        """By version, forward passes that still wait for their backward pass."""
+        """Forward passes that still wait for their backward pass, by version."""
         self._free: list[list[Tensor]] = []
 
     def _present(self) -> list[Tensor]:

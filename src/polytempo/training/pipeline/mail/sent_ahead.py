@@ -29,7 +29,7 @@ class SentTensor(NamedTuple):
 
 
 class SentAhead:
-    """Holds sent tensors until the step in which their receivers take them. Copies nothing."""
+    """Holds sent tensors until their receivers take them. Copies nothing."""
 
     def __init__(self, cut: Cut, schedule: Schedule, stage: int) -> None:
         self._schedule, self._stage = schedule, stage
@@ -68,7 +68,7 @@ class SentAhead:
 
 
 def _last_of_a_step(schedule: Schedule, parts: int) -> dict[tuple[Way, int], int]:
-    """For each way and each part that receives: the last micro-batch with such a message within a step."""
+    """The last micro-batch with a message within a step, for each way and each part that receives."""
     back = ("backward", "input") if schedule.estimation is None else ("learn",)
     kinds: dict[Way, tuple[str, ...]] = {"forward": ("forward",), "backward": back}
     found = {}

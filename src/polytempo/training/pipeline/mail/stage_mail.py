@@ -59,7 +59,6 @@ class StageMail:
         self._arriving: dict[_Lane, deque[Tensor | Work[Tensor] | _Encoded]] = defaultdict(deque)
         self._leaving: dict[_Lane, deque[Work[None]]] = defaultdict(deque)
         self._last: tuple[EncodeContext, Tensor] | None = None
-        """The last encoded tensor, for all its receivers."""
 
     async def expect(self, port: Port, value: Value, target: int, way: Way, like: Tensor, micro_batch: int) -> None:
         """Begin to receive the next tensor of a lane, which is of `micro_batch`, unless it is of this stage itself."""
@@ -131,7 +130,7 @@ def own_messages(stages: Port) -> Port:
     if channel >= _NUM_CHANNELS:
         raise ValueError(
             f"a world has channels for {_NUM_CHANNELS * _PIPELINES_OF_A_CHANNEL} pipelines, and this is number "
-            f"{stages.series}; start the processes anew"
+            f"{stages.series}; start the processes again"
         )
     return stages.on_channel(_FIRST_CHANNEL + channel).on_channel(place)
 
