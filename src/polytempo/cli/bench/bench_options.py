@@ -12,7 +12,7 @@ from msgspec import Meta
 from polytempo.cli.options import values
 from polytempo.cli.options.network_options import network_of
 from polytempo.cli.options.shared_options import OPTIONS, BatchSize, Data, GlobalBatchSize, Job, Json, Seed
-from polytempo.spec.table.option import Count, Option, Positive
+from polytempo.spec.table.option import Count, Option, Positive, entries
 
 MEASURED = (
     "fp16, bf16, feedback(int8), feedback(dynamic8), feedback(one_bit), feedback(sign), "
@@ -46,8 +46,6 @@ def bench_folder(name: str, out: Path | None) -> Path:
 
 Rounds = Annotated[Count | None, Option(OPTIONS, "R")]
 Turn = Annotated[Positive | None, Option(OPTIONS, "S")]
-Quick = Annotated[bool, Option(OPTIONS)]
-Out = Annotated[Path | None, Option(OPTIONS, "DIR", read=_folder)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +62,15 @@ class CollectivesOptions:
     """Number of rounds; in each, every contender runs once. Default: 7."""
     turn_s: Turn = None
     """Seconds that a contender runs in a round. Default: 0.1."""
-    quick: Quick = False
+    quick: Annotated[bool, Option(OPTIONS)] = False
     """Measure roughly, in about 20 seconds."""
-    out: Out = None
+    out: Annotated[Path | None, Option(OPTIONS, "DIR", read=_folder)] = None
     """The folder for the results. Default: a new one, runs/bench-…."""
     json: Json = False
+
+
+Quick = Annotated[bool, entries(CollectivesOptions)["quick"]]
+Out = Annotated[Path | None, entries(CollectivesOptions)["out"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,7 @@ class TrainingOptions:
     turn_s: Turn = None
     """Seconds that a contender runs in a round. Default: 1."""
     quick: Quick = False
-    """Measure roughly, in about 20 seconds."""
     out: Out = None
-    """The folder for the results. Default: a new one, runs/bench-…."""
     json: Json = False
 
 
@@ -101,9 +101,7 @@ class MemoryOptions:
     steps: Annotated[Count | None, Option(OPTIONS, "K")] = None
     """Steps to train. Default: 3."""
     quick: Quick = False
-    """Measure roughly, in about 20 seconds."""
     out: Out = None
-    """The folder for the results. Default: a new one, runs/bench-…."""
     json: Json = False
 
 
@@ -126,9 +124,7 @@ class CompressionOptions:
     rounds: Rounds = None
     """Number of rounds; in each, every contender runs once. Default: 9."""
     quick: Quick = False
-    """Measure roughly, in about 20 seconds."""
     out: Out = None
-    """The folder for the results. Default: a new one, runs/bench-…."""
     json: Json = False
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from polytempo.cli.options.shared_options import (
 )
 from polytempo.cluster import Link
 from polytempo.cluster.cluster_file import read_price, read_spread
-from polytempo.spec.table.option import Count, Option, Positive
+from polytempo.spec.table.option import Count, Option, Positive, entries
 
 _WORKERS = (1, 2, 4, 8, 16)
 _MOST_WORKERS = 4096
@@ -41,12 +41,6 @@ def _layer_codec(given: object) -> str:
     return found
 
 
-LayerCodec = Annotated[str | None, Option(OPTIONS, "CODEC", read=_layer_codec)]
-LinkRate = Annotated[float | None, Option(OPTIONS, "RATE", read=values.rate)]
-Latency = Annotated[Annotated[float, Meta(ge=0, le=1e12)] | None, Option(OPTIONS, "US")]
-ClusterFile = Annotated[Path | None, Option(OPTIONS, "FILE")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayersOptions:
     """Options of `polytempo plan layers`."""
@@ -54,11 +48,11 @@ class LayersOptions:
     job: Job
     workers: Annotated[Count, Option(OPTIONS, "N")] = 32
     """Number of workers. Default: 32."""
-    link: LinkRate = None
+    link: Annotated[float | None, Option(OPTIONS, "RATE", read=values.rate)] = None
     """Each worker's link, such as 1gbit. Default: 10gbit."""
-    latency_us: Latency = None
+    latency_us: Annotated[Annotated[float, Meta(ge=0, le=1e12)] | None, Option(OPTIONS, "US")] = None
     """Microseconds from process to process. Default: 50."""
-    cluster: ClusterFile = None
+    cluster: Annotated[Path | None, Option(OPTIONS, "FILE")] = None
     """A file of `polytempo calibrate`: its network for the links."""
     batch_size: BatchSize = None
     global_batch_size: GlobalBatchSize = None
@@ -70,9 +64,9 @@ class LayersOptions:
     """Shards of the parameter server. Default: 1."""
     by: Annotated[Literal["bytes", "seconds"], Option(OPTIONS, "GOAL", complete=plan_goals)] = "bytes"
     """Compare bytes (|D| with |W|), or seconds of the cost model. Default: bytes."""
-    activations: LayerCodec = None
+    activations: Annotated[str | None, Option(OPTIONS, "CODEC", read=_layer_codec)] = None
     """Codec of activations between layers, such as int8."""
-    gradients: LayerCodec = None
+    gradients: Annotated[str | None, Option(OPTIONS, "CODEC", read=_layer_codec)] = None
     """Codec of their gradients, such as bf16."""
     data: Data = None
     json: Json = False
@@ -86,6 +80,14 @@ class LayersOptions:
         object.__setattr__(self, "network", network_of(self.link, self.latency_us, self.cluster))
 
 
+_rows = entries(LayersOptions)
+LinkRate = Annotated[float | None, _rows["link"]]
+Latency = Annotated[float | None, _rows["latency_us"]]
+ClusterFile = Annotated[Path | None, _rows["cluster"]]
+Activations = Annotated[str | None, _rows["activations"]]
+Gradients = Annotated[str | None, _rows["gradients"]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
     """Options of `polytempo plan split`."""
@@ -94,18 +96,13 @@ class SplitOptions:
     parts: Annotated[int, Meta(ge=2, le=1_000_000), Option(OPTIONS, "N")] = 2
     """Workers that hold one model together. Default: 2."""
     link: LinkRate = None
-    """Each worker's link, such as 1gbit. Default: 10gbit."""
     latency_us: Latency = None
-    """Microseconds from process to process. Default: 50."""
     cluster: ClusterFile = None
-    """A file of `polytempo calibrate`: its network for the links."""
     gflops: Annotated[Positive, Option(OPTIONS, "G")] = 10.0
     """Gflop/s of a worker, to compare with. Default: 10, as simulated."""
     batch_size: BatchSize = None
-    activations: LayerCodec = None
-    """Codec of activations between layers, such as int8."""
-    gradients: LayerCodec = None
-    """Codec of their gradients, such as bf16."""
+    activations: Activations = None
+    gradients: Gradients = None
     data: Data = None
     json: Json = False
 
