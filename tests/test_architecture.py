@@ -82,6 +82,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """The allowed imports of each folder other than its own: a folder, or one module of it. Top to bottom is one way."""
 
+LEAVES = {
+    "partition.scheduled": {
+        "partition/__init__.py",
+        "spec/text/catalogue.py",
+        "cli/run/schedule.py",
+        "runs/programs/run_schedule.py",
+    },
+    "flexrr": {"strategies/flexrr.py", "training/served/slices.py"},
+    "replay": {"cli/run/replay.py"},
+    "data.scheduled": {"data/__init__.py", "spec/text/catalogue.py"},
+}
+"""Rooms that only these files import: a face, a command, a run, a strategy."""
+
 TORCH = "torch takes seconds to load, and `--help` must not"
 IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.run.train"): TORCH,
@@ -273,6 +286,13 @@ def test_imports_follow_the_order() -> None:
         return [name for name in source.imports if by and not allowed(name, by)]
 
     assert wrong(forbidden) == {}
+
+
+def test_leaves_are_imported_by_their_users_alone() -> None:
+    for leaf, users in LEAVES.items():
+        found = wrong(lambda source, leaf=leaf: any(f"{name}.".startswith(f"{leaf}.") for name in source.imports))
+        inside = leaf.replace(".", "/") + "/"
+        assert {path for path in found if not path.startswith(inside)} == users, leaf
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

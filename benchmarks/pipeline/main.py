@@ -27,8 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import polytempo as pt
 from polytempo.partition import schedules
 from polytempo.partition.cutting import cut
-from polytempo.partition.schedules.action import Schedule
-from polytempo.partition.schedules.dataflow import turns
+from polytempo.partition.schedules.action import Schedule, turns
 from polytempo.partition.schedules.timetable import played
 from polytempo.runs.own_loop.pipeline import pipeline
 from polytempo.wire.memory import keep_memory

@@ -216,7 +216,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         refused(2, lambda p, given=nothing: pt.hybrid(made(images), given, port=p), ValueError, "no layer is named")
     refused(2, lambda p: pt.hybrid(made(images), "auto", port=p), ValueError, r"'auto' names no layer; give a plan")
     alone = lambda: nn.Linear(3, 4)  # noqa: E731
-    refused(2, lambda p: pt.hybrid(made(alone), ["*"], port=p), ValueError, r"it is a Linear by itself; give nn\.Seq")
+    refused(2, lambda p: pt.hybrid(made(alone), ["*"], port=p), ValueError, r"it is a single Linear; give nn\.Seq")
     bad: Any = "rows"
     refused(2, lambda p: pt.hybrid(made(images), ["7"], exchange=bad, port=p), ValueError, "must be one of joined")
     plan = pt.plan_layers(made(images), batch("images", 2, torch.float64), workers=3, batch_size=12)
@@ -238,7 +238,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
             return self.layer(x.flatten(0, 1))  # type: ignore[no-any-return]
 
     folded = lambda p: pt.hybrid(made(Folded), ["layer"], port=p)(torch.ones(2, 3, 3, dtype=torch.float64))  # noqa: E731
-    refused(2, folded, ValueError, r"of which this rank has 2, and got a tensor of shape \(6, 3\)")
+    refused(2, folded, ValueError, r"this rank has 2, and got a tensor of shape \(6, 3\)")
 
     def tied() -> nn.Module:
         net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))

@@ -23,7 +23,7 @@ from polytempo.compression import bf16, through
 from polytempo.core import Bundle, Op, Port, Program, Transform
 from polytempo.core.op import Recv, Send
 from polytempo.worlds import VirtualWorld
-from polytempo.worlds.virtual.virtual_operations import Flight
+from polytempo.worlds.virtual.clockwork import Flight
 
 Exchange = Callable[[Port, Tensor], Program[Any]]
 

@@ -195,7 +195,7 @@ def test_ranks_that_would_draw_differently_are_told(codec: Codec) -> None:
     def work(port: Port) -> None:
         net = pt.split(made(lambda: nn.Sequential(nn.Linear(4, 6))), {"0": "row"}, activations=codec, port=port)
         torch.manual_seed(port.rank)
-        with pytest.raises(ValueError, match="different random states, so their dropouts, and what codecs draw"):
+        with pytest.raises(ValueError, match="different random states, so their dropouts and codecs would draw"):
             net(torch.ones(8, 4, dtype=torch.float64))
 
     on_ranks(2, work)

@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from polytempo.worlds.virtual.agenda import Agenda
-from polytempo.worlds.virtual.virtual_operations import Flight
+from polytempo.worlds.virtual.clockwork import Agenda, Flight
 
 RANKS, ASKED = 5, 300
 

@@ -154,5 +154,5 @@ def test_a_tag_that_has_no_place_is_refused() -> None:
         wire_tag(data.channel, 32)
     with pytest.raises(ValueError, match="tags run from 0 to 1023, got 1024"):
         wire_tag(0, 1024)
-    with pytest.raises(ValueError, match="lay out one mesh"):
+    with pytest.raises(ValueError, match="make one mesh"):
         wire_tag(data.meshed(host=2, local=2).along("host").channel, 0)

@@ -25,7 +25,7 @@ from polytempo.partition.schedules import (
     synthetic_gradients,
     zero_bubble,
 )
-from polytempo.partition.schedules.dataflow import Turn
+from polytempo.partition.schedules.action import Turn
 from polytempo.partition.schedules.facts import facts
 from polytempo.partition.schedules.timetable import StageTimes, played
 

@@ -11,7 +11,7 @@ from polytempo.cluster import Cluster, KernelSpeed, Link, Speeds, slow_host
 from polytempo.core import Port
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.worlds import VirtualWorld
-from polytempo.worlds.virtual.virtual_operations import Asymmetric
+from polytempo.worlds.virtual.clockwork import Asymmetric
 
 FAST = Link(0.0, 1e15)
 SPEEDS = Speeds(

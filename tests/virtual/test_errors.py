@@ -133,7 +133,7 @@ def test_a_deadlock_that_follows_an_error_shows_the_error_too() -> None:
 
 def test_awaiting_what_is_no_operation_is_an_error_at_the_await() -> None:
     async def program(port: Port) -> str:
-        with pytest.raises(TypeError, match=r"rank 0 awaited .* which is no operation of a world"):
+        with pytest.raises(TypeError, match=r"rank 0 awaited .* which is not an operation of a world"):
             await Op[None]()
         return "went on"
 

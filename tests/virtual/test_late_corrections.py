@@ -125,7 +125,7 @@ def test_rates_go_with_every_late_schedule(make: Callable[..., Schedule]) -> Non
     [
         (lambda: ddg(2, correction=spectrain()), r'spectrain\(\).* of ddg with weights="stashed" are given; use'),
         (lambda: pipedream(2, correction=pipemare(10, decay=0.1)), "or pipemare without decay"),
-        (lambda: features_replay(2, correction=pipemare(10, decay=0.1)), "are computed anew are given"),
+        (lambda: features_replay(2, correction=pipemare(10, decay=0.1)), "are computed again are given"),
         (lambda: pipemare(0), "got anneal_steps=0"),
         (lambda: pipemare(10, decay=1.5), "decay=1.5"),
         (lambda: trained(pipelined_backprop(2, correction=spectrain()), momentum=0.0), "use torch.optim.SGD with mom"),

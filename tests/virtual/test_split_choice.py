@@ -171,7 +171,7 @@ def test_mistakes() -> None:
             y: Tensor = self.layer(x)
             return y if y.sum() > 0 else -y
 
-    assert "ways cannot be chosen where it is not known which layer follows" in refused(
+    assert "ways cannot be chosen without the order of the layers" in refused(
         Decides(), "auto", sample=torch.ones(2, 4)
     )
     assert 'or give rules by name, such as {"*.up": "column"' in refused(Decides(), "auto", sample=torch.ones(2, 4))

@@ -1,1 +1,1 @@
-"""What if everything fails at once: the server's machines under seeded faults, with checkers that never sleep."""
+"""Many faults together: the server's machines under message loss, cuts, pauses, deaths and bad disks, from a seed."""

@@ -18,27 +18,27 @@ from polytempo.server.message import COORDINATOR, Ask, Deal, Message, Pulled, Pu
 from polytempo.server.worker.client import Client, Refused
 
 _HAD = "had already"
-"""Why a shard drops what it has; any other reason is the rule's."""
+"""The reason of a shard that drops a known push; any other reason is the rule's."""
 
 
 class Promises(NamedTuple):
-    """The promises of the scenario's rule beyond those of every rule."""
+    """The promises of the scenario's rule in addition to every rule's promises."""
 
     bound: int | None = None
-    """SSP's."""
+    """SSP's bound."""
     reads_own: bool = True
-    """Whether an acknowledged push is in the weights, and not only in a sum."""
+    """True if an acknowledged push is in the weights, and not only in a sum."""
     may_drop: bool = False
-    """Whether the rule may leave out a push."""
+    """True if the rule may leave out a push."""
     fresh: bool = False
-    """Whether no gradient that is used may have been computed on older weights."""
+    """True if no gradient of older weights may be used."""
 
 
 class Checkers:
     """Watches a world of `num_tickets` tickets."""
 
     def __init__(self, world: World, copies: Copies, num_tickets: int, promises: Promises) -> None:
-        """`copies` knows which node holds what."""
+        """`copies` knows the nodes of each shard."""
         self._world, self._copies, self._promises = world, copies, promises
         self._num_tickets = num_tickets
         self._pushes: dict[tuple[int, int, int, int], Push | PushPart] = {}
@@ -49,7 +49,7 @@ class Checkers:
         self._lent: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, tuple[int, int]] = {}
         self.last_score = 0
-        """Of how many batches."""
+        """The number of batches of the last score."""
         self._owners: dict[int, tuple[int, int, int]] = {}
         self.worker_lost = False
 
@@ -76,7 +76,7 @@ class Checkers:
                 self._claims(message)
 
     def arriving(self, now_s: float, node: int, source: int, message: Message) -> None:
-        """Weights that are lent to a worker must not change on their way."""
+        """Check that weights lent to a worker did not change on their way."""
         if not isinstance(message, Pulled):
             return
         worker = self._world.machine(node)
@@ -86,14 +86,14 @@ class Checkers:
                 raise Violation(f"the weights that node {source} lent to worker {node} changed on their way")
 
     def _dealt(self, deal: Deal) -> None:
-        """A ticket that is dealt to a second worker must be marked `again`."""
+        """Check that a ticket for a second worker is marked `again`."""
         for ticket in deal.tickets:
             owner = self._owners.setdefault(ticket.number, (deal.worker, deal.incarnation, deal.sequence))
             if owner != (deal.worker, deal.incarnation, deal.sequence) and not ticket.again:
                 raise Violation(f"ticket {ticket.number} was dealt twice, to {owner} and to worker {deal.worker}")
 
     def _claims(self, ask: Ask) -> None:
-        """Every shard has acknowledged the tickets that a worker reports as done."""
+        """Check that every shard has acknowledged the tickets that a worker reports as done."""
         for ticket in ask.done:
             for shard, acknowledged in enumerate(self._acknowledged):
                 if ticket not in acknowledged and ticket not in self._late[shard]:
@@ -107,7 +107,7 @@ class Checkers:
         self._tickets_by_clock[push.worker, push.incarnation, push.clock] = push.tickets
 
     def _answers(self, source: int, reply: Reply) -> None:
-        """Only one copy answers in an epoch."""
+        """Check that only one copy answers in an epoch."""
         node = node_of(self._world.machine(source))
         if node is None:
             return
@@ -116,7 +116,8 @@ class Checkers:
             raise Violation(f"nodes {head} and {source} both answer for shard {reply.shard} in epoch {node.epoch}")
 
     def _acknowledges(self, source: int, reply: Pushed) -> None:
-        """An acknowledged push is in the state of the copy that answers, and must never be missing from now on."""
+        """Check that an acknowledged push is in the state of the copy that answers, and note it: it must never be
+        missing."""
         push = self._pushes.get(_key(reply))
         if push is None:
             raise Violation(f"node {source} answers a request that no worker made: {reply}")
@@ -135,7 +136,7 @@ class Checkers:
     # ------------------------------------------------------------------ states
 
     def handled(self, now_s: float, node: int) -> None:
-        """After a copy has moved, its state must be right, and be that of the other copies."""
+        """Check the state of a copy that has moved: it must be right, and equal the other copies' states."""
         machine = node_of(self._world.machine(node))
         if machine is None or machine.blank:
             return
@@ -172,7 +173,7 @@ class Checkers:
     # ------------------------------------------------------------------ readers
 
     def read(self, client: Client, clock: int, weights: Tensor) -> None:
-        """What a worker reads must be whole, have all that it pushed, and be as new as was promised."""
+        """Check weights that a worker reads: whole, with all its own pushes, and as new as the rule promises."""
         if not self._counts(client):
             return
         if bool(((weights != 0) & (weights != 1)).any()):
@@ -184,7 +185,7 @@ class Checkers:
             self._reads_new(client.worker, clock, shards.amin(0).tolist())
 
     def _counts(self, client: Client) -> bool:
-        """Whether a worker is a member. One that was thought dead may read what it likes: it cannot push it."""
+        """True for a member. A worker that was thought dead may read anything: it cannot push it."""
         return self._copies.coordinator.members.get(client.worker) == client.incarnation
 
     def _reads_own(self, client: Client, shards: Tensor) -> None:
@@ -214,7 +215,7 @@ class Checkers:
         """A score is of weights that have been, and of as many batches as it says, but for some that were
         decided with the last of them: in one push, or in one step of all workers, `most_together`."""
         if number <= self.last_score:
-            raise Violation(f"the score of {number} batches comes after that of {self.last_score}")
+            raise Violation(f"the score of {number} batches comes after the score of {self.last_score}")
         self.last_score = number
         if bool(((weights != 0) & (weights != 1)).any()):
             raise Violation(f"weights were scored that no sequence of pushes makes: {weights.tolist()}")
@@ -226,7 +227,8 @@ class Checkers:
     # ------------------------------------------------------------------ the end
 
     def ended(self, statistics: dict[int, Any], *, scores: bool) -> None:
-        """Every ticket was applied exactly once on every shard, or is accounted for; and the shards' ledgers say so."""
+        """Check that every shard has applied every ticket exactly once, or accounts for it, and that its ledger says
+        so."""
         if scores and self.last_score != self._num_tickets:
             raise Violation(f"the last score is of {self.last_score} batches of {self._num_tickets}")
         for shard in range(len(self._copies.nodes)):
@@ -246,6 +248,5 @@ def _key(reply: Reply) -> tuple[int, int, int, int]:
 
 
 def _waits(worker: ChaosWorker, reply: Reply) -> bool:
-    """Whether the worker still waits for this answer."""
     awaited = (reply.shard, reply.sequence) in worker.client._pending
     return awaited and reply.incarnation == worker.client.incarnation

@@ -42,11 +42,11 @@ class Copies:
         self._shards = {node: shard for shard, holders in enumerate(nodes) for node in holders}
 
     def shard_of(self, node: int) -> int:
-        """The shard whose copy is, or would be, on `node`."""
+        """The shard with a copy on `node`, now or later."""
         return self._shards[node]
 
     def counts(self, node: Node) -> Tensor:
-        """How often each ticket was applied, read off this copy's weights and sum, shape (tickets,)."""
+        """The count of each ticket, from this copy's weights and sum, shape (tickets,)."""
         weights = node.shard._weights
         return weights.present - weights.total if weights.summed and weights.total is not None else weights.present
 
@@ -63,18 +63,18 @@ class Copies:
         return node
 
     def is_current(self, node: Node) -> bool:
-        """Whether the coordinator counts on this copy, and the copy knows that."""
+        """True if the coordinator counts on this copy, and the copy knows that."""
         return node.epoch == self.coordinator.epoch and node.node in self.coordinator.chains[node.shard.number]
 
     def whole(self, shard: int) -> bool:
-        """Whether all copies of a shard are there, know of each other, and have a state."""
+        """True if all copies of a shard are there, know of each other, and have a state."""
         chain = self.coordinator.chains[shard]
         nodes = [node for number in chain if (node := self.node(number)) is not None]
         complete = len(nodes) == len(self.nodes[shard]) and all(self.is_current(node) for node in nodes)
         return complete and all(node._install is None for node in nodes)
 
     def agree(self, node: Node) -> None:
-        """Copies that are in the same epoch and after the same entry have the same state."""
+        """Check that copies in the same epoch and after the same entry have the same state."""
         if not self.is_current(node):
             return
         for number in self.coordinator.chains[node.shard.number]:
@@ -110,7 +110,7 @@ def _same(one: Shard, other: Shard) -> bool:
 
 
 def _facts(shard: Shard) -> tuple[object, ...]:
-    """A shard's state but for its tensors."""
+    """A shard's state without its tensors."""
     known = {worker: (k.incarnation, k.last, *sorted(k.answers)) for worker, k in shard._answers.known.items()}
     waiting = {w: [(one.kind, one.sequence) for one in queue] for w, queue in shard._queues.waiting.items() if queue}
     weights = shard._weights

@@ -1,4 +1,4 @@
-"""A disk in memory that fills up, flips bits, and loses what a process was writing when it died.
+"""A disk in memory that fills up, flips bits, and loses unfinished files of a process that dies.
 
 Production's `snapshot.write` and `read` use it in place of the machine's own, see `server.snapshots.disk.Disk`. Shards
 save during a run, and at its end the newest whole snapshot is read back.
@@ -34,47 +34,39 @@ class DiskFaults(NamedTuple):
     """One written bit is flipped, without an error."""
 
 
-class FaultyDisk:
+class _FaultyDisk:
     """Files by path. All chance comes from `random`."""
 
     def __init__(self, faults: DiskFaults, random: Random) -> None:
-        """An empty disk."""
         self.files: dict[Place, bytearray] = {}
         self.dead = False
         self._faults, self._random = faults, random
 
-    def create(self, path: Place) -> FaultyWriter:
-        """See `Disk`."""
+    def create(self, path: Place) -> _FaultyWriter:
         self._may_fail()
         self.files[path] = bytearray()
-        return FaultyWriter(self, path)
+        return _FaultyWriter(self, path)
 
     def read(self, path: Place, most_bytes: int) -> bytes:
-        """See `Disk`."""
         return bytes(self._found(path)[:most_bytes])
 
     def size(self, path: Place) -> int:
-        """See `Disk`."""
         return len(self._found(path))
 
     def rename(self, old: Place, new: Place) -> None:
-        """See `Disk`."""
         self._may_fail()
         self.files[new] = self._found(old)
         del self.files[old]
 
     def remove(self, path: Place) -> None:
-        """See `Disk`."""
         self._may_fail(full=False)
         self._found(path)
         del self.files[path]
 
     def names(self, folder: Place) -> list[str]:
-        """See `Disk`."""
         return sorted(path.name for path in self.files if path.parent == folder)
 
     def sync_folder(self, folder: Place) -> None:
-        """See `Disk`."""
         self._may_fail()
 
     def write(self, path: Place, content: Content) -> None:
@@ -99,22 +91,17 @@ class FaultyDisk:
             raise OSError(_ENOSPC, "no space left on this disk")
 
 
-class FaultyWriter:
-    """A file that is being written."""
-
-    def __init__(self, disk: FaultyDisk, path: Place) -> None:
-        """Appends to `path`."""
+class _FaultyWriter:
+    def __init__(self, disk: _FaultyDisk, path: Place) -> None:
         self._disk, self._path = disk, path
 
     def write(self, content: Content) -> None:
-        """See `Writer`."""
         self._disk.write(self._path, content)
 
     def sync(self) -> None:
         """See `Writer`."""
 
     def __enter__(self) -> Self:
-        """See `Writer`."""
         return self
 
     def __exit__(
@@ -129,9 +116,8 @@ _FOLDER = Path("/snapshots")
 class ScenarioSaves:
     """The disk, and the weights that should be on it."""
 
-    def __init__(self, disk: FaultyDisk) -> None:
-        """No snapshot has been saved."""
-        self._disk = disk
+    def __init__(self, faults: DiskFaults, random: Random) -> None:
+        self._disk = _FaultyDisk(faults, random)
         self._weights: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
     def save(self, number: int, shard: Shard) -> None:
@@ -142,7 +128,7 @@ class ScenarioSaves:
             snapshot.write(_FOLDER, number, shard.number, *shard.dump(), disk=self._disk)
 
     def check(self, blanks: list[Shard]) -> int | None:
-        """Read the newest whole snapshot into `blanks`, one for each shard; each must be what its shard was."""
+        """Read the newest whole snapshot into `blanks`, one for each shard, and compare them with the saved shards."""
         self._disk.dead = False
         try:
             number = snapshot.newest_whole(_FOLDER, len(blanks), self._disk)
@@ -152,7 +138,7 @@ class ScenarioSaves:
                 shard.load(part.state, part.tensors)
                 index, weights = self._weights[number, shard.number]
                 if (shard.index, shard.weights.tolist()) != (index, weights.tolist()):
-                    raise Violation(f"snapshot {number} of shard {shard.number} is not what was saved")
+                    raise Violation(f"snapshot {number} of shard {shard.number} differs from the saved weights")
         except (ValueError, snapshot.SnapshotError) as error:
             raise Violation(f"a snapshot was taken for whole and cannot be read: {error}") from error
         return number

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
+from polytempo.chaos.world import World
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
-
-
-class Processes(Protocol):
-    """The processes, as a launcher starts and watches them."""
-
-    def alive(self, node: int) -> bool:
-        """Whether a process runs on `node`."""
-
-    def kill(self, node: int) -> None:
-        """End the process on `node`, if it lives."""
-
-    def restart(self, node: int, after_s: float) -> None:
-        """Start another process on `node` after `after_s`."""
 
 
 class ChaosLauncher:
@@ -37,13 +24,13 @@ class ChaosLauncher:
         coordinator: Coordinator,
         workers: int,
         holders: list[tuple[int, ...]],
-        processes: Processes,
+        processes: World,
         sees_deaths: bool,
         on_wanted: Callable[[int, int], None],
         saves: bool,
         lingers_s: float,
     ) -> None:
-        """`lingers_s`: how long a copy that was given up may live on before another takes its node.
+        """`lingers_s`: the time that a copy that was given up may live on before another takes its node.
 
         `on_wanted(shard, node)` is called before a new, blank copy is started. `saves`: whether it takes snapshots.
         """
@@ -59,20 +46,20 @@ class ChaosLauncher:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over."""
+        """True when the run is over."""
         return self.coordinator.finished
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """The coordinator takes a message."""
+        """Take a message as the coordinator."""
         self._reported.discard(source)
         return self.coordinator.receive(now_s, source, message) + self._look(now_s)
 
     def tick(self, now_s: float) -> Outbox:
-        """The coordinator's timers, and a look at the processes."""
+        """Run the coordinator's timers, and look at the processes."""
         return self.coordinator.tick(now_s) + self._look(now_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Until the next timer or look."""
+        """Seconds until the next timer or look."""
         return min(self.coordinator.wait_s(now_s), self._looked_s + self.LOOK_S - now_s)
 
     def _look(self, now_s: float) -> Outbox:
@@ -94,11 +81,11 @@ class ChaosLauncher:
         return out + self._save(now_s)
 
     def saved(self, shard: int) -> None:
-        """`shard` has noted the order to save."""
+        """Note that `shard` has the order to save."""
         self._saving.discard(shard)
 
     def _save(self, now_s: float) -> Outbox:
-        """The next snapshot, when all shards have taken the last."""
+        """Order the next snapshot, when all shards have taken the last."""
         if not self._saves or self._saving or now_s < self.SAVE_S * (self._snapshot + 1) or self.coordinator._ending:
             return []
         self._snapshot += 1
@@ -106,7 +93,6 @@ class ChaosLauncher:
         return self.coordinator.save(now_s, self._snapshot)
 
     def _look_at(self, now_s: float, node: int) -> Outbox:
-        """Report a process that has ended to the coordinator, once."""
         if self._processes.alive(node):
             self._reported.discard(node)
             return []

@@ -1,4 +1,4 @@
-"""A network that loses, repeats, reorders, delays and cuts messages, by a `FaultPlan`: data that says what fails when.
+"""A network that loses, repeats, reorders, delays and cuts messages by a `FaultPlan`, which lists the faults and times.
 
 A failing seed prints its plan. All further chance comes from one `Random`.
 """
@@ -9,11 +9,11 @@ from random import Random
 from typing import NamedTuple
 
 ANY_NODE = -1
-"""In a cut: all nodes."""
+"""All nodes of a cut."""
 
 
 class Weather(NamedTuple):
-    """What may happen to each message, on every link."""
+    """Faults that may hit each message, on every link."""
 
     delay_s: float = 0.001
     """The least time on the way."""
@@ -46,7 +46,7 @@ class ProcessPause(NamedTuple):
     node: int
 
     def __str__(self) -> str:
-        """The event's name in traces, whose hashes are compared between versions, is "Pause"."""
+        """Keep the name "Pause" in traces: their hashes are compared between versions."""
         return f"Pause(begin_s={self.begin_s!r}, end_s={self.end_s!r}, node={self.node!r})"
 
 
@@ -65,9 +65,9 @@ class FaultPlan(NamedTuple):
 
     weather: Weather = FAIR
     faults: tuple[Fault, ...] = ()
-    """In the order of time."""
+    """Faults in the order of time."""
     healed_s: float = 0.0
-    """From now on the weather is fair, and no fault begins or lasts."""
+    """The end: the weather is fair from here, and no fault begins or lasts."""
 
     def lines(self) -> list[str]:
         """The plan as text, a line a fault."""
@@ -75,16 +75,16 @@ class FaultPlan(NamedTuple):
 
 
 class FaultyNetwork:
-    """Draws when, and how often, a message arrives."""
+    """Draws the delivery times of a message."""
 
     def __init__(self, plan: FaultPlan, random: Random) -> None:
-        """All chance comes from `random`. `cuts` are those that have begun."""
+        """Draw from `random` alone. `cuts` have begun."""
         self.cuts: list[LinkCut] = []
         self._plan = plan
         self._random = random
 
     def arrivals(self, now_s: float, source: int, target: int) -> list[float]:
-        """The moments at which a message that is sent now is delivered: none if it is lost, two if it is repeated."""
+        """Delivery times of a message that is sent now: none if it is lost, two if it is repeated."""
         weather = self._plan.weather if now_s < self._plan.healed_s else FAIR
         if any(_cuts(cut, now_s, source, target) for cut in self.cuts):
             return []

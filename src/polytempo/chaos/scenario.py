@@ -13,12 +13,11 @@ from torch import Tensor
 
 from polytempo.chaos.checkers import Checkers, Promises
 from polytempo.chaos.copies import Copies, counted, new_shard, node_of
-from polytempo.chaos.disk import DiskFaults, FaultyDisk, ScenarioSaves
+from polytempo.chaos.disk import DiskFaults, ScenarioSaves
+from polytempo.chaos.draws import Participants, StormLimits, draw_hosts, draw_rule, storm, undivided
 from polytempo.chaos.launcher import ChaosLauncher
 from polytempo.chaos.network import Death, Fault, FaultPlan, LinkCut
 from polytempo.chaos.planted.bugs import planted
-from polytempo.chaos.scenario_rules import draw_hosts, draw_rule, undivided
-from polytempo.chaos.storm import Participants, StormLimits, storm
 from polytempo.chaos.worker import ChaosWorker, Habits, spans
 from polytempo.chaos.world import ChaosMachine, Violation, World
 from polytempo.core.codec import Codec
@@ -41,13 +40,13 @@ TIMING = Timing(
     deadline_s=20.0,
     starting_s=5.0,
 )
-"""Shorter than in production, in proportion, so that fewer events lie between two faults."""
+"""Shorter than in production, in proportion, so that fewer events happen between two faults."""
 
 LIMITS = StormLimits(short_s=0.3, lost_s=TIMING.lost_s, long_s=1.3, apart_s=2.0)
 _HOSTS = 287
 """A stream of its own for the hosts: the other choices stay, and seeds that find other bugs keep workers apart."""
 HEALING_S = 40.0
-"""How long after the last fault the run must have ended."""
+"""The longest time from the last fault to the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Scenario:
     tickets: int
     batches_per_epoch: int
     scores: bool
-    """Whether snapshots are scored."""
+    """True if snapshots are scored."""
     habits: Habits
     sees_deaths: bool
     plan: FaultPlan
@@ -73,7 +72,7 @@ class Scenario:
     saves: bool
     lingers_s: float
     slowed: float
-    """How much slower the last worker is than the others."""
+    """The last worker's step time over the others'."""
     hosts: tuple[tuple[int, ...], ...] = ()
     """The workers of each host, where these sum their gradients before they push."""
 
@@ -168,19 +167,18 @@ class ScenarioRun:
     """The machines of one scenario in their world."""
 
     def __init__(self, scenario: Scenario, codec: Codec | None = None) -> None:
-        """Place all nodes in the world."""
         self.scenario, cast = scenario, scenario.cast
         self._codec = codec
         self.world = World(scenario.plan, scenario.seed)
         self.copies = Copies(cast.workers, cast.copies, self.world)
         self.checkers = Checkers(self.world, self.copies, scenario.tickets, scenario.promises)
-        self.world.watchers.append(self.checkers)
+        self.world.watcher = self.checkers
         self.world.allows = self._allows
         self._random = Random(scenario.seed + 1)
         self._spans = spans(scenario.shards, scenario.tickets)
         self._blank: set[int] = set()
         self._joined: set[int] = set()
-        self._saves = ScenarioSaves(FaultyDisk(scenario.disk, Random(scenario.seed + 2)))
+        self._saves = ScenarioSaves(scenario.disk, Random(scenario.seed + 2))
         self._heavy = [(-1.0, 0.0)] * scenario.shards
         for node in cast.workers:
             self.world.place(node, self._maker(node, self._worker))
@@ -304,7 +302,6 @@ class ScenarioRun:
         )
 
     def _on_event(self, event: tuple[str, int]) -> None:
-        """An event of the coordinator's."""
         self.world.note(*event)
         kind, who = event
         self.checkers.worker_lost |= kind == "lost" or (kind == "joined" and who in self._joined)
@@ -328,7 +325,6 @@ class ScenarioRun:
         return True
 
     def _state(self) -> str:
-        """The state of all nodes as text."""
         coordinator = self.launcher.coordinator
         lines = [f"epoch {coordinator.epoch}, chains {coordinator.chains}, members {coordinator.members}"]
         lines.append(

@@ -38,7 +38,7 @@ class Habits:
     push_every: int = 1
     overlap: bool = False
     asks_ahead: bool = False
-    """Whether it calls for the next ticket before it has trained on the last one."""
+    """True if it calls for the next ticket before it has trained on the last one."""
 
     def slowed(self, factor: float) -> Habits:
         """The same at another speed."""
@@ -56,7 +56,7 @@ class ChaosWorker:
         random: Random,
         on_read: Callable[[Client, int, Tensor], None],
     ) -> None:
-        """`num_tickets` weights lie in each shard. `on_read(client, clock, weights)` sees all weights that are read."""
+        """Each shard has `num_tickets` weights. `on_read(client, clock, weights)` sees all weights that are read."""
         self.client = client
         self.finished = False
         port = world_port(client.worker, (0,) * (client.coordinator + 1))
@@ -64,13 +64,13 @@ class ChaosWorker:
         self._task: Task[None] | None = None
         self._mail: deque[tuple[int, Message]] = deque()
         self._takes = False
-        """Whether the program waits for mail."""
+        """True while the program waits for mail."""
         self._now_s = self._until_s = 0.0
         self._out: Outbox = []
 
     @property
     def waits_in(self) -> str:
-        """The functions and lines in which the program waits, as text."""
+        """The functions and lines that the program waits in, as text."""
         frame: Any = None if self._task is None else self._task.coroutine
         places = []
         while frame is not None and getattr(frame, "cr_frame", None) is not None:
@@ -90,12 +90,12 @@ class ChaosWorker:
         return self._go(now_s, None) if not self.finished and now_s >= self._until_s else []
 
     def wait_s(self, now_s: float) -> float:
-        """Until the program goes on."""
+        """Seconds until the program goes on."""
         return float("inf") if self.finished else max(0.0, self._until_s - now_s)
 
     def _go(self, now_s: float, value: Any) -> Outbox:
-        """Resume the program with `value`, and perform what can be performed at once."""
-        if self._task is None:  # not before: who dies at once leaves nothing that was never begun
+        """Resume the program with `value`, and perform its next operations until it waits."""
+        if self._task is None:  # not before: a worker that dies first leaves nothing that was never begun
             program = through(self.client, self._training.port, self._training.run())
             self._task = Task(program)
         self._now_s, self._takes = now_s, False
@@ -140,7 +140,6 @@ class _Training:
     """Pushes that the program has not waited for, with the buffers that are lent to them."""
 
     async def run(self) -> None:
-        """Train until the order to finish comes."""
         while True:
             if not self.work_client.is_open:
                 await self.work_client.ask(self.port)
@@ -165,7 +164,6 @@ class _Training:
         await self.work_client.ask(self.port)
 
     async def train(self, ticket: Ticket) -> None:
-        """One step: weights, a gradient, and perhaps a push."""
         if ticket.again:
             await self.push()
         self.client.alone = ticket.again
@@ -180,7 +178,7 @@ class _Training:
             await self.push()
 
     async def push(self) -> None:
-        """Push what is held; the buffer is lent until the push is done, and written to again after that."""
+        """Push the held tickets. The buffer is lent until the push is done, and written to again after that."""
         if not self.held:
             return
         await self.settle(keep=1 if self.habits.overlap else 0)
@@ -193,7 +191,7 @@ class _Training:
         await self.settle(keep=1 if self.habits.overlap else 0)
 
     def spare(self) -> Tensor:
-        """A buffer that is not lent: those of finished pushes are used again soon."""
+        """A buffer that is not lent: buffers of finished pushes are used again soon."""
         lent = [buffer for buffer, _ in self.under_way]
         for buffer in self.buffers:
             if not any(buffer is other for other in lent):

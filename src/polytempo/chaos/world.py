@@ -1,4 +1,4 @@
-"""The world in which production machines meet their faults: one heap of events, one clock, one seed.
+"""The world of production machines and their faults: one heap of events, one clock, one seed.
 
     machine ── Outbox ──▶ network (drop, repeat, delay, cut) ──▶ heap ──▶ receive of another machine
        ▲                                                                      │
@@ -29,7 +29,7 @@ _MAX_EVENTS = 200_000
 
 
 class ChaosMachine(Protocol):
-    """What a production machine offers."""
+    """The methods of a production machine."""
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
         """A message has come."""
@@ -38,7 +38,7 @@ class ChaosMachine(Protocol):
         """Time has passed."""
 
     def wait_s(self, now_s: float) -> float:
-        """How long nothing needs to be done unless a message comes."""
+        """Seconds until the next tick, unless a message comes."""
 
 
 class Watcher(Protocol):
@@ -88,9 +88,9 @@ class World:
         self.now_s = 0.0
         self.events = 0
         self.processes: dict[int, ChaosProcess] = {}
-        self.watchers: list[Watcher] = []
+        self.watcher: Watcher
         self.allows: Callable[[Fault], bool] = lambda fault: True
-        """Whether a fault may happen: one under which the servers promise nothing is left out."""
+        """False for a fault that is left out, because the servers promise nothing under it."""
         self.network = FaultyNetwork(plan, Random(seed))  # a stream of its own: the scenario's draws do not shift it
         self._heap: list[tuple[float, int, str, int, Any]] = []
         self._pushed = 0
@@ -98,8 +98,8 @@ class World:
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_LAST_EVENTS)
 
     def place(self, node: int, make: Callable[[int, float], ChaosMachine], *, mortal: bool = True) -> None:
-        """`node` will be started when the world begins. `mortal`: its process may end by itself, when it has finished
-        or raises what a user would see."""
+        """Start `node` when the world begins. `mortal`: its process may end when it has finished, or raises an error
+        for its user."""
         self.processes[node] = ChaosProcess(make, mortal)
 
     def machine(self, node: int) -> Any:
@@ -107,14 +107,14 @@ class World:
         return self.processes[node].machine
 
     def begin(self) -> None:
-        """Start every process, and lay out the faults in time."""
+        """Start every process, and plan the faults."""
         for node in self.processes:
             self._at(0.0, "start", node)
         for fault in self.plan.faults:
             self._at(fault.begin_s, "fault", next(iter(self.processes)), fault)
 
     def alive(self, node: int) -> bool:
-        """Whether a process runs on `node`."""
+        """True while a process runs on `node`."""
         return self.processes[node].machine is not None
 
     def kill(self, node: int) -> None:
@@ -193,8 +193,7 @@ class World:
     def _deliver(self, node: int, process: ChaosProcess, source: int, message: Message) -> None:
         self.note("→", node, "from", source, *summary(message))
         if process.machine is not None:
-            for watcher in self.watchers:
-                watcher.arriving(self.now_s, node, source, message)
+            self.watcher.arriving(self.now_s, node, source, message)
             self._act(node, process, "receive", self.now_s, source, message)
 
     def _act(self, node: int, process: ChaosProcess, what: str, *arguments: Any) -> None:
@@ -205,8 +204,7 @@ class World:
             outbox = getattr(process.machine, what)(*arguments)
         except PolytempoError as error:
             self.note("ends", node, str(error))
-            for watcher in self.watchers:
-                watcher.gave_up(node, error)
+            self.watcher.gave_up(node, error)
             self.kill(node)
             return
         except Violation:
@@ -219,14 +217,12 @@ class World:
             self.kill(node)
 
     def _handle(self, node: int, process: ChaosProcess, outbox: Outbox) -> None:
-        """Send a machine's messages, let all watchers look, and plan its next tick."""
+        """Send a machine's messages, let the watcher look, and plan its next tick."""
         for target, message in outbox:
-            for watcher in self.watchers:
-                watcher.sent(self.now_s, node, target, message)
+            self.watcher.sent(self.now_s, node, target, message)
             for arrives_s in self.network.arrivals(self.now_s, node, target):
                 self._at(arrives_s, "deliver", target, (node, message))
-        for watcher in self.watchers:
-            watcher.handled(self.now_s, node)
+        self.watcher.handled(self.now_s, node)
         if process.machine is not None:
             wake_s = self.now_s + max(_LEAST_WAIT_S, process.machine.wait_s(self.now_s))
             if process.tick_s < 0 or wake_s != process.tick_s:

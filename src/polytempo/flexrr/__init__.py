@@ -1,1 +1,1 @@
-"""Who takes over from a worker that falls behind? FlexRR's reassignment of work between workers, without I/O."""
+"""FlexRR: workers that fall behind in a step hand work to others. Decisions without I/O, and the step around them."""

@@ -1,4 +1,4 @@
-"""The helpee's half: this worker's own share of its clock, and the helpers that have slices of it."""
+"""The helpee's half of the protocol: this worker's share of its clock, and the helpers that have slices of it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class Given(Enum):
 
 @dataclass
 class _Helper:
-    """One helper in this clock, as this worker knows it."""
-
     position: Position
     asked_s: float = -inf
     tries: int = 0
@@ -67,7 +65,7 @@ class Giving:
 
     @property
     def covered(self) -> bool:
-        """Whether every slice is done, by this worker or by helpers."""
+        """True when every slice is done, by this worker or by helpers."""
         return not self._open
 
     @property
@@ -77,12 +75,12 @@ class Giving:
 
     @property
     def expects_back(self) -> bool:
-        """Whether a slice may come back that then belongs to this worker alone."""
+        """True while a slice may come back that this worker must then do."""
         return any(place.state is not Given.BEGUN for place in self._given.values())
 
     @property
     def waits(self) -> bool:
-        """Whether all that is left is with others."""
+        """True when only other workers still have slices."""
         return bool(self._given) and not self._num_left
 
     @property
@@ -90,7 +88,7 @@ class Giving:
         return len(self._mine) + len(self._returned) + len(self._contested)
 
     def deadline_s(self, pace_s: float) -> float:
-        """When this worker contests a slice; never, as long as it has one to do."""
+        """The contest's time in seconds; infinite as long as this worker has a slice to do."""
         if not self.waits or self._idle_since_s is None:
             return inf
         return self._idle_since_s + self._parameters.patience * pace_s
@@ -109,7 +107,7 @@ class Giving:
             helper.has_helped, helper.asked_s, helper.tries = False, -inf, 0
 
     def begin(self) -> tuple[Slice, Ticket | None, bool] | None:
-        """The next slice to do, with its ticket, and whether its gradient must go alone."""
+        """Return the next slice to do, its ticket, and whether its gradient must go alone."""
         for pieces in (self._returned, self._mine, self._contested):
             if pieces:
                 self._idle_since_s = None
@@ -117,7 +115,7 @@ class Giving:
         return None
 
     def finish(self, piece: Slice) -> None:
-        """`piece` is done, by this worker or by another."""
+        """Mark `piece` as done, by this worker or by another."""
         self._open.discard(piece)
         self._given.pop(piece, None)
         if piece in self._contested:
@@ -126,10 +124,10 @@ class Giving:
     # ------------------------------------------------------------------ giving away
 
     def offer_to(self, now_s: float, helper: int, position: Position) -> Outbox:
-        """A helper is at `position`: give it slices from the end if it is well ahead."""
+        """Give slices from the end to a helper at `position`, if it is well ahead."""
         known = self._helpers.setdefault(helper, _Helper(position))
         known.position = max(known.position, position)
-        ahead = known.position.clock + known.position.fraction - self.clock - self._settled_part()
+        ahead = known.position.clock + known.position.fraction - self.clock - (1 - self._num_left / self._total)
         self._is_behind |= ahead > self._parameters.behind
         if not self._is_behind or ahead <= 0 or self._has_unbegun(helper):
             return []
@@ -145,37 +143,34 @@ class Giving:
         known.asked_s, known.tries = now_s, 0
         return [(helper, DoThis(life, pieces, self._ticket))]
 
-    def _settled_part(self) -> float:
-        return 1 - self._num_left / self._total
-
     def _has_unbegun(self, helper: int) -> bool:
         return any(place.helper == helper and place.state is not Given.BEGUN for place in self._given.values())
 
     def _from_the_end(self, wanted: int, stay: int) -> tuple[Slice, ...]:
-        """Never more than a fair part of the rest, so that no helper is busy long after the others."""
+        """Take at most a fair part of the rest, so that no helper is busy long after the others."""
         fair = max(1, len(self._mine) // (self._parameters.helpers + 1))
         return tuple(self._mine.pop() for _ in range(min(wanted, fair, len(self._mine) - stay)))
 
     def begun(self, helper: int, piece: Slice) -> None:
-        """A helper has begun with `piece`, so no other worker does."""
+        """Note that a helper has begun with `piece`, so no other worker does."""
         if self._answers(helper, piece):
             self._helpers[helper].has_helped = True
             self._given[piece] = self._given[piece]._replace(state=Given.BEGUN)
 
     def granted(self, helper: int, piece: Slice) -> None:
-        """A slice is back. It is not given away again: only its first helper has promised not to begin it."""
+        """Take a slice back. It is not given away again: only its first helper has promised not to begin it."""
         if self._answers(helper, piece) and self._given[piece].state is not Given.BEGUN:
             del self._given[piece]
             self._returned.append(piece)
 
     def helped(self, helper: int, piece: Slice) -> None:
-        """A helper's gradient is on its way to the shards."""
+        """Note that a helper's gradient is on its way to the shards."""
         if self._answers(helper, piece) or piece in self._contested:
             self.finish(piece)
             self._helped[piece] = helper
 
     def lost(self, helper: int) -> None:
-        """A helper is lost, and perhaps its pushes of this clock with it: contest all its slices."""
+        """Contest all slices of a lost helper: its pushes of this clock may be lost with it."""
         theirs = [piece for piece, place in self._given.items() if place.helper == helper]
         theirs += [piece for piece, by in self._helped.items() if by == helper]
         for piece in theirs:
@@ -185,7 +180,7 @@ class Giving:
             self._contested.append(piece)
 
     def _answers(self, helper: int, piece: Slice) -> bool:
-        """Whether `helper` has `piece`; then its answer also resets the repeats to it."""
+        """True if `helper` has `piece`; its answer then also resets the repeats to it."""
         if piece not in self._given or self._given[piece].helper != helper:
             return False
         self._helpers[helper].tries = 0
@@ -194,9 +189,9 @@ class Giving:
     # ------------------------------------------------------------------ taking back
 
     def recall(self, now_s: float, pace_s: float) -> Outbox:
-        """With at most one slice left to do, ask one back that no helper has begun: the last of the longest queue.
+        """Ask back a slice that no helper has begun, once at most one is left to do: the last of the longest queue.
 
-        A slice that was given away just now is not asked back: an idle helper begins it as soon as the message comes.
+        A slice is not asked back in its first `pace_s`: an idle helper begins it as soon as the message comes.
         """
         states = [place.state for place in self._given.values()]
         if self._num_left > 1 or Given.RECALLED in states:
@@ -211,9 +206,8 @@ class Giving:
         return [(place.helper, Cancel(place.incarnation, piece))]
 
     def contest(self, now_s: float, pace_s: float) -> None:
-        """After an idle wait that is longer than the work: do a helper's slice, too, and let the shards decide.
-
-        It is the slice that was given away first.
+        """Contest the slice that was given away first, after an idle wait that is longer than the work. The shards
+        decide.
         """
         if not self.waits:
             return

@@ -1,4 +1,4 @@
-"""The helper's half: slices of other workers that this worker got."""
+"""The helper's half of the protocol: slices of other workers that this worker got."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HelpState(Enum):
 
 
 class Position(NamedTuple):
-    """How far a worker is with its own work, and in which life."""
+    """A worker's progress with its own share of `clock`, and the number of its life."""
 
     incarnation: int
     clock: int
@@ -30,7 +30,7 @@ class Position(NamedTuple):
 class Helping:
     """The slices that this worker got, for as long as their helpees may ask about them.
 
-    `capacity` slices may wait; more are returned at once.
+    `capacity` slices may wait; slices above it are returned when they come.
     """
 
     def __init__(self, incarnation: int, capacity: int) -> None:
@@ -41,7 +41,7 @@ class Helping:
         self._floor: dict[int, tuple[int, int]] = {}
 
     def at_clock(self, helpee: int, incarnation: int, clock: int) -> None:
-        """`helpee` is at `clock`: slices of earlier clocks are settled, so forget them and begin none."""
+        """Forget slices of clocks before `clock`, the helpee's present one, and begin none of them."""
         floor = (incarnation, clock)
         if floor <= self._floor.get(helpee, (-1, -1)):
             return
@@ -50,7 +50,7 @@ class Helping:
         self._queue = deque(entry for entry in self._queue if not self._settled(entry[0]))
 
     def do_this(self, source: int, message: DoThis, position: Position) -> list[Message]:
-        """Queue new slices; answer for those that are known already."""
+        """Queue new slices; answer for known ones."""
         answers: list[Message] = []
         for piece in self._addressed(source, message.incarnation, message.slices):
             if piece not in self._held and len(self._queue) < self._capacity:
@@ -64,7 +64,7 @@ class Helping:
         return answers
 
     def cancel(self, source: int, message: Cancel, position: Position) -> list[Message]:
-        """Return the slice unless it has been begun. An unknown one will not be begun when it comes."""
+        """Return the slice unless it has begun. An unknown slice is not begun when it comes."""
         answers: list[Message] = []
         for piece in self._addressed(source, message.incarnation, (message.slice,)):
             if self._held.get(piece, HelpState.QUEUED) is HelpState.QUEUED:
@@ -82,7 +82,7 @@ class Helping:
         return piece, ticket
 
     def finish(self, piece: Slice) -> None:
-        """The gradient of `piece` is pushed."""
+        """Note that the gradient of `piece` is pushed."""
         if not self._settled(piece):
             self._held[piece] = HelpState.HELPED
 
@@ -98,7 +98,7 @@ class Helping:
                 return []
 
     def _addressed(self, source: int, incarnation: int, pieces: tuple[Slice, ...]) -> list[Slice]:
-        """The slices that `source` gave to this life of this worker, and whose clock is still open."""
+        """The slices from `source` for this life of this worker, in clocks that are still open."""
         if incarnation != self._incarnation:
             return []
         for piece in pieces:

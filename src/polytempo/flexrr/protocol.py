@@ -11,7 +11,7 @@ no coordinator. Messages may be lost, doubled, delayed and may overtake each oth
             ◀── Cancel ────             when the helpee has hardly anything left: may I have this one back?
             ── CancelGranted ──▶        I had not begun
 
-What a helper does (it keeps one line for each slice until the helpee is at a later clock):
+A helper's table (it keeps one line for each slice until the helpee is at a later clock):
 
 | the slice is      | at DoThis               | at Cancel                | when it has time                    |
 |-------------------|-------------------------|--------------------------|-------------------------------------|
@@ -22,7 +22,7 @@ What a helper does (it keeps one line for each slice until the helpee is at a la
 | returned          | `CancelGranted`         | `CancelGranted`          | never begins it                     |
 | of an old clock   | nothing                 | nothing                  | never begins it                     |
 
-What its helpee does:
+Its helpee's table:
 
 | the slice is | at BegunHelping | at Helped | at CancelGranted | in time                                            |
 |--------------|-----------------|-----------|------------------|----------------------------------------------------|
@@ -40,19 +40,19 @@ Promises, and who keeps them:
 
 - *The peers*: a slice is in at most one push that is not alone, and if no slice was ever contested it is executed
   exactly once. The right to execute it is the helpee's until DoThis, the helper's from its arrival, and the helpee's
-  again only by CancelGranted, after which the helper never begins it. Lives are numbered, so an answer of a helper's
+  again only by CancelGranted: then the helper never begins it. Lives are numbered, so an answer of a helper's
   next life, which does not know the work of the one before, is ignored.
 - *The peers*: a helpee never waits for ever, though any peer may die or fall silent: it contests. The pushes of a lost
   helper may be lost with it, so their slices are contested as well (`Peer.lost`), until the helpee's next clock.
-- *The shards*: a contested slice, one of a ticket that is dealt again, and one that a helper does are each pushed
-  alone, under the slice's own ticket (`slices.ticket_of`). A shard that has it already drops it. So each sample counts
+- *The shards*: a contested slice, a slice of a ticket that is dealt again, and a helper's slice are each pushed alone,
+  under the slice's own ticket (`slices.ticket_of`). A shard that has it already drops it. So each sample counts
   once, and a second execution costs time only. The shards' ledger is the authority.
 
 The helper's own clock does not advance: the gradient is pushed for the helpee's.
 
 Source: A. Harlap et al., "Addressing the straggler problem for iterative convergent parallel ML", SoCC 2016 (rapid
 reassignment). Ours and not the paper's: Helped, CancelGranted, repeats, lives and contests (the paper trusts its
-transport); a helpee asks for a slice back before it does it; an offer is at most a fair part of what is left; helpers
+transport); a helpee asks for a slice back before it does it; an offer is at most a fair part of the rest; helpers
 are the next workers on a ring.
 """
 
@@ -73,15 +73,15 @@ from polytempo.flexrr.slices import BegunHelping, Cancel, CancelGranted, DoThis,
 from polytempo.server.message import Message, Outbox, Ticket
 
 _REMEMBERED = 9
-"""The pace is the median over this many slices: one long pause does not raise it."""
+"""Slices in the median of the pace: one long pause does not raise it."""
 
 
 class Do(NamedTuple):
     """Compute the gradient of `slice`, of the batch `ticket`.
 
-    `alone`: push it at once, for clock `slice.clock`, with no other, under `ticket_of(slice, …)`; it is finished when
-    that push is on its way (a synchronous rule answers it after the whole step). Otherwise it is this worker's own, to
-    be pushed with others of its own.
+    `alone`: push it immediately, for clock `slice.clock`, with no other, under `ticket_of(slice, …)`. It is finished
+    when that push is on its way (a synchronous rule answers it after the whole step). Otherwise it is this worker's
+    own, to be pushed with others of its own.
     """
 
     slice: Slice
@@ -109,7 +109,7 @@ class Peer:
         self.regroup(members)
 
     def regroup(self, members: Sequence[int]) -> None:
-        """The members have changed. Helpers that are members no more are `lost`."""
+        """Set the members. Helpers that are members no more are `lost`."""
         for helper in set(self.helpers) - set(members):
             self.lost(helper)
         self.helpers = helpers_of(self.worker, members, self.parameters.helpers)
@@ -117,13 +117,13 @@ class Peer:
         self._neighbours = tuple(dict.fromkeys((*self.helpees, *self.helpers)))
 
     def lost(self, helper: int) -> None:
-        """`helper` has died, or begun a new life. Its slices of this clock are contested, so `covered` may end."""
+        """Contest the slices of `helper`, which has died or begun a new life, so that `covered` may end."""
         self._giving.lost(helper)
 
     # ------------------------------------------------------------------ a worker's own work
 
     def start(self, now_s: float, clock: int, samples: int, ticket: Ticket | None = None) -> Outbox:
-        """Begin `clock`, in which this worker has `samples` to do. The clock before must be covered."""
+        """Begin `clock` with `samples` to do. The clock before must be covered."""
         if not self.covered or clock <= self._giving.clock:
             raise ValueError(
                 f"worker {self.worker} cannot start clock {clock}: clock {self._giving.clock} is "
@@ -137,7 +137,7 @@ class Peer:
         return self._report(now_s, self._neighbours)
 
     def next(self, now_s: float) -> tuple[Do | None, Outbox]:
-        """The next slice: first those of workers that are behind, then its own share. None: nothing to do."""
+        """Return the next slice: first slices of workers that are behind, then its own. None: nothing to do."""
         self._began_s = now_s
         if (theirs := self._helping.begin()) is not None:
             piece, ticket = theirs
@@ -147,7 +147,7 @@ class Peer:
         return None, []
 
     def finished(self, now_s: float, piece: Slice) -> Outbox:
-        """The slice that `next` returned is done."""
+        """Note that the slice from `next` is done."""
         self._seconds.append(now_s - self._began_s)
         if piece.helpee != self.worker:
             self._helping.finish(piece)
@@ -158,23 +158,23 @@ class Peer:
 
     @property
     def covered(self) -> bool:
-        """Whether every slice of this worker's clock is done: by itself, or by a helper that has pushed it."""
+        """True when every slice of this clock is done by this worker, or pushed by a helper."""
         return self._giving.covered
 
     @property
     def expects_back(self) -> bool:
-        """Whether more slices may come that are to be pushed with its own: ask before pushing, to push once."""
+        """True while more slices may come back, to be pushed with its own: ask before pushing, to push once."""
         return self._giving.expects_back
 
     def may_go_on(self, now_s: float) -> bool:
-        """Whether no helpee needs this worker in its clock: all are near enough, or silent."""
+        """True when all helpees are near enough, or silent."""
         silent_s = now_s - self.parameters.silence_s
         return self.covered and all(self._heard_s.setdefault(helpee, now_s) < silent_s for helpee in self._needy)
 
     # ------------------------------------------------------------------ messages
 
     def receive(self, now_s: float, source: int, message: Message) -> Outbox:
-        """Messages of other kinds, and of workers that are neither helper nor helpee, are ignored."""
+        """Answer a message. Messages of other kinds, and of workers that are neither helper nor helpee, are ignored."""
         outbox: Outbox = []
         was_covered = self.covered
         if source in self.helpees:
@@ -204,17 +204,13 @@ class Peer:
 
     def _as_helpee(self, now_s: float, helper: int, message: Message) -> Outbox:
         match message:
-            case Progress():
-                if self.covered:
-                    return [(helper, Progress(*self._position))] if message.asks else []
-                return self._giving.offer_to(
-                    now_s, helper, Position(message.incarnation, message.clock, message.fraction)
-                )
-            case BegunHelping():
-                self._giving.begun(helper, message.slice)
-                return self._giving.offer_to(
-                    now_s, helper, Position(message.incarnation, message.clock, message.fraction)
-                )
+            case Progress() if self.covered:
+                return [(helper, Progress(*self._position))] if message.asks else []
+            case Progress() | BegunHelping():
+                if isinstance(message, BegunHelping):
+                    self._giving.begun(helper, message.slice)
+                position = Position(message.incarnation, message.clock, message.fraction)
+                return self._giving.offer_to(now_s, helper, position)
             case Helped():
                 self._giving.helped(helper, message.slice)
             case CancelGranted():
@@ -224,7 +220,7 @@ class Peer:
     # ------------------------------------------------------------------ time
 
     def tick(self, now_s: float) -> Outbox:
-        """Between two slices, and when `wait_s` is over: repeats, recalls, contests and reports."""
+        """Repeat, recall, contest and report: call it between two slices, and when `wait_s` is over."""
         outbox = self._giving.recall(now_s, self._pace_s) + self._giving.ask_again(now_s)
         self._giving.contest(now_s, self._pace_s)
         if self.covered and now_s >= self._reported_s + self.parameters.report_s:
@@ -239,13 +235,12 @@ class Peer:
         return [helpee for helpee in self.helpees if self._covered_clock.get(helpee, least) < least]
 
     def wait_s(self, now_s: float) -> float:
-        """How long it may sleep, if no message comes, after `next` returned None."""
+        """The longest sleep, if no message comes, after `next` returned None."""
         latest_s = min(self.parameters.report_s, self.parameters.retry_s)
         return max(0.0, min(latest_s, self._giving.deadline_s(self._pace_s) - now_s))
 
     @property
     def _pace_s(self) -> float:
-        """The time that one slice takes this worker."""
         return median(self._seconds) if self._seconds else self.parameters.retry_s
 
     @property
@@ -267,18 +262,18 @@ class Peer:
 class CoveredWork(NamedTuple):
     """A worker's operations on slices, and the source of its peers' messages.
 
-    `accumulate` computes a slice of its own and adds its gradient to what `push` will send. `push` sends that, for
-    the slices named, each under its ticket; it is called with at least one, seldom twice in a clock. `alone` computes
-    one slice and pushes it by itself, under its ticket, for the slice's clock. Neither push may wait for an answer
-    that comes after the step only (start it, and await it before the pull): a worker that waits there cannot help.
+    `accumulate` computes a slice and adds its gradient to this worker's sum. `push` sends the sum for the slices named,
+    each under its ticket; it is called with at least one slice, seldom twice in a clock. `alone` computes one slice and
+    pushes it separately, under its ticket, for the slice's clock. Neither push may wait for an answer that comes after
+    the step only (start it, and await it before the pull): a worker that waits there cannot help.
     """
 
     accumulate: Callable[[Do], Awaitable[None]]
     push: Callable[[list[Slice]], Awaitable[None]]
     alone: Callable[[Do], Awaitable[None]]
     take: Callable[[float], Awaitable[tuple[int, Parcel] | None]] | None = None
-    """The next letter that comes within this many seconds; None: the mailbox is the peers' alone. Called between any
-    two slices, so it may also `regroup` the peer."""
+    """The next letter that comes within this many seconds; None: only peers use the mailbox. Called between any two
+    slices, so it may also `regroup` the peer."""
 
 
 async def covered_step(
@@ -295,7 +290,7 @@ async def covered_step(
 
 
 async def cover(port: Port, peer: Peer, work: CoveredWork) -> None:
-    """`covered_step` from where the peer stands: again, when `peer.lost` has reopened slices of this clock."""
+    """Go on with `covered_step`: also when `peer.lost` has reopened slices of this clock."""
     own: list[Slice] = []
     while True:
         await _read_mail(port, peer, work)

@@ -11,14 +11,14 @@ class Reassignment:
     """Parts are parts of one worker's share of one clock, between 0 and 1."""
 
     helpers: int = 4
-    """How many workers may help one."""
+    """Workers that may help one."""
     behind: float = 0.20
-    """A worker that is farther behind a helper than this gives work away, for the rest of the clock to all ahead."""
+    """A worker that is farther behind a helper gives work away, for the rest of the clock to all ahead."""
     first_offer: float = 0.025
     later_offers: float = 0.05
     """The offer to a helper that has begun with all its slices."""
     grain: float = 0.0125
-    """One slice: a worker's work between two looks at its mail."""
+    """A slice: a worker's work between two looks at its mail."""
     report_every: float = 0.05
     """A worker reports to its helpees after this part of its share."""
     report_s: float = 0.05
@@ -26,7 +26,7 @@ class Reassignment:
     retry_s: float = 0.05
     """A helper that says nothing about its slices is asked again after this, then after twice as long, and so on."""
     patience: float = 2.0
-    """How long to wait idly for slices that others have, in times that one slice takes the waiting worker itself."""
+    """Idle wait for others' slices before one is contested, in times that one slice takes the waiting worker."""
     silence_s: float = 2.0
     """No worker waits for a helpee that has been silent for this long."""
     slack: int = 0
@@ -53,16 +53,11 @@ class Reassignment:
 
     @property
     def slices(self) -> int:
-        """How many slices a share is cut into."""
+        """Slices of a share."""
         return round(1 / self.grain)
 
-    @property
-    def least_batch(self) -> int:
-        """The samples of a batch from which on a slice has three; with fewer, help often comes late."""
-        return 3 * self.slices
-
     def offer(self, first: bool) -> int:
-        """How many slices to offer."""
+        """Slices to offer, first or later."""
         return max(1, round((self.first_offer if first else self.later_offers) / self.grain))
 
 

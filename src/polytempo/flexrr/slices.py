@@ -26,7 +26,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def samples(self) -> int:
-        """How many samples it has."""
+        """Samples in it."""
         return self.end - self.begin
 
 
@@ -40,9 +40,9 @@ def cut(helpee: int, incarnation: int, clock: int, samples: int, slices: int) ->
 
 
 def ticket_of(piece: Slice, ticket: int, slices: int) -> int:
-    """The number under which the shards know a slice of the batch `ticket`: `slices` + 1 numbers for each batch.
+    """The shards' number for a slice of the batch `ticket`: `slices` + 1 numbers for each batch.
 
-    `slices` must be the same for all workers of a run; that of the batch's own ticket is never used beside it.
+    All workers of a run must use the same `slices`. No push uses the number of the batch's own ticket as well.
     """
     if not 0 <= piece.number < slices:
         raise ValueError(f"slice {piece.number} of a batch in {slices} slices; every worker must cut alike")
@@ -50,7 +50,7 @@ def ticket_of(piece: Slice, ticket: int, slices: int) -> int:
 
 
 def closing_of(ticket: int, slices: int) -> int:
-    """The last of the batch's numbers: with its push all slices of the batch are at the shards, or in this push."""
+    """The batch's last number. Once it is pushed, all slices of the batch are at the shards, or in this push."""
     return ticket * (slices + 1) + slices
 
 
@@ -61,7 +61,7 @@ class Progress(Message, frozen=True, eq=False):
     clock: int
     fraction: float
     asks: bool = False
-    """Whether the sender waits for the receiver, and asks for an answer once the receiver is covered."""
+    """True if the sender waits for the receiver, and asks for an answer once the receiver is covered."""
 
 
 class DoThis(Message, frozen=True, eq=False):

@@ -1,4 +1,4 @@
-"""How a model is cut over workers, and in which order they work."""
+"""Models cut over workers, and the order of the workers' work."""
 
 from polytempo.partition import scheduled, schedules
 from polytempo.partition.cut import Cut, Stage, Value

@@ -1,13 +1,13 @@
-"""A graph as a chain of n units, each segment of which has its costs, and the best cuts of it into K stages.
+"""A graph as a chain of n units with costs for each segment, and the best cuts of it into K stages.
 
-A stage is a segment [a, b) of units. Matrices of shape (n + 1, n + 1) have at [a, b] what the segment costs. The cut is
+A stage is a segment [a, b) of units. Matrices of shape (n + 1, n + 1) have at [a, b] the segment's cost. The cut is
 exact, by dynamic programming over the ends of stages:
 
     minimize the largest:   best[k, b] = min over a of max(best[k − 1, a], cost[a, b])
     minimize the sum:       best[k, b] = min over a of best[k − 1, a] + cost[a, b]
 
-Cost: O(K n²) time, O(n²) memory. Other graphs than chains are taken in the order in which the model computes them:
-the cut is the best of those whose stages are contiguous in that order, and not always the best of all.
+Cost: O(K n²) time, O(n²) memory. Graphs other than chains are taken in the order of the model's computation: the cut is
+the best with contiguous stages in that order, and not always the best of all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
-from polytempo.partition.graph.profile import Fact, storage
+from polytempo.partition.graph.profile import Fact, storage, tensors_in
 from polytempo.partition.graph.trace import Traced
 from polytempo.partition.graph_stages import holds_tensor, parts, positions
 
@@ -43,31 +42,29 @@ class Joint(NamedTuple):
 class Chain:
     """A model's nodes in the order of their computation, cut into as many units as possible.
 
-    Matrices have the shape (n + 1, n + 1) for n units: at [a, b] what a stage of the units a … b − 1 would cost.
+    Matrices have the shape (n + 1, n + 1) for n units: at [a, b] the cost of a stage with the units a … b − 1.
     """
 
     positions: Mapping[fx.Node, int | None]
     nodes: tuple[fx.Node, ...]
     """The node at each position."""
     begins: tuple[int, ...]
-    """The position at which each unit begins."""
+    """The first position of each unit."""
     joints: tuple[Joint, ...]
     operations: Tensor
     parameter_bytes: Tensor
     saved_bytes: Tensor
-    """Tensors kept from forward to backward, and those received."""
-    received_bytes: Tensor
-    """Values of earlier stages, forward only."""
+    """Tensors kept from forward to backward, and received ones."""
     traffic: Tensor
-    """The same, and the gradients that go back for them."""
+    """Values of earlier stages, and the gradients that go back for them."""
     memory: Tensor
-    """Parameters, gradients, the optimizer's state, and what is kept."""
+    """Parameters, gradients, the optimizer's state, and kept tensors."""
     numbers: Tensor
-    """How many parameters, one of several names once."""
+    """Parameters; one with several names counts once."""
 
     @property
     def units(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return len(self.begins)
 
     def stage_of(self, ends: tuple[int, ...]) -> dict[fx.Node, int | None]:
@@ -102,17 +99,15 @@ def chain_of(
     for number, node in enumerate(nodes):
         costs[unit[number]] += facts[node].operations
     parameter_bytes, numbers = _parameters(model, holders, unit, len(begins))
-    received, traffic = _traffic(facts, place, unit, len(begins))
+    traffic = _traffic(facts, place, unit, len(begins))
     saved = _saved(facts, place, unit, len(begins))
     memory = parameter_bytes * (_TRAINED + state_per_parameter) + saved
     operations = prefix(costs)
-    return Chain(
-        place, nodes, begins, tuple(joints), operations, parameter_bytes, saved, received, traffic, memory, numbers
-    )
+    return Chain(place, nodes, begins, tuple(joints), operations, parameter_bytes, saved, traffic, memory, numbers)
 
 
 def _placed(graph: fx.Graph, place: Mapping[fx.Node, int | None]) -> tuple[fx.Node, ...]:
-    """The first node of each position: those that follow it are its parts."""
+    """The first node of each position; nodes that follow it are its parts."""
     found: dict[int, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "output" and (at := place[node]) is not None:
@@ -121,7 +116,7 @@ def _placed(graph: fx.Graph, place: Mapping[fx.Node, int | None]) -> tuple[fx.No
 
 
 def users(node: fx.Node, place: Mapping[fx.Node, int | None]) -> set[int]:
-    """Positions of what uses the node, through nodes that stand anywhere."""
+    """Positions of a node's users, through nodes that stand anywhere."""
     found: set[int] = set()
     for user in node.users:
         at = place[user]
@@ -129,29 +124,30 @@ def users(node: fx.Node, place: Mapping[fx.Node, int | None]) -> set[int]:
     return found
 
 
-# ---------------------------------------------------------------------- what no cut separates
+# ---------------------------------------------------------------------- joints
 
 
 def _in_place(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None]) -> Iterator[Joint]:
-    """A tensor, its views and what changes them in place are one: a copy in another stage would not change."""
+    """A tensor, its views and the nodes that change them in place are one: a copy in another stage would not change."""
     aliases: dict[int, list[fx.Node]] = defaultdict(list)
     for node, fact in facts.items():
         for key in _storages(fact.value):
             aliases[key].append(node)
         for key in fact.changed:
             at = place[node]
-            assert at is not None, "what changes a tensor has a position"
+            assert at is not None, "a node that changes a tensor has a position"
             there = [place[alias] for alias in aliases[key]]
             known = [each for each in there if each is not None]
             if len(known) < len(there):  # an input or a buffer: every stage that uses it has one of its own
                 known = [at, *(each for alias in aliases[key] for each in users(alias, place))]
-                yield Joint(min(known), max(known), f"{_label(node)} changes in place what is used there and before")
+                reason = f"{_label(node)} changes in place a tensor that is used there and before"
+                yield Joint(min(known), max(known), reason)
             else:
                 yield Joint(min(known), at, f"{_label(node)} changes it in place")
 
 
 def _unsendable(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None]) -> Iterator[Joint]:
-    """An object that cannot be sent stays with what uses it."""
+    """An object that cannot be sent stays with its users."""
     for node, fact in facts.items():
         at = place[node]
         if at is not None and node.op != "output":
@@ -182,10 +178,10 @@ def _label(node: fx.Node) -> str:
 
 
 def _storages(value: Any) -> set[int]:
-    return {storage(each) for each in tree_leaves(value) if isinstance(each, Tensor)}
+    return {storage(each) for each in tensors_in(value)}
 
 
-# ---------------------------------------------------------------------- what segments cost
+# ---------------------------------------------------------------------- costs of segments
 
 
 def _holders(model: nn.Module, graph: fx.Graph, place: Mapping[fx.Node, int | None]) -> dict[str, set[int]]:
@@ -208,7 +204,7 @@ def _holders(model: nn.Module, graph: fx.Graph, place: Mapping[fx.Node, int | No
 def _parameters(
     model: nn.Module, holders: Mapping[str, set[int]], unit: list[int], units: int
 ) -> tuple[Tensor, Tensor]:
-    """Bytes and numbers of the parameters of each segment; one that is used twice counts once."""
+    """Bytes and numbers of the parameters of each segment; a parameter with several uses counts once."""
     tensors = dict(model.named_parameters())
     sizes, numbers = SegmentBytes(units), SegmentBytes(units)
     for name, uses in holders.items():
@@ -218,14 +214,12 @@ def _parameters(
     return sizes.matrix(), numbers.matrix()
 
 
-def _traffic(
-    facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None], unit: list[int], units: int
-) -> tuple[Tensor, Tensor]:
-    """Bytes that each segment receives from earlier ones: forward alone, and with the gradients that it sends back.
+def _traffic(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None], unit: list[int], units: int) -> Tensor:
+    """Bytes that each segment receives from earlier ones, and of the gradients that it sends back.
 
     Numbers do not count: most stages that need a size have a tensor to read it from.
     """
-    forward, both = SegmentBytes(units), SegmentBytes(units)
+    found = SegmentBytes(units)
     for node, at in place.items():
         if at is None or node.op == "output" or not holds_tensor(facts[node].value):
             continue
@@ -233,13 +227,12 @@ def _traffic(
         if all(each == unit[at] for each in there):
             continue
         for part in parts(facts[node].value, node):
-            forward.add(part.num_bytes, there, after=unit[at])
-            both.add(part.num_bytes * (1 + part.requires_grad), there, after=unit[at])
-    return forward.matrix(), both.matrix()
+            found.add(part.num_bytes * (1 + part.requires_grad), there, after=unit[at])
+    return found.matrix()
 
 
 def _saved(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None], unit: list[int], units: int) -> Tensor:
-    """Bytes that each segment keeps from forward to backward: once for what it computes and saves, or receives."""
+    """Bytes that each segment keeps from forward to backward: once for computed and saved, or received, tensors."""
     made: dict[int, int] = {}
     sizes: dict[int, int] = {}
     saving: dict[int, set[int]] = defaultdict(set)
@@ -264,7 +257,7 @@ def _saved(facts: Mapping[fx.Node, Fact], place: Mapping[fx.Node, int | None], u
 
 
 def has_parameters(chain: Chain) -> Tensor:
-    """Which segments have a parameter; all of them, where the model has none."""
+    """Segments with a parameter; all of them, where the model has none."""
     some = chain.numbers > 0
     return some if bool(some.any()) else torch.ones_like(some)
 
@@ -289,7 +282,7 @@ def slowest_least(worst: Tensor, total: Tensor, allowed: Tensor, stages: int) ->
 def total_least(total: Tensor, worst: Tensor, allowed: Tensor, stages: int) -> tuple[int, ...] | None:
     """Ends that minimize the sum of `total`, and among those the largest `worst`. Arguments as `slowest_least`.
 
-    Of several that are equal in both, the one whose last stages begin first.
+    Among cuts that are equal in both, it takes the one with the earliest last stages.
     """
     units = len(total) - 1
     nowhere = torch.full((units + 1,), torch.inf, dtype=torch.float64)

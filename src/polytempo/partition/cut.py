@@ -1,4 +1,4 @@
-"""A model cut into stages: what each stage computes, and the tensors that pass between them.
+"""A model cut into stages: the computation of each stage, and the tensors that pass between them.
 
 stage 0 ──h──▶ stage 1 ──g──▶ stage 2        values: h (source 0, targets 1 and 2), g (source 1, target 2)
    └───────────h────────────────▲            h goes from stage 0 to stage 2 directly; stage 1 does not pass it on
@@ -19,14 +19,14 @@ from torch.func import functional_call
 from polytempo.partition.graph.modes import attributes_kept, counts_unread
 
 Layout = tuple[tuple[int, ...], torch.dtype]
-"""What a receiver allocates: a shape and a dtype."""
+"""Shape and dtype of a receive buffer."""
 
 
 _LONG = 40
 
 
 def any_size(inputs: Sequence[Any]) -> None:
-    """What `Cut.check` is where nothing was decided by sizes."""
+    """`Cut.check` of a model that decides nothing by sizes."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ class Value:
     targets: tuple[int, ...]
     """The stages that use it, ascending. It is sent once to each of them, directly."""
     requires_grad: bool = True
-    """Whether targets send a gradient back. False: the tensor is no floating-point one, or nothing trained is behind
-    it. A target that has no gradient for it sends zeros."""
+    """True if targets send a gradient back. False: the tensor is not floating-point, or nothing trained is behind it. A
+    target that has no gradient for it sends zeros."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs for the inputs that the model was cut with."""
+    """The costs of a stage for the inputs of the cut."""
 
     layers: tuple[str, ...]
     """Places of the modules with parameters, and of operations between modules."""
     parameters: int
-    """How many numbers the stage trains or holds."""
+    """Numbers that the stage trains or holds."""
     parameter_bytes: int
     saved_bytes: int
-    """Tensors kept from forward to backward, with what the stage receives."""
+    """Tensors kept from forward to backward, with the received ones."""
     operations: float
     """Floating-point operations of forward and backward; see `profile.counted`."""
     seconds: float | None
@@ -70,7 +70,7 @@ class StageCost:
         return every if len(every) <= _LONG else f"{self.layers[0]} … {self.layers[-1]}"
 
     def memory_bytes(self, state_per_parameter: float) -> float:
-        """Parameters, gradients, the optimizer's state, and what is kept of one micro-batch."""
+        """Parameters, gradients, the optimizer's state, and one micro-batch's kept tensors."""
         return self.parameter_bytes * (2 + state_per_parameter) + self.saved_bytes
 
 
@@ -100,20 +100,20 @@ class Cut:
 
     stages: tuple[Stage, ...]
     values: tuple[Value, ...]
-    """In the order in which the model computes them."""
+    """Values in the order of the model's computation."""
     shared: Mapping[str, Mapping[int, str]]
     """Parameters that several stages use (tied weights): by the whole model's name, the name that each of these stages
     has for it. Their gradients are to be summed."""
     inputs: tuple[str, ...]
     """The model's inputs, in the order of the sample."""
     begins: tuple[str, ...]
-    """Where each stage but the first begins: `cut(…, by=begins)` makes the same cut."""
+    """Names where stages but the first begin: `cut(…, by=begins)` makes the same cut."""
     costs: tuple[StageCost, ...] = ()
     check: Callable[[Sequence[Any]], None] = any_size
-    """Raises ValueError for inputs of sizes with which the model would decide otherwise than with the sample."""
+    """Raises ValueError for inputs with sizes that lead the model to other decisions than the sample."""
 
     def inputs_of(self, stage: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of the model's inputs that the stage's module is given first."""
+        """The model's inputs that the stage's module is given first."""
         given = dict(zip(self.inputs, inputs, strict=True))
         return tuple(given[name] for name in self.stages[stage].inputs)
 
@@ -145,7 +145,7 @@ class Cut:
 
 
 def unbalanced(costs: Sequence[StageCost], each: Sequence[float], most: float = 1.25) -> str:
-    """What to say where a stage costs more than `most` times the mean of `each`; "" where none does."""
+    """A warning where a stage costs more than `most` times the mean of `each`; "" where none does."""
     slowest, mean = max(range(len(each)), key=each.__getitem__), sum(each) / len(each)
     if each[slowest] <= most * mean:
         return ""
@@ -157,7 +157,7 @@ def unbalanced(costs: Sequence[StageCost], each: Sequence[float], most: float = 
 
 
 def located(stage: int, error: Exception) -> str:
-    """Where in a stage's graph an error was raised: its line names the layer or the operation."""
+    """The place of an error in a stage's graph: its line names the layer or the operation."""
     lines = [frame.line for frame in extract_tb(error.__traceback__) if frame.filename.startswith("<eval_with_key")]
     return f"stage {stage}" + (f" at `{lines[-1].partition(';')[0]}`" if lines and lines[-1] else "")
 
@@ -173,7 +173,7 @@ def fake(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def fake_state(module: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """Parameters and buffers as fake tensors; one that has several names is one fake tensor."""
+    """Parameters and buffers as fake tensors; a tensor with several names is one fake tensor."""
     made: dict[int, Tensor] = {}
     tensors = [
         *module.named_parameters(remove_duplicate=False),

@@ -30,7 +30,7 @@ from polytempo.partition.graph_stages import split
 
 By = Literal["operations", "time", "memory", "traffic"]
 _WITHIN = 1.5
-"""How many times the operations of the balanced cut a stage may have for less traffic."""
+"""The most operations of a stage with less traffic, in times of the balanced cut's."""
 _CHOICES = ("operations", "time", "memory", "traffic")
 
 
@@ -51,22 +51,23 @@ def cut(
         cut(model, 4, sample=x)                                # the slowest stage has the fewest operations
         cut(model, sample=x, by=["blocks.1", "scores"])  # three stages, by hand
 
-    `sample` is what the model is called with: a tensor, a tuple of inputs, or a mapping of keywords. Its values do not
-    matter, but sizes do: operations, bytes and times are those of the sample.
+    `sample` has the model's inputs: a tensor, a tuple of inputs, or a mapping of keywords. Its values do not matter,
+    but sizes do: operations, bytes and times are counted for the sample.
 
-    `by`: what is the least of the largest stage (the module's table), or the names of layers that begin stages.
+    `by`: the cost with the least maximum over stages (the module's table), or the names of layers that begin stages.
     `within` lets the chosen stages have so many times the least possible maximum, and among these cuts the one with the
     least traffic is taken: 1 if `by` is a cost. If it is the traffic, no stage has more than 1.5 times the operations
     of the balanced cut's largest stage, or less than its smallest has over 1.5 (`math.inf`: any). `memory_bytes` bounds
     parameters, gradients, the optimizer's state (`state_per_parameter` numbers each; Adam has 2) and kept tensors of a
     stage. Every chosen stage has a parameter. `tied="together"` keeps uses of one parameter in one stage. `measure`
-    measures times, whatever `by` is, for `costs`.
+    measures times for `costs`, for any `by`.
 
-    The cut is the best for chains; for other graphs the best of those whose stages are contiguous in the order in which
-    the model computes them. Cost: two traces, a pass over fake tensors, and O(K n²) for n operations; six forward and
+    The cut is the best for chains; for other graphs the best with stages that are contiguous in the order of the
+    model's computation. Cost: two traces, a pass over fake tensors, and O(K n²) for n operations; six forward and
     backward passes where times are measured.
 
-    Errors: ValueError for more stages than parts, for what cannot be traced or cut, for names that are not there.
+    Errors: ValueError for more stages than parts, for a model that cannot be traced or cut, for names that are not
+    there.
     """
     _check(stages, by, within)
     inputs = inputs_of(model, sample)
@@ -83,8 +84,6 @@ def cut(
 
 
 class _Asked(NamedTuple):
-    """What `cut` was asked for."""
-
     stages: int | None
     by: By | Sequence[str]
     within: float | None
@@ -133,7 +132,6 @@ def _check(stages: int | None, by: By | Sequence[str], within: float | None) -> 
 
 
 def _of_units(chain: Chain, times: Mapping[fx.Node, float]) -> list[float]:
-    """Seconds of each unit."""
     found = [0.0] * chain.units
     for node, place in chain.positions.items():
         if place is not None and node.op != "output":
@@ -142,7 +140,6 @@ def _of_units(chain: Chain, times: Mapping[fx.Node, float]) -> list[float]:
 
 
 def _check_parts(chain: Chain, stages: int, whole: Mapping[str, str]) -> None:
-    """ValueError for more stages than there are parts."""
     allowed = has_parameters(chain)
     most = sum(bool(allowed[unit, unit + 1]) for unit in range(chain.units))
     if stages > most:
@@ -153,7 +150,7 @@ def _check_parts(chain: Chain, stages: int, whole: Mapping[str, str]) -> None:
 
 
 def _named(places: Places, by: Sequence[str], stages: int | None, whole: Mapping[str, str]) -> tuple[int, ...]:
-    """Where the stages end that begin at these names. `Untraceable`, if a name may be within what stays whole."""
+    """The ends of stages that begin at these names. `Untraceable`, if a name may be within a whole module."""
     try:
         return places.ends(by, stages)
     except ValueError as error:
@@ -169,7 +166,7 @@ def _kept(whole: Mapping[str, str]) -> str:
 def _chosen(
     chain: Chain, stages: int, by: str, seconds: Tensor | None, *, within: float | None, memory_bytes: float | None
 ) -> tuple[int, ...]:
-    """Units at which the stages end. ValueError where there is no such cut."""
+    """Units that end the stages. ValueError where there is no such cut."""
     cost = chain.memory if by == "memory" else seconds if by == "time" and seconds is not None else chain.operations
     allowed = has_parameters(chain)
     if memory_bytes is not None:
@@ -209,7 +206,7 @@ def _shared(model: nn.Module, stages: Sequence[Stage]) -> dict[str, dict[int, st
 def _costs(
     chain: Chain, places: Places, ends: Sequence[int], seconds: Tensor | None, sizes: Mapping[Value, int]
 ) -> Iterator[StageCost]:
-    """What each stage costs. `sizes`: bytes of each value."""
+    """The costs of each stage. `sizes`: bytes of each value."""
     positions = [*chain.begins, len(chain.nodes)]
     for stage, (a, b) in enumerate(pairwise(ends)):
         yield StageCost(
@@ -225,7 +222,7 @@ def _costs(
 
 
 class Places:
-    """The positions of a chain by name: "blocks.1" is where the first operation of that module stands."""
+    """The positions of a chain by name: "blocks.1" is the place of that module's first operation."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
@@ -238,13 +235,13 @@ class Places:
             self._first.setdefault(self._own[node], position)
 
     def begin(self, position: int) -> str:
-        """A name for what begins at the position: the outermost module, or the operation."""
+        """A name for the module or operation that begins at the position: the outermost."""
         node = self._chain.nodes[position]
         own = self._own[node]
         return next((name for name in (*_modules(node), own) if self._first[name] == position), own)
 
     def ends(self, begins: Sequence[str], stages: int | None) -> tuple[int, ...]:
-        """Where the stages end that begin at these names. ValueError for names that cannot begin one."""
+        """The ends of stages that begin at these names. ValueError for names that cannot begin one."""
         if stages is not None and stages != len(begins) + 1:
             raise ValueError(
                 f"stages={stages}, and {len(begins)} names begin stages behind the first: {len(begins) + 1} stages"
@@ -256,7 +253,7 @@ class Places:
                 after = begins[number] if number < len(begins) else "the end"
                 raise ValueError(
                     f"stage {number} would be empty: {after} does not come behind the beginning of {before}; name the "
-                    "layers in the order in which the model computes them"
+                    "layers in the order of the model's computation"
                 )
         return tuple(found)
 
@@ -275,7 +272,7 @@ class Places:
         return bisect_right(self._chain.begins, position) - 1
 
     def layers(self, first: int, end: int) -> tuple[str, ...]:
-        """What the positions `first … end - 1` are, by the largest modules that lie within."""
+        """The positions `first … end - 1` by the largest modules that are within."""
         found: dict[str, None] = {}
         outside = {
             name
@@ -289,7 +286,7 @@ class Places:
 
 
 def labels(nodes: Iterable[fx.Node]) -> Iterator[str]:
-    """A name for each node: of a module's second call "blocks.1#2", of an operation that of the graph: "add_1"."""
+    """A name for each node: of a module's second call "blocks.1#2", of an operation the graph's: "add_1"."""
     calls: Counter[str] = Counter()
     for node in nodes:
         name = str(node.target) if node.op == "call_module" else node.name

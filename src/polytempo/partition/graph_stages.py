@@ -21,11 +21,11 @@ OPERATIONS = ("call_module", "call_function", "call_method")
 
 
 def positions(graph: fx.Graph, facts: Mapping[fx.Node, Fact]) -> dict[fx.Node, int | None]:
-    """Where each node stands among those that a cut can divide: 0, 1, … in the order of the graph. None: anywhere.
+    """Each node's place among nodes that a cut can divide: 0, 1, … in the order of the graph. None: anywhere.
 
-    A part of a tuple stands where the tuple is. Sizes and other values without tensors stand where the last of what
-    they are computed from is, and anywhere if that is only the model's inputs and parameters: each stage that needs
-    them computes them. The output stands with the last node.
+    A part of a tuple stands where the tuple is. Sizes and other values without tensors stand at the last of their
+    sources, and anywhere if these are only the model's inputs and parameters: each stage that needs them computes them.
+    The output stands with the last node.
     """
     found: dict[fx.Node, int | None] = {}
     count = 0
@@ -47,23 +47,21 @@ def _is_part(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
 
 
 def _is_size(node: fx.Node, facts: Mapping[fx.Node, Fact]) -> bool:
-    """Whether the node computes sizes or the like, so that to compute it again is as good as to send it."""
+    """True if the node computes sizes or the like, so that to compute it again is as good as to send it."""
     fact = facts[node]
     return node.op in OPERATIONS[1:] and not fact.changed and not holds_tensor(fact.value)
 
 
 class _Division(NamedTuple):
-    """Which stage computes what."""
-
     facts: Mapping[fx.Node, Fact]
     stage_of: Mapping[fx.Node, int | None]
     copies: Set[tuple[fx.Node, int]]
-    """Sizes that a later stage computes itself, for it has what they are computed from."""
+    """Sizes that a later stage computes again, for it has their sources."""
     crossing: Mapping[fx.Node, Sequence[int]]
     """Nodes that other stages use, with these stages."""
 
     def members(self, graph: fx.Graph, index: int) -> set[fx.Node]:
-        """What stage `index` computes: its own nodes, and what stands anywhere that they need."""
+        """The nodes of stage `index`: its own, and needed nodes that stand anywhere."""
         found = {node for node in graph.nodes if self.stage_of[node] == index}
         for node in reversed(graph.nodes):
             anywhere = self.stage_of[node] is None or (node, index) in self.copies
@@ -104,7 +102,7 @@ def split(
     inputs: Inputs,
     stage_of: Mapping[fx.Node, int | None],
 ) -> tuple[list[Stage], dict[Value, int]]:
-    """The stages, and the values with their bytes. `stage_of`: None for what each stage that needs it has."""
+    """The stages, and the values with their bytes. `stage_of`: None for nodes that each stage has if it needs them."""
     last = max(stage for stage in stage_of.values() if stage is not None)
     division = _divided(traced.graph, facts, stage_of)
     values = {
@@ -157,11 +155,11 @@ def _stage_graph(whole: fx.Graph, division: _Division, index: int) -> tuple[fx.G
 
 def _module(model: nn.Module, traced: Traced, graph: fx.Graph, index: int, *, is_last: bool) -> nn.Module:
     """The stage as a module with the model's names. Parameters that no stage uses stay in the last one."""
-    held = model if not traced.constants else _with_constants(model, traced.constants)
+    held = model if not traced.constants else with_constants(model, traced.constants)
     module = fx.GraphModule(held, graph, class_name=f"Stage{index}")
     if is_last:
         for name in _unused(model, traced.graph):
-            _attach(module, name, _attribute(model, name))
+            _attach(module, name, operator.attrgetter(name)(model))
     kept = set(model.state_dict())
     for name, buffer in list(module.named_buffers(remove_duplicate=False)):
         if name not in kept:
@@ -172,24 +170,17 @@ def _module(model: nn.Module, traced: Traced, graph: fx.Graph, index: int, *, is
     return module
 
 
-def _with_constants(model: nn.Module, constants: Mapping[str, Tensor]) -> nn.Module:
-    """A module that has what the model has, and these tensors."""
+def with_constants(model: nn.Module, constants: Mapping[str, Tensor]) -> nn.Module:
+    """A module with the model's attributes and these tensors."""
     held = nn.Module()
     held.__dict__.update({**model.__dict__, **constants})
     return held
 
 
 def _unused(model: nn.Module, graph: fx.Graph) -> list[str]:
-    """Parameters and buffers that no node uses."""
     used = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [name for name, _ in tensors if not used & set(accumulate(name.split("."), "{}.{}".format))]
-
-
-def _attribute(model: nn.Module, name: str) -> Tensor:
-    owner, _, field = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), field)
-    return found
 
 
 def _attach(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -211,7 +202,7 @@ Path = tuple[int | str, ...]
 
 
 class Part(NamedTuple):
-    """A piece of a node's value that crosses: where it stands in the value, and what it is there."""
+    """A piece of a node's value that crosses: its place in the value, and the tensor or number there."""
 
     path: Path
     piece: Any
@@ -229,7 +220,7 @@ class Part(NamedTuple):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient comes back."""
+        """True if a gradient comes back."""
         return isinstance(self.piece, Tensor) and self.piece.requires_grad
 
 
@@ -255,7 +246,7 @@ def _parts(value: Any, path: Path, node: fx.Node) -> Iterator[Part]:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether there is a tensor in the value."""
+    """True if there is a tensor in the value."""
     if isinstance(value, tuple | list):
         return any(holds_tensor(piece) for piece in value)
     if isinstance(value, Mapping):
@@ -273,7 +264,7 @@ def sent(graph: fx.Graph, node: fx.Node, part: Part) -> fx.Node:
 
 
 def received(graph: fx.Graph, value: Any, placeholders: Mapping[Path, fx.Node], path: Path = ()) -> Any:
-    """The value again, out of what a stage was sent, as an argument of its graph."""
+    """The value again, out of a stage's received tensors, as an argument of its graph."""
     if path in placeholders:
         node = placeholders[path]
         return node if isinstance(value, Tensor) else graph.call_method("item", (node,))

@@ -1,4 +1,4 @@
-"""Strategies whose workers hold stages or parts of a model, with an inner strategy between equal holders.
+"""Strategies with stages or parts of a model on each worker, and an inner strategy between equal holders.
 
 `staged_strategy` makes the answer of a pipeline's function by `over_stages`; `over_parts` is for layers in parts.
 """
@@ -31,8 +31,8 @@ def staged_strategy(
 ) -> Strategy:
     """The strategy that `function` makes of its `arguments`, among them the codecs `activations` and `gradients`.
 
-    Errors: TypeError for what is no codec, ValueError for one that cannot serve between stages (see `Wires`), and for
-    an `inner` that replicas of a stage cannot have.
+    Errors: TypeError for an argument that is not a codec, ValueError for a codec that stages cannot use (see `Wires`),
+    and for an `inner` that replicas of a stage cannot have.
     """
     wired = replace(schedule, wires=Wires(arguments["activations"], arguments["gradients"]))
     return over_stages(call_name(function, arguments, brief=(*brief, *_BRIEF)), wired, inner)
@@ -41,10 +41,10 @@ def staged_strategy(
 def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
     """InStages that work by `schedule`, and `inner` between the workers that hold the same stage.
 
-    With a parameter server each stage has a server of its own, of as many shards as `inner` says.
+    With a parameter server each stage has a server of its own, with the shards of `inner`.
 
-    Errors: `Incompatible` for an `inner` with one copy of the parameters, slices or stages; ValueError for one whose
-    shards cannot use late gradients where the schedule makes them late.
+    Errors: `Incompatible` for an `inner` with one copy of the parameters, slices or stages; ValueError for an `inner`
+    with shards that cannot use late gradients where the schedule makes them late.
     """
     divided = inner.parted is not None and not isinstance(inner.parted, SplitLayers)
     refuse(inner.features | {"inside stages"} | ({"divided parts"} if divided else set()), strategy=inner, outer=name)
@@ -57,12 +57,12 @@ def over_stages(name: str, schedule: Schedule, inner: Strategy) -> Strategy:
 
 
 def _check_served(name: str, schedule: Schedule, inner: Strategy, service: Service) -> None:
-    """ValueError where the servers of stages cannot use what stages push, or stages do not have what they need."""
+    """Raise ValueError where a stage's server cannot use its gradients, or the stage lacks the optimizer's state."""
     delay = max(facts(schedule, stage).delay for stage in range(schedule.stages))
     if delay and service.rule.needs_newest:
         raise ValueError(
-            f"{name}: {inner} drops gradients that were not computed on the newest parameters, and those of this "
-            f"schedule are up to {delay} updates late, so it would drop all of them; use async_sgd(), softsync() or "
+            f"{name}: {inner} drops gradients that were not computed on the newest parameters, and this "
+            f"schedule's are up to {delay} updates late, so it would drop all of them; use async_sgd(), softsync() or "
             "ssp(), or a schedule that waits: gpipe, one_f_one_b, interleaved, zero_bubble"
         )
     if delay and any(modifier.needs_basis for modifier in service.modifiers):
@@ -75,7 +75,7 @@ def _check_served(name: str, schedule: Schedule, inner: Strategy, service: Servi
     if isinstance(schedule.correction, SpecTrain) and not steps_by_itself:
         raise ValueError(
             f"{name}: spectrain predicts by SGD's momentum, which is in the shards of {inner}, and stages do not have "
-            "it; correct by pipemare, or use downpour() or easgd(), whose workers step by themselves"
+            "it; correct by pipemare, or use downpour() or easgd(): their workers step alone"
         )
 
 

@@ -34,12 +34,13 @@ class StripedLinear(nn.Module):
 
 
 def striped(model: nn.Module, name: str, stripes: int) -> nn.Module:
-    """A copy of `model` whose linear layer `name` is in `stripes`: it computes the same.
+    """A copy of `model` with the linear layer `name` in `stripes`: it computes the same.
 
     Cut it where the stripes begin, by=[…, "top.stripes.0", "top.stripes.1"], and train it by
     `schedules.pipelined_backprop(stages, stripes=…)`. `unstriped` gives back the whole model's state.
 
-    Errors: ValueError for what is no linear layer, has fewer rows than stripes, or shares its weight with another one.
+    Errors: ValueError for a layer that is not linear, has fewer rows than stripes, or shares its weight with another
+    one.
     """
     found = copy.deepcopy(model)
     layer = dict(found.named_modules()).get(name)

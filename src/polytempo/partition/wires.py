@@ -1,10 +1,10 @@
-"""`Wires`: what passes between the stages of a pipeline, or between the ranks of split layers, in fewer bytes.
+"""`Wires`: tensors between the stages of a pipeline, or between the ranks of split layers, in fewer bytes.
 
     forward    stage 0 ── h, encoded ──▶ stage 1 computes with ĥ = decode(encode(h))
     backward   stage 0 ◀── ĝ ────────── stage 1 sends g = ∂L/∂ĥ, encoded; stage 0 takes ĝ for ∂L/∂h
 
-So the gradient passes the codec of activations as if it were the identity (straight through). What split layers encode,
-`partition.tensor.model_group` says, and what divided ones, `partition.hybrid.exchange`.
+So the gradient passes the codec of activations as if it were the identity (straight through).
+`partition.tensor.model_group` lists the encoded exchanges of split layers, `partition.hybrid.exchange` of divided ones.
 
 Sources: Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for
 conditional computation", 2013, section 3.1 (straight through); T. Dettmers, "8-bit approximations for parallelism in
@@ -36,19 +36,18 @@ _WHOLE = {4: torch.int32, 8: torch.int64}
 class Wires:
     """The codecs of both ways; None: tensors travel as they are.
 
-    Raises ValueError for a codec that remembers something, or whose wires vary in length.
+    Raises ValueError for a codec with a memory, or with wires of varying length.
     """
 
     activations: Codec | None = None
     gradients: Codec | None = None
 
     def __str__(self) -> str:
-        """In words, of the codecs that there are."""
+        """The codecs in words."""
         names = ("activations", self.activations), ("their gradients", self.gradients)
         return ", ".join(f"{what} by {codec.facts.name}" for what, codec in names if codec is not None) or "as they are"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot serve."""
         for codec in (self.activations, self.gradients):
             if codec is not None:
                 check_codec(codec)
@@ -56,11 +55,11 @@ class Wires:
 
     @property
     def draws(self) -> bool:
-        """Whether what travels depends on random numbers."""
+        """True if the sent values depend on random numbers."""
         return any(each is not None and each.facts.draws for each in (self.activations, self.gradients))
 
     def codec(self, way: Way, like: Tensor) -> Codec | None:
-        """What encodes a tensor like this on its way. None for whole numbers, truth values and single numbers (a size,
+        """The codec of a tensor like this on its way. None for whole numbers, truth values and single numbers (a size,
         a scale), and for a tensor that would not get smaller."""
         codec = self.activations if way == "forward" else self.gradients
         if codec is None or not like.is_floating_point() or like.dim() == 0 or codec.wire_bytes(like) > like.nbytes:
@@ -68,14 +67,14 @@ class Wires:
         return codec
 
     def num_bytes(self, way: Way, like: Tensor) -> int:
-        """What travels for a tensor like this."""
+        """Bytes sent for a tensor like this."""
         codec = self.codec(way, like)
         return like.nbytes if codec is None else codec.wire_bytes(like)
 
     def common_codec(self, way: Way, likes: Sequence[Tensor], times: Sequence[int] | None = None) -> Codec | None:
-        """What encodes tensors that travel in one exchange. None where together they would not get smaller.
+        """The codec of tensors in one exchange. None where together they would not get smaller.
 
-        `times`: how many there are like each; None: one.
+        `times`: the number of tensors like each; None: one.
         """
         codec = self.activations if way == "forward" else self.gradients
         if codec is None:
@@ -87,14 +86,14 @@ class Wires:
         return None if encoded > sum(like.nbytes * count for like, count in own) else codec
 
     def common_bytes(self, way: Way, likes: Sequence[Tensor], times: Sequence[int] | None = None) -> int:
-        """Of the wires of tensors that travel in one exchange, each as often as `times` says."""
+        """Bytes of the wires of tensors in one exchange, each as often as `times` says."""
         codec = self.common_codec(way, likes, times)
         if codec is None:
             return sum(like.nbytes * count for like, count in _counted(likes, times))
         return sum(codec.wire_bytes(like) * count for like, count in _counted(likes, times) if like.numel())
 
     def shared_bytes(self, way: Way, numbers: float, itemsize: int, ranks: int) -> float:
-        """Of so many numbers of so many bytes, of which each rank makes one wire of its share."""
+        """Bytes sent for so many numbers of `itemsize` bytes, if each rank encodes its share as one wire."""
         share = round(numbers / ranks)
         if not share or (self.activations if way == "forward" else self.gradients) is None:
             return float(numbers * itemsize)
@@ -109,7 +108,7 @@ def _counted(likes: Sequence[Tensor], times: Sequence[int] | None) -> Iterable[t
 
 
 def without_memory(numbers: int, itemsize: int, *, whole: bool = False) -> Tensor:
-    """A flat tensor of so many numbers (`whole`: of whole ones) of so many bytes each, to ask what travels for it."""
+    """A flat tensor of so many numbers (`whole`: whole ones) of `itemsize` bytes, to ask for its wire's bytes."""
     return torch.empty((), dtype=(_WHOLE if whole else _FLOATS)[itemsize]).expand(numbers)
 
 
@@ -118,8 +117,8 @@ AS_THEY_ARE = Wires()
 
 
 def message_bytes(cut: Cut, layouts: Mapping[str, Layout], wires: Wires) -> dict[tuple[int, int], int]:
-    """Bytes that part a sends to part b for one micro-batch, by (a, b): every tensor once to each part that uses it,
-    a < b, and its gradient once from each of them, a > b."""
+    """Bytes from part a to part b for one micro-batch, by (a, b): every tensor once to each part that uses it, a < b,
+    and its gradient once from each of them, a > b."""
     sent: dict[tuple[int, int], int] = defaultdict(int)
     for value in cut.values:
         shape, dtype = layouts[value.name]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from polytempo.core import Codec, Strategy, call_name
 from polytempo.core.transform import is_idle
-from polytempo.partition.hybrid.divided_names import AUTO, DividedNames, names_of
+from polytempo.partition.hybrid.divided_names import DividedNames, names_of
 from polytempo.partition.hybrid.traffic import Exchange
 from polytempo.partition.staged_strategy import over_parts
+from polytempo.partition.tensor.way import AUTO
 from polytempo.partition.wires import Wires
 from polytempo.strategies.sync_sgd import sync_sgd
 

@@ -1,4 +1,4 @@
-"""Who performs the operations: a virtual clock, or real processes."""
+"""Worlds that perform operations: a virtual clock, or real processes."""
 
 from polytempo.worlds.process.process_world import ProcessWorld, beside, current, set_current
 from polytempo.worlds.trace import (

@@ -1,7 +1,7 @@
 """Collectives that a world performs itself: their answers, and the closed forms of their cost.
 
-All-reduce, all-gather and reduce-scatter are counted and priced as rings, which is what gloo and NCCL use
-for large buffers; a broadcast as a binomial tree; an all-to-all by what its busiest member sends to others, or gets.
+All-reduce, all-gather and reduce-scatter are counted and priced as rings, as gloo and NCCL perform large ones; a
+broadcast as a binomial tree; an all-to-all by the bytes that its busiest member sends to others, or gets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def members_answers(ops: Sequence[Collective[Any]]) -> list[Any]:
             return [given.buffer.clone() for _ in ops]
         case Barrier():
             return [None for _ in ops]
-    raise TypeError(f"{ops[0]!r} is no collective of a world")
+    raise TypeError(f"{ops[0]!r} is not a collective of a world")
 
 
 def empty_answers(ops: Sequence[Collective[Any]], num_ranks: int) -> list[Any]:
@@ -76,7 +76,7 @@ def member_bytes(op: Collective[Any], rank: int) -> int:
 
 
 def num_rounds(op: Collective[Any]) -> int:
-    """How many messages follow each other, in the closed form of `members_seconds`."""
+    """Messages that follow each other in the closed form of `members_seconds`."""
     num_ranks = len(op.members)
     match op:
         case AllReduce():
@@ -90,7 +90,7 @@ def num_rounds(op: Collective[Any]) -> int:
 
 
 def message_bytes(op: Collective[Any]) -> int:
-    """Of what a rank contributes: its buffer, or its largest piece."""
+    """Bytes of a rank's contribution: its buffer, or its largest piece."""
     match op:
         case AllToAll(pieces, _):
             return max(map(num_bytes, pieces))
@@ -138,7 +138,7 @@ def members_seconds(
 
 
 def num_children(position: int, num_ranks: int) -> int:
-    """To how many others position `position` of a binomial tree hands on what the root, position 0, sends."""
+    """The positions of a binomial tree that `position` hands the buffer on to, in number; the root is 0."""
     lowest_bit = position & -position or 1 << (num_ranks - 1).bit_length()
     return sum(position + (1 << k) < num_ranks for k in range(lowest_bit.bit_length() - 1))
 
@@ -161,7 +161,7 @@ def _dealt(ops: Sequence[Collective[Any]]) -> list[list[Tensor]]:
 
 
 def _dealt_bytes(op: AllToAll, position: int) -> int:
-    """What the member at `position` sends to the others or gets from them, whichever is more: links are duplex."""
+    """The larger of the bytes that the member at `position` sends to and gets from others: links are duplex."""
     sent, got = (
         sum(num_bytes(piece) for other, piece in enumerate(pieces) if other != position)
         for pieces in (op.pieces, op.likes)

@@ -16,13 +16,13 @@ MOST_WRITTEN = 50_000
 """Events in a file, of all ranks together."""
 _PACKED = struct.Struct("<iiiqqdd")
 _RANK = struct.Struct("<i")
-"""What a packed line begins with."""
+"""The beginning of a packed line."""
 _COUNTED_AT_ONCE = 512
 _Total = TypeVar("_Total", int, float)
 
 
 class Event(NamedTuple):
-    """One operation. Times in seconds since the run began; `bytes` is what this rank sent for it."""
+    """One operation. Times in seconds since the run began; `bytes` are the bytes that this rank sent for it."""
 
     rank: int
     step: int
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 Line = tuple[int, int, str, int, float, float, int]
-"""What an `Event` is made of: a plain tuple is made in half the time, and most events are never looked at."""
+"""The fields of an `Event`: a plain tuple is made in half the time, and most events are never looked at."""
 
 WAITING = frozenset({"recv", "take"})
 """Communication that a rank only waits for."""
@@ -42,15 +42,15 @@ WAITING = frozenset({"recv", "take"})
 COMMUNICATION = WAITING | {"send", "post", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"}
 
 OFF_THE_CLOCK = frozenset({"score", "save"})
-"""What training stands still for, so that seconds of a run leave it out. Its operations have lines, too."""
+"""Operations during which training stands still, so that seconds of a run leave them out. They have lines, too."""
 
 
 class Trace:
     """Events, their totals and their hash.
 
-    Totals and hash cover every event. Of the events themselves the last `max_events` are kept, so that a
-    long run cannot fill the memory; `dropped` counts those before them. With `timed=False` the hash leaves
-    times out: what a run on real processes repeats is the sequence of operations, not their duration.
+    Totals and hash cover every event. Only the last `max_events` events are kept, so that a long run cannot fill the
+    memory; `dropped` counts the others. With `timed=False` the hash leaves times out: a run on real processes repeats
+    the sequence of operations, not their duration.
 
     `groups`: all ranks, by the first one of each group: an event of that one is added for all of its group, in order.
     """
@@ -61,7 +61,7 @@ class Trace:
         self._groups = groups or {}
         self._heads = {first: [_RANK.pack(rank) for rank in group] for first, group in self._groups.items()}
         self._fresh: list[Line] = []
-        """Events that are not counted yet: many at once are counted faster."""
+        """Events that are not counted yet: counting many together is faster."""
         self._counted = 0
         self._bytes_sent: dict[int, int] = defaultdict(int)
         self._messages: dict[tuple[int, str], int] = defaultdict(int)
@@ -97,30 +97,30 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """How many events at the beginning are not kept."""
+        """The number of events at the beginning that are not kept."""
         self._count()
         return max(0, self._counted - self._max_events)
 
     @property
     def bytes_sent(self) -> dict[int, int]:
-        """By rank."""
+        """Bytes by rank."""
         self._count()
         return self._of_all(self._bytes_sent)
 
     @property
     def messages(self) -> dict[tuple[int, str], int]:
-        """How many events there were, by rank and operation."""
+        """The number of events, by rank and operation."""
         self._count()
         return self._of_all_ops(self._messages)
 
     @property
     def seconds(self) -> dict[tuple[int, str], float]:
-        """The sum of their durations, by rank and operation."""
+        """The sum of the events' durations, by rank and operation."""
         self._count()
         return self._of_all_ops(self._seconds)
 
     def excerpt(self, most: int) -> dict[str, Any]:
-        """The last events, at most so many, and how many were before them, ready for JSON (see `joined`)."""
+        """The last events, at most so many, and the number before them, ready for JSON (see `joined`)."""
         kept = self.events[-most:]
         return {
             "events": [list(event) for event in kept],
@@ -170,7 +170,7 @@ class Trace:
 
 
 class _OpNumbers(dict[str, int]):
-    """What stands for an operation's name in the hash."""
+    """Numbers that stand for operations' names in the hash."""
 
     def __missing__(self, op: str) -> int:
         number = self[op] = int.from_bytes(hashlib.sha256(op.encode()).digest()[:3], "little")
@@ -178,7 +178,7 @@ class _OpNumbers(dict[str, int]):
 
 
 class Joined(NamedTuple):
-    """Events of several traces, and how many before them are dropped."""
+    """Events of several traces, and the number of dropped events before them."""
 
     events: list[Event]
     dropped: int
@@ -199,9 +199,9 @@ def combined_hash(hashes: Iterable[str]) -> str:
 def chrome_trace(events: Iterable[Event], *, title: str, dropped: int = 0) -> dict[str, object]:
     """The events in Chrome's trace format, which Perfetto and chrome://tracing open: one track a rank and kind.
 
-    Operations of one kind that overlap on a rank stand on tracks of their own: viewers drop what
-    overlaps within a track. At most the last `MOST_WRITTEN` events are there; where events are left out, `dropped` of
-    them by the caller, a mark at the beginning says how many.
+    Operations of one kind that overlap on a rank stand on tracks of their own: viewers drop overlaps within a track. At
+    most the last `MOST_WRITTEN` events are there; where events are left out, `dropped` of them by the caller, a mark at
+    the beginning gives their number.
     """
     events = list(events)
     if len(events) > MOST_WRITTEN:
@@ -241,7 +241,7 @@ _KINDS = ("compute", "communication", "recv")
 
 
 def _tracks(events: list[Event]) -> list[int]:
-    """A track for each event: its kind's, or the first further one that is free from its start to its end."""
+    """A track for each event: its kind's, or the first further one without an event at its time."""
     ends_s: dict[tuple[int, int], list[float]] = defaultdict(list)
     tracks = [0] * len(events)
     for i in sorted(range(len(events)), key=lambda i: events[i].start_s):

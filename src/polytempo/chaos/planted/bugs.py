@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import isfunction
 from typing import Any
 
-from polytempo.chaos.planted import bugs_at_coordinator, bugs_at_host, bugs_at_node, bugs_at_shard
+from polytempo.chaos.planted import bugs_at_coordinator, bugs_at_node, bugs_at_shard
 
 Patch = tuple[Any, str, Any]
 """The owner of a method, the method's name, and its replacement."""
@@ -26,7 +27,7 @@ class Bug:
 
     @contextmanager
     def planted(self) -> Generator[None]:
-        """Inside the `with` block the production code has this bug."""
+        """Give the production code this bug inside the `with` block."""
         before = []
         try:
             for owner, name, replacement in self.patches():
@@ -39,11 +40,12 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {
-    function.__name__: Bug((function.__doc__ or "").strip(), function)
-    for module in (bugs_at_node, bugs_at_shard, bugs_at_host, bugs_at_coordinator)
-    for function in module.BUGS
+    name: Bug((function.__doc__ or "").strip(), function)
+    for module in (bugs_at_node, bugs_at_shard, bugs_at_coordinator)
+    for name, function in vars(module).items()
+    if isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 }
-"""By name."""
+"""Bugs by name: public functions of the modules, in their order."""
 
 
 def planted(name: str) -> Bug:

@@ -94,8 +94,6 @@ def two_heads() -> Patches:
 
 
 def _asks_any_head(add: Any) -> Any:
-    """With two heads, a worker may ask either."""
-
     def wrong(self: Client, shard: int, build: Any, pending: Any) -> Any:
         nodes = [asked.head for asked in self.asked]
         request = add(self, shard, build, pending)
@@ -107,7 +105,7 @@ def _asks_any_head(add: Any) -> Any:
 
 
 def entry_not_sent_again() -> Patches:
-    """What the next copy has not confirmed is sent once."""
+    """The head sends an entry that the next copy has not confirmed only once."""
     tick = Node.tick
 
     def wrong(self: Node, now_s: float) -> Outbox:
@@ -118,7 +116,7 @@ def entry_not_sent_again() -> Patches:
 
 
 def request_not_sent_again() -> Patches:
-    """What a shard has not answered is sent once."""
+    """A request without an answer is sent only once."""
 
     def wrong(self: Requests, now_s: float) -> list[Request]:
         self._retry_at_s = float("inf")
@@ -169,19 +167,3 @@ def head_not_followed() -> Patches:
         return self.late(now_s)
 
     return [(Requests, "ask", wrong)]
-
-
-BUGS = (
-    acknowledged_before_replicated,
-    repeat_answered_before_replicated,
-    no_fence,
-    confirmed_too_much,
-    deposed_head_answers,
-    two_heads,
-    entry_not_sent_again,
-    request_not_sent_again,
-    entry_skipped,
-    install_ignored_and_confirmed,
-    done_when_one_shard_has_answered,
-    head_not_followed,
-)

@@ -1,19 +1,20 @@
-"""Bugs of the shard: its table of answers, its tickets, its tensors, its rules and its snapshots."""
+"""Bugs of the shard: its answers, tickets, tensors, rules, snapshots, and pushes of whole hosts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
-from polytempo.chaos import scenario_rules
+from polytempo.chaos.draws import RULES
 from polytempo.core.arithmetic.ranges import Ranges
 from polytempo.core.rule import Arrival, Rule, RuleState, Situation
 from polytempo.server.message import Push, Reply, Request
-from polytempo.server.shard.deduplication import AnswerTable, RequestStatus
+from polytempo.server.shard import shard as shard_module
+from polytempo.server.shard.deduplication import AnswerTable, RequestStatus, status_of_all
 from polytempo.server.shard.replies import Queues
 from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots import snapshot
@@ -98,7 +99,7 @@ def dead_life_accepted() -> Patches:
 
     def as_present(self: AnswerTable, request: Request) -> Request:
         known = self.known.get(request.worker)
-        return request if known is None else msgspec.structs.replace(request, incarnation=known.incarnation)
+        return request if known is None else replace(request, incarnation=known.incarnation)
 
     def looks(self: AnswerTable, request: Request) -> RequestStatus:
         present = as_present(self, request)
@@ -129,7 +130,7 @@ def lent_weights_written() -> Patches:
 
 
 def sum_begun_anew() -> Patches:
-    """What was in the sum is lost when the next gradient is added to it."""
+    """The sum is lost when the next gradient is added to it."""
     keep_sum = Weights.keep_sum
 
     def wrong(self: Weights) -> None:
@@ -164,13 +165,13 @@ def scored_weights_written() -> Patches:
 
 def bound_off_by_one() -> Patches:
     """Bounded staleness lets workers be one step further ahead than it promises."""
-    right = scenario_rules.RULES.within
-    return [(scenario_rules.RULES, "within", lambda bound: right(bound + 1))]
+    right = RULES.within
+    return [(RULES, "within", lambda bound: right(bound + 1))]
 
 
 def bound_over_the_fastest() -> Patches:
     """Bounded staleness compares a reader with the fastest worker, not with the slowest."""
-    right = scenario_rules.RULES.within
+    right = RULES.within
 
     def wrong(bound: int) -> Rule:
         rule = right(bound)
@@ -185,12 +186,12 @@ def bound_over_the_fastest() -> Patches:
 
         return rule._replace(receive=receive)
 
-    return [(scenario_rules.RULES, "within", wrong)]
+    return [(RULES, "within", wrong)]
 
 
 def late_gradient_used() -> Patches:
-    """With backup workers, a gradient that comes too late is used in the next step."""
-    right = scenario_rules.RULES.first
+    """A gradient that comes too late for backup workers is used in the next step."""
+    right = RULES.first
 
     def wrong(n: int) -> Rule:
         rule = right(n)
@@ -200,7 +201,7 @@ def late_gradient_used() -> Patches:
 
         return rule._replace(receive=receive)
 
-    return [(scenario_rules.RULES, "first", wrong)]
+    return [(RULES, "first", wrong)]
 
 
 def snapshot_named_too_early() -> Patches:
@@ -218,7 +219,7 @@ def snapshot_named_too_early() -> Patches:
 
 
 def flipped_bit_believed() -> Patches:
-    """What a snapshot holds is not compared with its hash."""
+    """A snapshot's content is not compared with its hash."""
     read_manifest = snapshot._read_manifest
 
     def wrong(disk: Any, path: Any, number: int, shard: int) -> tuple[int, str]:
@@ -229,22 +230,30 @@ def flipped_bit_believed() -> Patches:
     return [(snapshot, "_read_manifest", wrong)]
 
 
-BUGS = (
-    table_not_installed,
-    waiting_not_installed,
-    sum_not_installed,
-    tickets_not_kept,
-    gap_accepted,
-    repeat_taken_for_new,
-    dead_life_accepted,
-    answer_not_kept,
-    lent_weights_written,
-    sum_begun_anew,
-    gradient_of_the_dead_kept,
-    scored_weights_written,
-    bound_off_by_one,
-    bound_over_the_fastest,
-    late_gradient_used,
-    snapshot_named_too_early,
-    flipped_bit_believed,
-)
+def rest_of_split_push_admitted() -> Patches:
+    """A shard takes the sum of a host although it has one of its parts, or its ticket, already."""
+
+    def wrong(number: int, push: Push, *tables: Any) -> RequestStatus:
+        found = status_of_all(number, push, *tables)
+        return RequestStatus("new") if found.kind == "split" else found
+
+    return [(shard_module, "status_of_all", wrong)]
+
+
+def parts_not_remembered() -> Patches:
+    """A host's push notes the sender's request only; another worker's counts as new when it comes separately."""
+
+    def wrong(request: Request) -> Iterator[Request]:
+        yield request
+
+    return [(shard_module, "requests_in", wrong)]
+
+
+def tickets_of_parts_not_kept() -> Patches:
+    """A shard does not note the tickets of the other workers' gradients in a host's push."""
+    right = Shard._push_of_host
+
+    def wrong(self: Shard, push: Push, replies: list[Reply]) -> None:
+        right(self, replace(push, parts=tuple(replace(part, tickets=()) for part in push.parts)), replies)
+
+    return [(Shard, "_push_of_host", wrong)]

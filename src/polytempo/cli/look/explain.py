@@ -15,7 +15,6 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, size
 from polytempo.cli.options.values import count
 from polytempo.core import Strategy
 from polytempo.core.cost import Reason
-from polytempo.flexrr.reassignment import Reassignment
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.partition.wires import AS_THEY_ARE, Wires
@@ -146,9 +145,10 @@ def _server(strategy: Strategy, found: Explanation) -> Iterator[str]:
     yield f"the parameters live in {shards}{copies}; each shard is sent, and sends, its part of these bytes"
     if not any(planned.exchange.server == "pull" for planned in found.exchanges):
         yield "a worker pulls the parameters before its first step only"
-    if isinstance(parts := service.reassigns, Reassignment):
+    if service.reassigns is not None:
+        slices = service.numbers_per_batch - 1
         yield "workers tell each other how far they are, and hand over slices of their batches"
-        yield f"a batch has {parts.slices} slices; it pays from {parts.least_batch} samples on, or with a larger grain"
+        yield f"a batch has {slices} slices; it pays from {3 * slices} samples on, or with a larger grain"
         return
     yield f"{'workers' if strategy.schedule is None else 'replicas of the model'} do not send to each other"
 

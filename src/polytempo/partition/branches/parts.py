@@ -3,9 +3,9 @@
     embed ──┬── tower a ──┬── scores        stretch: embed     region: tasks a and b     stretch: scores
             └── tower b ──┘
 
-A unit that each other one comes before or after, as `scores`, ends what may run at the same time. Between two such
-units lies a region, if running its tasks at the same time is worth it. The parts lie one behind the other in the order
-of the program, so autograd sums gradients between them as it does without parts.
+A unit that each other one comes before or after, as `scores`, ends a group that may run at the same time. Between two
+such units is a region, if running its tasks at the same time is worth it. The parts follow each other in the order of
+the program, so autograd sums gradients between them as it does without parts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from polytempo.partition.branches.units import (
     uses_of,
 )
 from polytempo.partition.graph.trace import Traced
+from polytempo.partition.graph_stages import with_constants
 
 
 class TakenValue(NamedTuple):
-    """A value that a piece of code is given."""
+    """An input of a piece of code."""
 
     source: fx.Node
     """The operation, or the model's input, that it comes from."""
     position: int
-    """Where the operation stands that uses it, or the first of several."""
+    """The place of the operation that uses it, or of the first one."""
 
 
 class Code(NamedTuple):
@@ -43,15 +44,15 @@ class Code(NamedTuple):
     run: Callable[..., Any]
     takes: tuple[TakenValue, ...]
     constants: tuple[Tensor, ...]
-    """They follow the values."""
+    """Tensors that follow the values."""
     gives: tuple[fx.Node, ...]
     modules: tuple[tuple[str, int], ...]
     """Modules and parameters that it uses, by name, each with the position of its last use."""
     operations: float
-    """Of forward and backward; see `profile.counted`."""
+    """Operations of forward and backward; see `profile.counted`."""
 
     def __call__(self, model: nn.Module, values: Sequence[Any]) -> Any:
-        """What it answers for the values of `takes`."""
+        """The values of `gives` for the values of `takes`."""
         return self.run(model, *values, *self.constants)
 
 
@@ -62,11 +63,11 @@ class BranchTask(NamedTuple):
     needs: tuple[int, ...]
     """Tasks of the region that come before."""
     name: str
-    """Its first and its last operation: `towers.0.0 … towers.0.4`."""
+    """The first and the last operation: `towers.0.0 … towers.0.4`."""
 
     @property
     def operations(self) -> float:
-        """Of forward and backward."""
+        """Operations of forward and backward."""
         return self.code.operations
 
 
@@ -79,7 +80,7 @@ class Region(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Of all tasks."""
+        """Operations of all tasks."""
         return sum(task.operations for task in self.tasks)
 
     @property
@@ -88,7 +89,7 @@ class Region(NamedTuple):
         return max(self.remaining(backward=True), default=0.0)
 
     def remaining(self, *, backward: bool = False) -> list[float]:
-        """For each task its operations and those of the longest way behind it; `backward`: before it."""
+        """Each task's operations, with the operations of the longest way behind it; `backward`: before it."""
         found = [task.operations for task in self.tasks]
         pairs = [(number, need) for number, task in enumerate(self.tasks) for need in task.needs]
         for number, need in pairs if backward else reversed(pairs):
@@ -106,11 +107,11 @@ class BranchedModel(NamedTuple):
     """Values that no part behind each part uses."""
     output: Code
     shares_parameters: bool
-    """Whether several operations use one parameter."""
+    """True if several operations use one parameter."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Those parts that have tasks."""
+        """Parts that have tasks."""
         return tuple(part for part in self.parts if isinstance(part, Region))
 
 
@@ -152,7 +153,7 @@ def _saved(region: Region, threads: int) -> float:
 
 
 def _between(units: Sequence[OperationUnit], place: Places) -> list[list[int]]:
-    """Units one by one where each other one lies before or behind, and the others between them together."""
+    """Units one by one where each other one is before or behind, and the others between them together."""
     first = [place[unit.nodes[0]] for unit in units]
     last = [place[unit.nodes[-1]] for unit in units]
     before = _reaching(units)
@@ -199,9 +200,10 @@ def _parameters(gradients: Mapping[fx.Node | int, Mapping[fx.Node, int]]) -> dic
 def _chained(
     units: Sequence[OperationUnit], group: Sequence[int], parameters: Mapping[fx.Node, set[int]]
 ) -> list[OperationUnit]:
-    """The units of a group, with one that alone follows another joined to it. `needs` are numbers in the answer.
+    """The units of a group; a unit that is the only one behind another is joined to it. `needs` are numbers in the
+    answer.
 
-    Two that use one parameter stay apart: its gradients are added one by one.
+    Two units that use one parameter stay apart: its gradients are added one by one.
     """
     needs = {number: units[number].needs & set(group) for number in group}
     users = {number: [other for other in group if number in needs[other]] for number in group}
@@ -247,11 +249,9 @@ class _Coding:
     def __init__(self, model: nn.Module, traced: Traced, facts: Facts, place: Places) -> None:
         self._constants, self._facts, self._place = traced.constants, facts, place
         self._first = one_tensor(facts)
-        self._held = nn.Module()
-        self._held.__dict__.update({**model.__dict__, **traced.constants})
+        self._held = with_constants(model, traced.constants)
 
     def region(self, units: Sequence[OperationUnit]) -> Region:
-        """Units as tasks."""
         inside = {node for unit in units for node in unit.nodes}
         tasks = [
             BranchTask(
@@ -264,7 +264,6 @@ class _Coding:
         return Region(tuple(tasks), tuple(node for node in inside if set(node.users) - inside))
 
     def code(self, nodes: Sequence[fx.Node]) -> Code:
-        """These operations in the order of the program."""
         nodes = sorted(nodes, key=self._place.__getitem__)
         keys = self._keys(nodes)
         graph = fx.Graph()
@@ -300,10 +299,10 @@ class _Coding:
         return Code(run, tuple(takes), tensors, gives, tuple(self._modules(nodes)), operations)
 
     def _keys(self, nodes: Sequence[fx.Node]) -> dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node | None]]:
-        """For each value from elsewhere and each use: (value, user), or (value, None) where one alias serves all uses.
+        """(value from elsewhere, user) -> (value, user), or (value, None) where one alias serves all uses.
 
-        Gradients of aliases are added one by one to what other operations add. That is how autograd adds them, but for
-        an operation that adds several; then all users are here, and one alias serves them.
+        Gradients of aliases are added one by one to other operations' gradients. Autograd adds them so, too, but for an
+        operation that adds several; then all users are here, and one alias serves them.
         """
         own = set(nodes)
         found: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node | None]] = {}
@@ -320,7 +319,8 @@ class _Coding:
         return found
 
     def _adding(self, source: fx.Node) -> Counter[fx.Node]:
-        """How many gradients each operation adds to that of the source's tensor, whatever the name it has it by."""
+        """The number of gradients that each operation adds to the gradient of the source's tensor, under any of its
+        names."""
         same = [each for each, first in self._first.items() if first is self._first[source]]
         return +Counter({user: sum(self._count(each, user) for each in same) for each in same for user in each.users})
 
@@ -330,7 +330,7 @@ class _Coding:
         return self._facts[user].uses.get(source, 0)
 
     def leaves(self, node: fx.Node) -> bool:
-        """Whether an operation's value and gradients can leave a region: the model's output adds to gradients, too."""
+        """True if an operation's value and gradients can leave a region: the model's output adds to gradients, too."""
         if is_opaque(self._facts[node].value) and any(user.op == "output" for user in node.users):
             return False
         several = [each for each, count in self._facts[node].uses.items() if isinstance(each, fx.Node) and count > 1]
@@ -341,7 +341,6 @@ class _Coding:
         return [target for target in targets if target in self._constants]
 
     def _modules(self, nodes: Sequence[fx.Node]) -> list[tuple[str, int]]:
-        """Modules and parameters that operations use, each with the position of its last use."""
         found: dict[str, int] = {}
         for node in nodes:
             called = [str(node.target)] if node.op == "call_module" else []

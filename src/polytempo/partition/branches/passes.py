@@ -20,34 +20,33 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from polytempo.partition.branches.parts import BranchTask, Region
 from polytempo.partition.branches.pool import Pool, PoolWork
+from polytempo.partition.graph.profile import tensors_in
 
 Values = dict[fx.Node, Any]
 
 
 class _Use(NamedTuple):
-    """One use of a tensor by a task."""
-
     tensor: Tensor
-    """As it is outside of the task."""
+    """The tensor outside of the task."""
     position: int
     leaf: Tensor
-    """Where the task's backward leaves its gradient: an alias, or the parameter itself."""
+    """The tensor that the task's backward leaves its gradient in: an alias, or the parameter itself."""
     outside: bool
-    """Whether the tensor comes from outside of the region."""
+    """True if the tensor comes from outside of the region."""
 
 
 @dataclass
 class _Record:
-    """What backward needs of one task."""
+    """A task's tensors for its backward."""
 
     task: BranchTask
     uses: list[_Use] = field(default_factory=list)
     answer: list[Tensor] = field(default_factory=list)
-    """Its values that need gradients."""
+    """The task's values that need gradients."""
 
 
 def run_region(region: Region, model: nn.Module, known: Mapping[fx.Node, Any], pool: Pool) -> Values:
@@ -66,7 +65,7 @@ def run_region(region: Region, model: nn.Module, known: Mapping[fx.Node, Any], p
         answer = task.code(model, given)
         made.update(zip(task.code.gives, answer, strict=True))
         if gradients:
-            record.answer = _distinct(each for each in _tensors(answer) if each.requires_grad)
+            record.answer = _distinct(each for each in tensors_in(answer) if each.requires_grad)
             record.uses += _parameters(model, task)
 
     remaining = region.remaining()
@@ -77,7 +76,7 @@ def run_region(region: Region, model: nn.Module, known: Mapping[fx.Node, Any], p
         ]
     )
     values = {node: made[node] for node in region.gives}
-    leaving = _distinct(each for each in _tensors(list(values.values())) if each.requires_grad) if gradients else []
+    leaving = _distinct(each for each in tensors_in(list(values.values())) if each.requires_grad) if gradients else []
     if not leaving:
         return values
     done = _Pass(region, pool, records, leaving)
@@ -114,7 +113,7 @@ def _parameters(model: nn.Module, task: BranchTask) -> list[_Use]:
 
 
 def _owned(used: nn.Module | Tensor) -> Iterable[Tensor | None]:
-    """A module's parameters, or the one that it is. Most modules have no others in them, which is faster to read."""
+    """A module's parameters, or the parameter that it is. Most modules have no submodules, which is faster to read."""
     if not isinstance(used, nn.Module):
         return (used,)
     return used.parameters() if used._modules else used._parameters.values()
@@ -128,14 +127,14 @@ class _Pass:
         self.inputs = sorted(
             (use for record in records for use in record.uses if use.outside), key=lambda use: -use.position
         )
-        """From the last use to the first."""
+        """Uses from the last to the first."""
 
     def backward(self, gradients: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
-        """The gradients of the inputs, from those of what leaves the region."""
+        """The gradients of the inputs, from the gradients of leaving tensors."""
         if not self._records:
             raise RuntimeError(
-                "Trying to backward through a model a second time, whose branches run on threads and whose tensors "
-                "were freed by the first time; call the first backward with retain_graph=True"
+                "Trying to backward through a model with branches on threads a second time; its tensors were freed "
+                "by the first time; call the first backward with retain_graph=True"
             )
         arrived: dict[int, list[tuple[float, Tensor]]] = defaultdict(list)
         for tensor, gradient in zip(self.leaving, gradients, strict=True):
@@ -176,21 +175,17 @@ class _Pass:
 
 
 class _Region(torch.autograd.Function):
-    """What autograd sees of a region."""
-
     @staticmethod
     def forward(ctx: Any, done: _Pass, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What leaves it, which has been computed."""
         ctx.done = done
         ctx.set_materialize_grads(False)
         return tuple(each.detach() for each in done.leaving)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Gradients for each use of what it was given."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward with create_graph=True: the second derivative of a model whose branches run on threads is "
+                "backward with create_graph=True: the second derivative of a model with branches on threads is "
                 "not computed; leave out inter, or remove it before"
             )
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -198,11 +193,11 @@ class _Region(torch.autograd.Function):
 
 
 def _named(call: Callable[[], None], task: BranchTask) -> None:
-    """Call it; an error says in which branch it was raised."""
+    """Call it; a note on an error names the branch."""
     try:
         call()
     except Exception as error:
-        error.add_note(f"raised in the branch {task.name} of a model whose branches run on threads")
+        error.add_note(f"raised in the branch {task.name} of a model with branches on threads")
         raise
 
 
@@ -214,10 +209,6 @@ def _summed(arrived: list[tuple[float, Tensor]]) -> Tensor:
 def _added(one: Tensor, other: Tensor) -> Tensor:
     """A sparse and a dense tensor can be added in one order only."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _distinct(tensors: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""`PlacedModel`: a model whose branches lie on several workers, called as it was."""
+"""`PlacedModel`: a model with branches on several workers, called as it was."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from polytempo.partition.branches.parts import parts_of
 from polytempo.partition.branches.placed_passes import Leaf, PlacedPass, Sizes, backward, forward, parameters_of
 from polytempo.partition.branches.placement import Placement, placement
 from polytempo.partition.cut import Layout
-from polytempo.partition.graph.exported_graph import exported
+from polytempo.partition.graph.exported_graph import traced_or_exported
 from polytempo.partition.graph.profile import counted
-from polytempo.partition.graph.trace import FIXED, Inputs, Traced, Untraceable, inputs_of, trace
+from polytempo.partition.graph.trace import FIXED, Inputs, Traced, inputs_of
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
 
 
 class PlacedModel(PartedModel):
-    """Takes a model's place: of its parameters and buffers it has, under their names, those of this rank's branches.
+    """Takes a model's place, with the parameters and buffers of this rank's branches under their names.
 
     All ranks call it with equal inputs, all have its answer, and all call backward on the same loss.
     """
@@ -60,8 +60,9 @@ class PlacedModel(PartedModel):
         return self._whole({name: each.detach() for name, each in self.named_parameters()})
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The same of gradients; zeros for parameters without one."""
-        return self._whole({name: _gradient(each) for name, each in self.named_parameters()})
+        """The whole model's gradients; zeros for parameters without one."""
+        found = {name: (each, each.grad) for name, each in self.named_parameters()}
+        return self._whole({name: torch.zeros_like(each) if g is None else g for name, (each, g) in found.items()})
 
     def replicated(self) -> list[nn.Parameter]:
         """None: every parameter is at one rank."""
@@ -88,7 +89,8 @@ class PlacedModel(PartedModel):
         return self._inputs._replace(values=values).traced_values
 
     def _joined(self, done: PlacedPass, known: Mapping[Any, Any]) -> dict[Any, Any]:
-        """What the answer is made of, behind one operation of autograd, whose backward runs those of all places."""
+        """The values of the answer behind one operation of autograd; its backward runs the backward passes of all
+        places."""
         model, plan = self.__dict__["model"], self.plan
         own = [task for task in plan.tasks if task.place == self.group.rank]
         parameters = list({id(p): p for task in own for p in parameters_of(model, task)}.values())
@@ -109,8 +111,6 @@ class PlacedModel(PartedModel):
 
 
 class _Placed(torch.autograd.Function):
-    """What autograd sees of a pass."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -141,21 +141,18 @@ class _Placed(torch.autograd.Function):
 
 
 def placed(model: nn.Module, sample: Any, group: ModelGroup) -> PlacedModel:
-    """`model`, of which this rank keeps its branches. Takes the place of `model`.
+    """Keep this rank's branches of `model`. The answer takes its place.
 
     Errors: ValueError for a model that cannot be traced, and for one without branches.
     """
     inputs = inputs_of(model, sample)
-    try:
-        traced = trace(model, inputs)
-    except Untraceable as error:
-        traced = exported(model, inputs, error)
+    traced = traced_or_exported(model, inputs)
     facts = counted(model, traced, inputs)
     parts = parts_of(model, traced, facts, threads=max(2, group.size), least_operations=0)
     if not parts.regions and group.size > 1:
         raise ValueError(
             f"{type(model).__name__} has no branches that could run at the same time, so {group.size} workers would do "
-            "what one does; split its layers (pt.split), or cut it into stages (pt.pipeline)"
+            "the work of one; split its layers (pt.split), or cut it into stages (pt.pipeline)"
         )
     return PlacedModel(model, group, placement(model, parts, facts, group.size), traced, inputs)
 
@@ -166,10 +163,6 @@ def _keep_own(model: nn.Module, owners: Mapping[int, int], rank: int) -> None:
             for name, tensor in held.items():
                 if tensor is not None and owners.get(id(tensor), where) != rank:
                     held[name] = None
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 async def _gathered(

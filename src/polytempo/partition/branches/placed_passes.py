@@ -1,7 +1,7 @@
-"""Forward and backward passes of a model whose branches lie on several workers: what one of them computes and sends.
+"""Forward and backward passes of a model with branches on several workers: one worker's computations and messages.
 
     forward    values from other places ──▶ task ──▶ to each place that needs a value, once
-    backward   their gradients, one from each place ──▶ the task's own graph ──▶ the gradient of what another place gave
+    backward   their gradients, one from each place ──▶ the task's own graph ──▶ the gradient of another place's value
 
 Every place goes through its tasks in the order of the program, and back in the reverse order; a message waits only for
 tasks before it in that order, so no place waits for ever. Each task has a graph of autograd of its own.
@@ -25,24 +25,24 @@ from polytempo.core.op import Work
 from polytempo.partition.branches.placement import Boundary, PlacedTask, Placement
 
 _FORWARD, _BACKWARD = 1 / 3, 2 / 3
-"""Of a task's operations."""
+"""The shares of a task's operations."""
 _KINDS = 3
-"""Of messages about one value: sizes, the value, its gradient."""
+"""Kinds of messages about one value: sizes, the value, its gradient."""
 
 Leaf = tuple[fx.Node, int]
 """A tensor: the operation that it comes from, and its number among the leaves of that value."""
 Sizes = dict[fx.Node, list[torch.Size]]
-"""Of the tensors of values that other places have sent, for inputs of one kind."""
+"""Sizes of the tensors that other places have sent, for inputs of one kind."""
 
 
 @dataclass
 class TaskRecord:
-    """What backward needs of one task."""
+    """A task's tensors for its backward."""
 
     leaves: list[tuple[Leaf, Tensor]] = field(default_factory=list)
-    """What it was given that has a gradient, and where its backward leaves that."""
+    """Inputs that have a gradient, and the leaves that backward accumulates it in."""
     answer: list[tuple[Leaf, Tensor]] = field(default_factory=list)
-    """What it gave, with its graph."""
+    """Values of the task, with their graph."""
 
 
 @dataclass
@@ -52,16 +52,16 @@ class PlacedPass:
     known: dict[fx.Node, Any]
     """Values of operations, as far as this place has them."""
     records: dict[int, TaskRecord]
-    """By the number of the task; empty where nothing is learnt."""
+    """Records by the task's number; empty where nothing is learnt."""
     sizes: Sizes
 
 
 async def forward(
     port: Port, plan: Placement, model: nn.Module, values: Sequence[Any], sizes: Sizes | None, *, learns: bool
 ) -> PlacedPass:
-    """Perform this place's tasks. Afterwards it has all of which the model's answer is made.
+    """Perform this place's tasks. Afterwards it has all values of the model's answer.
 
-    `sizes`: those of an earlier pass with inputs of this kind; None: the first one, which sends them, too.
+    `sizes`: from an earlier pass with inputs of this kind; None: the first one, which sends them, too.
     """
     done = PlacedPass(dict(zip(plan.inputs, values, strict=True)), {}, {})
     sending: list[Work[None]] = []
@@ -101,9 +101,9 @@ async def backward(
     *,
     keep: bool,
 ) -> dict[int, Tensor]:
-    """The gradients of this place's parameters, by `id`, from those of the model's answer.
+    """The gradients of this place's parameters, by `id`, from the gradients of the model's answer.
 
-    `keep`: whether the graphs are used again.
+    `keep`: the graphs are used again.
     """
     arrived: dict[Leaf, list[Tensor]] = defaultdict(list)
     for leaf, gradient in gradients.items():
@@ -147,7 +147,6 @@ def _computed(
 
 
 def _aliased(node: fx.Node, value: Any, record: TaskRecord) -> Any:
-    """The value with aliases in the places of tensors that need gradients."""
     leaves, structure = tree_flatten(value)
     for number, tensor in enumerate(leaves):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -165,7 +164,7 @@ def _derived(
     *,
     keep: bool,
 ) -> tuple[list[tuple[Leaf, Tensor]], dict[int, Tensor]]:
-    """The gradients of what a task was given, and of its parameters."""
+    """The gradients of a task's inputs, and of its parameters."""
     roots = [(leaf, tensor) for leaf, tensor in record.answer if arrived.get(leaf)]
     parameters = parameters_of(model, task)
     if not roots or not (record.leaves or parameters):
@@ -179,7 +178,7 @@ def _derived(
 
 
 def parameters_of(model: nn.Module, task: PlacedTask) -> list[Tensor]:
-    """Those that a task uses and that are trained, each once."""
+    """Trained parameters that a task uses, each once."""
     found: dict[int, Tensor] = {}
     for name, _ in task.code.modules:
         used = attrgetter(name)(model)
@@ -193,7 +192,7 @@ def parameters_of(model: nn.Module, task: PlacedTask) -> list[Tensor]:
 
 
 def _pieces(value: Any) -> list[tuple[int, Tensor]]:
-    """What of a value is sent, with its place among the value's leaves: tensors, and numbers as tensors of one."""
+    """The sent leaves of a value, with their places: tensors, and numbers as tensors of one."""
     leaves = enumerate(map(_sendable, tree_leaves(value)))
     return [(number, leaf) for number, leaf in leaves if leaf is not None]
 
@@ -242,7 +241,6 @@ async def _received(port: Port, boundary: Boundary, sizes: Sequence[torch.Size])
 async def _returned(
     port: Port, plan: Placement, node: fx.Node, record: TaskRecord, arrived: dict[Leaf, list[Tensor]]
 ) -> None:
-    """Add the gradients of a value that other places have used."""
     boundary = plan.boundaries.get(node)
     if boundary is None:
         return

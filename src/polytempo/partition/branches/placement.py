@@ -1,10 +1,10 @@
-"""`Placement`: which worker computes which branch of a model, and what passes between workers.
+"""`Placement`: the worker of each branch of a model, and the messages between workers.
 
     place 0   tower a ──────────▶ scores ──▶ answer       tower b's value goes to place 0 once, and its gradient back;
     place 1   tower b ──────────────▲                     the answer goes to place 1
 
-The branches of a region go, the longest way first, where they end the soonest. What lies between regions lies where the
-first value that it takes was computed.
+The branches of a region go, the longest way first, where they end the soonest. Operations between regions go to the
+place of the first value that they take.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Boundary(NamedTuple):
     targets: tuple[int, ...]
     """Places that need it, ascending."""
     users: tuple[int, ...]
-    """Those of them that compute with it, and send a gradient back; the others are given the model's answer."""
+    """Places that compute with it, and send a gradient back; the others only need the model's answer."""
     example: Any
-    """The value for the sample: its structure, dtypes, and what has a gradient."""
+    """The value for the sample: its structure, dtypes, and parts with a gradient."""
 
 
 class Placement(NamedTuple):
@@ -46,14 +46,15 @@ class Placement(NamedTuple):
 
     inputs: tuple[fx.Node, ...]
     tasks: tuple[PlacedTask, ...]
-    """Each behind those that it needs. All places go through them in this order."""
+    """Tasks in an order that puts each behind the ones before it. All places go through them in this order."""
     output: Code
     """Puts the model's answer together, at every place."""
     boundaries: Mapping[fx.Node, Boundary]
     returns: Mapping[int, tuple[fx.Node, ...]]
-    """By the number of a task: values of other places whose gradient is complete at its place behind its backward."""
+    """(number of a task) -> values of other places with gradients that are complete at its place behind its backward.
+    """
     owners: Mapping[int, int]
-    """Of parameters, and buffers of layers, by their `id`: the place. A parameter that no task uses is at place 0."""
+    """(`id` of a parameter, or of a layer's buffer) -> the place. A parameter that no task uses is at place 0."""
 
 
 def placement(model: nn.Module, parts: BranchedModel, facts: Facts, places: int) -> Placement:
@@ -76,8 +77,6 @@ def placement(model: nn.Module, parts: BranchedModel, facts: Facts, places: int)
 
 
 class _Placing:
-    """Places tasks, one after the other."""
-
     def __init__(self, model: nn.Module, places: int) -> None:
         self._model, self._places = model, places
         self.tasks: list[PlacedTask] = []
@@ -85,7 +84,7 @@ class _Placing:
         self._place_of: dict[fx.Node, int] = {}
 
     def region(self, region: Region) -> None:
-        """Each task where it ends the soonest, if messages took no time."""
+        """Put each task where it ends the soonest, if messages took no time."""
         free, end, chosen = [0.0] * self._places, dict[int, float](), dict[int, int]()
         remaining = region.remaining()
         for number in sorted(range(len(remaining)), key=lambda number: -remaining[number]):
@@ -100,7 +99,7 @@ class _Placing:
             self._add(task.code, chosen[number])
 
     def stretch(self, code: Code) -> None:
-        """Where its first value comes from."""
+        """Put operations at the place of their first value."""
         first = next((self._place_of[take.source] for take in code.takes if take.source in self._place_of), 0)
         held = self._held(code)
         place = first if held is None else held
@@ -112,7 +111,7 @@ class _Placing:
         self._place_of |= dict.fromkeys(code.gives, place)
 
     def _held(self, code: Code) -> int | None:
-        """Where parameters of these operations are already."""
+        """The place that has parameters of these operations already."""
         found = {self.owners[key]: name for key, name in _tensors_of(self._model, code) if key in self.owners}
         if len(found) > 1:
             raise ValueError(

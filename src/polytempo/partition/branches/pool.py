@@ -1,9 +1,9 @@
-"""Threads that run tasks, each as soon as those that it needs are done; the caller's thread is one of them.
+"""Threads that run tasks as soon as earlier tasks that they need are done; the caller's thread is one of them.
 
 Modes of autograd, autocast and the number of threads, which torch keeps for each thread, go with a task.
 
 A thread that waits for the interpreter's lock asks for it only after the switch interval, 5 ms unless it is set; until
-then the one that has the lock gives it up around each operation of torch and takes it back, often before the other has
+then the lock's holder gives it up around each operation of torch and takes it back, often before the other thread has
 woken up. Operations of a model are shorter than 5 ms, so branches would run one after the other: `short_intervals`.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 _IDLE_S = 10.0
-"""How long a thread waits for work before it ends."""
+"""Seconds that a thread waits for work before it ends."""
 
 
 class PoolWork(NamedTuple):
@@ -29,9 +29,9 @@ class PoolWork(NamedTuple):
 
     call: Callable[[], None]
     needs: Sequence[int]
-    """What is done before, as numbers among all work."""
+    """Work that must be done before, as numbers among all work."""
     remaining: float
-    """How long the longest way is that begins with it; of what can begin the longest goes first."""
+    """The length of the longest way that begins with it; the longest goes first."""
 
 
 class Pool:
@@ -47,13 +47,13 @@ class Pool:
         self._busy = threading.Lock()
         self._run: _Run | None = None
         self._number = 0
-        """Of the run, so that no thread helps one twice."""
+        """The run's number, so that no thread helps one twice."""
         self._threads = 0
 
     def perform(self, work: Sequence[PoolWork]) -> None:
-        """Do all of it. Where something fails the rest is not begun; raises the error of what comes first.
+        """Do all work. Where something fails the rest is not begun; raises the error of the first work that failed.
 
-        Where the threads have other work already, as that of another thread's call, this thread does it alone.
+        Where the threads have other work already, as for another thread's call, this thread does it alone.
         """
         if self._process != os.getpid():  # threads are left behind by a fork
             self._begin_anew()
@@ -102,8 +102,6 @@ class Pool:
 
 
 class _Run:
-    """Work that is being done."""
-
     def __init__(self, work: Sequence[PoolWork], changed: threading.Condition, settings: ThreadSettings) -> None:
         self._work, self._changed, self.settings = work, changed, settings
         self._missing = [len(each.needs) for each in work]
@@ -117,7 +115,6 @@ class _Run:
         self._failed: list[tuple[int, BaseException]] = []
 
     def help(self) -> None:
-        """Do what can be done, until there is nothing left."""
         while (number := self._next()) is not None:
             error: BaseException | None = None
             try:
@@ -151,20 +148,19 @@ class _Run:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Begin nothing more of it."""
         with self._changed:
             self._ready.clear()
             self._left = 0
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what was raised; of several the one whose work comes first."""
+        """Raise the error of a failure; if there are several, of the first work."""
         if self._failed:
             raise min(self._failed, key=lambda each: each[0])[1]
 
 
 INTERVAL_S = 1e-3
-"""About as long as operations for which branches are worth their threads. Each switch costs some microseconds."""
+"""Roughly the shortest time of an operation that is worth a thread. Each switch costs some microseconds."""
 
 _lock = threading.Lock()
 _before: list[float] = []
@@ -173,7 +169,7 @@ _before: list[float] = []
 
 @contextmanager
 def short_intervals() -> Iterator[None]:
-    """Inside, threads switch after at most `INTERVAL_S`. The interval belongs to the process; the last one out sets it
+    """Let threads switch after at most `INTERVAL_S`. The interval belongs to the process; the last one out sets it
     back."""
     with _lock:
         _before.append(_before[0] if _before else sys.getswitchinterval())
@@ -194,16 +190,16 @@ class ThreadSettings(NamedTuple):
     """The settings of one thread."""
 
     threads: int
-    """Of one operation."""
+    """Threads of one operation."""
     gradients: bool
     inference: bool
     autocast: torch.dtype | None
     cached: bool
-    """Whether autocast keeps a parameter's copy for its further uses."""
+    """True if autocast keeps a parameter's copy for its further uses."""
 
     @classmethod
     def here(cls) -> ThreadSettings:
-        """Those of this thread."""
+        """The settings of this thread."""
         return cls(
             torch.get_num_threads(),
             torch.is_grad_enabled(),
@@ -233,7 +229,7 @@ class ThreadSettings(NamedTuple):
 
 
 def is_plain() -> bool:
-    """Whether this thread only computes: nothing follows its operations, as traces, checkpoints and transforms do."""
+    """True if this thread only computes: no trace, checkpoint or transform follows its operations."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -245,5 +241,5 @@ def is_plain() -> bool:
 
 
 def is_caching() -> bool:
-    """Whether autocast keeps a parameter's copy, whose gradients are summed before they are converted back."""
+    """True if autocast keeps a parameter's copy; the copy's gradients are summed before they are converted back."""
     return torch.is_autocast_enabled(_DEVICE) and torch.is_autocast_cache_enabled()

@@ -1,4 +1,4 @@
-"""`threads`: how many threads a worker computes with, within one operation and for independent branches of a model.
+"""`threads`: the threads of a worker, within one operation and for independent branches of a model.
 
 A model is traced when it is first called, for the inputs that it is called with, and divided into parts (`parts_of`).
 It is divided again for a later difference: other kinds of inputs, twice their size, another mode, layers that freeze.
@@ -26,13 +26,13 @@ from polytempo.partition.branches.parts import BranchedModel, Code, Region, part
 from polytempo.partition.branches.passes import run_region
 from polytempo.partition.branches.pool import Pool, is_caching, is_plain
 from polytempo.partition.branches.units import HOOKS, has_hooks
-from polytempo.partition.graph.exported_graph import exported
+from polytempo.partition.graph.exported_graph import traced_or_exported
 from polytempo.partition.graph.modes import attributes_kept
 from polytempo.partition.graph.profile import counted
-from polytempo.partition.graph.trace import FIXED, Inputs, Traced, Untraceable, trace
+from polytempo.partition.graph.trace import FIXED, Inputs, Traced, Untraceable
 
 WORTH = 4e6
-"""Operations that a region must save to be run on several threads: about what handing over its tasks costs."""
+"""Operations that a region must save to be run on several threads: about the cost of handing over its tasks."""
 
 _MOST = 64
 """Kinds of inputs, and of modes, that are divided; calls of further ones run as they are."""
@@ -41,7 +41,7 @@ _MOST = 64
 class BranchedForward:
     """Takes the place of the `forward` of a model and of its copies; `install` puts it there.
 
-    In a copy by `copy.deepcopy` it goes on serving; what `pickle` or `torch.save` writes has the class's own `forward`.
+    In a copy by `copy.deepcopy` it goes on serving; files of `pickle` or `torch.save` have the class's own `forward`.
     """
 
     __name__ = "forward"
@@ -55,11 +55,11 @@ class BranchedForward:
 
     @property
     def parts(self) -> tuple[BranchedModel, ...]:
-        """How models have been divided, by kinds of inputs and modes, in the order of their first calls."""
+        """Divisions of the models, by kinds of inputs and modes, in the order of their first calls."""
         return tuple(self._parts.values())
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own `forward` answers, to the same bits."""
+        """The answer of the model's own `forward`, to the same bits."""
         parts, values = self._of_call(model, args, kwargs) if is_plain() else (None, ())
         if parts is None or not parts.regions or (parts.shares_parameters and is_caching()):
             return type(model).forward(model, *args, **kwargs)
@@ -68,7 +68,7 @@ class BranchedForward:
     def _of_call(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[BranchedModel | None, Sequence[Any]]:
-        """The parts for such a call, and the graph's inputs. None: the graph does not have what this call does."""
+        """The parts for such a call, and the graph's inputs. None: the graph cannot stand for this call."""
         inputs = _inputs_of(model, args, kwargs)
         kind = tuple(map(_kind, inputs.values)), inputs.names
         if kind not in self._graphs:
@@ -110,7 +110,7 @@ class BranchedForward:
             self._told = True
             warnings.warn(
                 f"{type(model).__name__} has no branches that are worth running on several threads, so "
-                f"inter={self.pool.size} does what inter=1 does",
+                f"inter={self.pool.size} is the same as inter=1",
                 UserWarning,
                 stacklevel=4,
             )
@@ -137,7 +137,7 @@ def check(model: nn.Module) -> None:
 
 
 def run_parts(parts: BranchedModel, model: nn.Module, values: Sequence[Any], pool: Pool) -> Any:
-    """What the model answers for these inputs."""
+    """The model's answer for these inputs."""
     known: dict[fx.Node, Any] = dict(zip(parts.inputs, values, strict=True))
     for part, over in zip(parts.parts, parts.last_uses, strict=True):
         if isinstance(part, Region):
@@ -154,7 +154,7 @@ def _ran(code: Code, model: nn.Module, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def _inputs_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
-    """What the model is called with, by the names of its own `forward`."""
+    """The model's inputs, by the names of its own `forward`."""
     bound = _signature(type(model).forward).bind(model, *args, **kwargs)
     _, *given = bound.arguments.items()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
@@ -173,7 +173,7 @@ _signature = lru_cache(maxsize=256)(inspect.signature)
 
 
 def _kind(value: Any) -> Any:
-    """What of an input the graph depends on."""
+    """The facts of an input that the graph depends on."""
     if isinstance(value, FIXED):
         return value
     if isinstance(value, tuple | list):
@@ -188,14 +188,15 @@ class _Graph(NamedTuple):
 
     traced: Traced
     containers: frozenset[str]
-    """Modules that are no operations of the graph, but made of them, so that hooks on them would not be called."""
+    """Modules that are made of operations of the graph and are not its nodes, so that hooks on them would not be
+    called."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs) -> _Graph:
-        """ValueError for what cannot be traced."""
+        """Trace the model. ValueError where that is impossible."""
         with _bare(model):
             try:
-                traced = _traced(model, inputs)
+                traced = traced_or_exported(model, inputs)
             except Untraceable as error:
                 raise ValueError(
                     f"{str(error).replace(' cannot be cut', ' has no graph', 1)}; {_without(model)}"
@@ -205,15 +206,8 @@ class _Graph(NamedTuple):
         return cls(traced, frozenset(name for name in names if not called & set(_owners(name))))
 
 
-def _traced(model: nn.Module, inputs: Inputs) -> Traced:
-    try:
-        return trace(model, inputs)
-    except Untraceable as error:
-        return exported(model, inputs, error)
-
-
 def _named_modules(module: nn.Module, name: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """`module.named_modules()` but for those that have several names. Each call needs it, and this takes a tenth."""
+    """`module.named_modules()` with one name each. Each call needs it, and this takes a tenth of the time."""
     found[name] = module
     for own, each in module._modules.items():
         if each is not None:
@@ -228,7 +222,7 @@ def _owners(name: str) -> Iterator[str]:
 
 @contextmanager
 def _bare(model: nn.Module) -> Iterator[None]:
-    """Inside, the model has its own `forward`, and no hooks: they are not called with what a trace computes."""
+    """Give the model its own `forward` inside, and no hooks: a trace must not call them."""
     with attributes_kept(model):
         vars(model).pop("forward", None)
         for module in model.modules():
@@ -249,7 +243,6 @@ class Threads:
     least_operations: float = WORTH
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no worker could use."""
         for name in ("intra", "inter"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
@@ -258,7 +251,7 @@ class Threads:
             raise ValueError(f"least_operations must not be negative, got {self.least_operations:g}")
 
     def checked(self, model: nn.Module) -> Threads:
-        """These, if `model` can have them; else ValueError."""
+        """Return these settings, if `model` can have them; else ValueError."""
         if self.inter > 1:
             check(model)
         return self
@@ -274,19 +267,19 @@ class Threads:
 
 
 class ThreadedModel:
-    """A model whose branches run on several threads. `remove` takes the threads off again."""
+    """A model with branches on several threads. `remove` takes the threads off again."""
 
     def __init__(self, model: nn.Module, forward: BranchedForward | None) -> None:
         self._model, self._forward = model, forward
 
     @property
     def parts(self) -> BranchedModel | None:
-        """How the model was divided for its last new kind of call: `parts.regions` have tasks. None: not called yet."""
+        """The division of the model for its last new kind of call: `parts.regions` have tasks. None: not called yet."""
         divided = () if self._forward is None else self._forward.parts
         return divided[-1] if divided else None
 
     def remove(self) -> None:
-        """Let the model run its own `forward` again. How many threads an operation has stays as it is."""
+        """Let the model run its own `forward` again. The threads of an operation stay."""
         if self._forward is not None:
             vars(self._model).pop("forward", None)
             self._forward = None

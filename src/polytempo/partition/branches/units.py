@@ -1,11 +1,11 @@
-"""Which operations of a model must stay together, and which must keep their order, for the bits of plain execution.
+"""Operations of a model that must stay together, or keep their order, for the bits of plain execution.
 
 Operations that do not depend on each other may run at the same time, but for these:
 
-- What changes a tensor in place stays with what makes that tensor, and with all that read it before.
+- A change of a tensor in place stays with the operation that makes that tensor, and with all that read it before.
 - Operations that draw random numbers, or change the same statistics, run in the order of the program.
-- A gradient that is a sum of three or more is summed in the order in which autograd sums it. The sum of a tensor's
-  uses can be formed use by use; where one operation adds two of them, that one's users stay together.
+- A gradient that is a sum of three or more is summed in autograd's order. The sum of a tensor's uses can be formed
+  use by use; where one operation adds two of them, that one's users stay together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from polytempo.partition.graph.profile import Fact, storage
+from polytempo.partition.graph.profile import Fact, storage, tensors_in
 from polytempo.partition.graph_stages import OPERATIONS
 
 _KNOWN = (Tensor, bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.SymInt)
@@ -29,7 +29,7 @@ class OperationUnit(NamedTuple):
     """Operations that run one after the other, on one thread."""
 
     nodes: tuple[fx.Node, ...]
-    """In the order of the program."""
+    """Operations in the order of the program."""
     needs: frozenset[int]
     """Units that come before."""
 
@@ -39,7 +39,7 @@ Places = Mapping[fx.Node, int]
 
 
 def units_of(model: nn.Module, graph: fx.Graph, facts: Facts) -> list[OperationUnit]:
-    """The units of a graph that has been run, each behind those that it needs."""
+    """The units of a graph that has been run, each behind its needs."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     nodes = [node for node in graph.nodes if node.op in OPERATIONS]
     together = _Together(nodes)
@@ -59,7 +59,7 @@ def units_of(model: nn.Module, graph: fx.Graph, facts: Facts) -> list[OperationU
 
 
 def uses_of(model: nn.Module, graph: fx.Graph, facts: Facts) -> dict[fx.Node | int, dict[fx.Node, int]]:
-    """What gets gradients, an operation's value or a parameter by its `id`: how many each operation adds to it."""
+    """(value, or `id` of a parameter, that gets gradients) -> the number that each operation adds to it."""
     parameters = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
     first = one_tensor(facts)
     found: dict[fx.Node | int, dict[fx.Node, int]] = defaultdict(dict)
@@ -75,7 +75,7 @@ def uses_of(model: nn.Module, graph: fx.Graph, facts: Facts) -> dict[fx.Node | i
 
 
 def one_tensor(facts: Facts) -> dict[fx.Node, fx.Node]:
-    """For each operation the first one whose value is the same tensor, as for `nn.Identity`, unchanged since."""
+    """(operation) -> the first operation with the same tensor as its value, as for `nn.Identity`, unchanged since."""
     first: dict[int, fx.Node] = {}
     found: dict[fx.Node, fx.Node] = {}
     for node, fact in facts.items():
@@ -95,7 +95,6 @@ class _Together:
         self._parents = {node: node for node in nodes}
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The operation that stands for all of its group."""
         while self._parents[node] is not node:
             self._parents[node] = node = self._parents[self._parents[node]]
         return node
@@ -108,14 +107,14 @@ class _Together:
         return len(roots) > 1
 
 
-# ---------------------------------------------------------------------- what stays together
+# ---------------------------------------------------------------------- operations that stay together
 
 
 def _in_place(place: Places, facts: Facts) -> Iterator[set[fx.Node]]:
     holders: dict[int, list[fx.Node]] = defaultdict(list)
     last: dict[int, fx.Node] = {}
     for node, fact in facts.items():
-        for key in {storage(each) for each in _tensors(fact.value)}:
+        for key in {storage(each) for each in tensors_in(fact.value)}:
             holders[key].append(node)
         last |= dict.fromkeys(fact.changed, node)
     for key, changer in last.items():
@@ -125,21 +124,21 @@ def _in_place(place: Places, facts: Facts) -> Iterator[set[fx.Node]]:
 
 
 def _of_unknown_type(facts: Facts) -> Iterator[set[fx.Node]]:
-    """An object in which tensors may hide cannot be handed from one unit to another."""
+    """An object that may hide tensors cannot be handed from one unit to another."""
     for node, fact in facts.items():
         if is_opaque(fact.value):
             yield {node, *node.users}
 
 
 def _the_same(facts: Facts) -> Iterator[set[fx.Node]]:
-    """What answers a tensor that it was given, as `pair[0]` and `nn.Identity` do: one tensor has one gradient."""
+    """Operations that answer an input, as `pair[0]` and `nn.Identity` do: one tensor has one gradient."""
     for node, fact in facts.items():
-        own = {id(each) for each in _tensors(fact.value)}
-        yield {node, *(each for each in node.all_input_nodes if own & {id(t) for t in _tensors(facts[each].value)})}
+        own = {id(each) for each in tensors_in(fact.value)}
+        yield {node, *(each for each in node.all_input_nodes if own & {id(t) for t in tensors_in(facts[each].value)})}
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a value is, or has, something that is neither a tensor nor plain."""
+    """True if a value is, or has, something that is neither a tensor nor plain."""
     return any(not isinstance(each, (*_KNOWN, torch.Size)) for each in tree_leaves(value))
 
 
@@ -160,11 +159,11 @@ def _inexact(
         yield [*uses] if isinstance(source, int) or not inner else [source, *uses]
 
 
-# ---------------------------------------------------------------------- what keeps its order
+# ---------------------------------------------------------------------- operations that keep their order
 
 
 def _ordered(model: nn.Module, nodes: Sequence[fx.Node], facts: Facts) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Pairs of operations of which the first comes first."""
+    """Pairs of operations; the first one comes first."""
     before: dict[Hashable, fx.Node] = {}
     for node in nodes:
         for effect in _effects(model, node, facts):
@@ -174,7 +173,7 @@ def _ordered(model: nn.Module, nodes: Sequence[fx.Node], facts: Facts) -> Iterat
 
 
 def _effects(model: nn.Module, node: fx.Node, facts: Facts) -> set[Hashable]:
-    """What else an operation changes: the generator of random numbers, statistics, a module's own attributes."""
+    """Other changes by an operation: the generator of random numbers, statistics, a module's own attributes."""
     found: set[Hashable] = {"random numbers"} if facts[node].draws else set()
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
@@ -195,7 +194,7 @@ def _has_own_code(module: nn.Module) -> bool:
 def _condensed(
     nodes: Sequence[fx.Node], together: _Together, ordered: Sequence[tuple[fx.Node, fx.Node]]
 ) -> list[OperationUnit]:
-    """The groups, once those are joined that need each other, each behind what it needs."""
+    """The groups, each behind its needs; groups that need each other are joined."""
     while True:
         members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         needs: dict[fx.Node, set[fx.Node]] = defaultdict(set)
@@ -219,7 +218,7 @@ def _condensed(
 def _in_order(
     members: Mapping[fx.Node, Sequence[fx.Node]], needs: Mapping[fx.Node, set[fx.Node]]
 ) -> list[fx.Node] | None:
-    """The groups, each behind those that it needs; None where some need each other."""
+    """The groups, each behind its needs; None where some need each other."""
     done: dict[fx.Node, None] = {}
     left = list(members)
     while left:
@@ -254,13 +253,9 @@ def _circles(
             yield same
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether there are some."""
+    """True if there are some."""
     return any(getattr(module, name) for name in HOOKS)

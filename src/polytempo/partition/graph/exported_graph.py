@@ -1,12 +1,12 @@
-"""A model's graph by `torch.export`, for Python code that `torch.fx` refuses: what decides by sizes and types.
+"""A model's graph by `torch.export`, for Python code that `torch.fx` refuses: decisions by sizes and types.
 
     if x.dim() == 3: x = x.flatten(1)        torch.fx: a proxy has no truth value       torch.export: as with the sample
 
 `torch.export` runs the code on fake tensors and records operations. Left to itself it writes one mode into the graph
 and flattens batch norm into operations on its buffers. So the modules of `torch.nn` are recorded as calls of one
-operator (`_module_call`) and become single nodes again, as `torch.fx` has them. What the code decides by sizes is
-decided as with the sample; `Traced.check` raises for sizes with which that would be wrong. The first dimension of each
-input, which is that of samples, stays free where the code allows it.
+operator (`_module_call`) and become single nodes again, as `torch.fx` has them. Decisions
+by sizes are taken as with the sample; `Traced.check` raises for sizes that would need others. The first dimension of
+each input, the samples, stays free where the code allows it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from polytempo.partition.graph.trace import (
     Untraceable,
     is_own,
     one_at_a_time,
+    trace,
     two_graphs,
     untraceable,
 )
@@ -50,7 +51,9 @@ def exported(model: nn.Module, inputs: Inputs, because: Untraceable) -> Traced:
     Raises `Untraceable`: its own where it names another line than `because`, for that line is then the obstacle.
     """
     try:
-        _check_inputs(inputs)
+        others = [n for n, v in zip(inputs.names, inputs.values, strict=True) if not isinstance(v, (Tensor, *FIXED))]
+        if others:
+            raise Untraceable(f"torch.export would fix the values of {', '.join(others)}")
         with one_at_a_time, modes_kept(model):
             traced = _in_mode(model, inputs, training=True)
             if not read_flags(traced.graph, _in_mode(model, inputs, training=False).graph):
@@ -61,10 +64,12 @@ def exported(model: nn.Module, inputs: Inputs, because: Untraceable) -> Traced:
     return traced
 
 
-def _check_inputs(inputs: Inputs) -> None:
-    others = [n for n, v in zip(inputs.names, inputs.values, strict=True) if not isinstance(v, (Tensor, *FIXED))]
-    if others:
-        raise Untraceable(f"torch.export would fix the values of {', '.join(others)}")
+def traced_or_exported(model: nn.Module, inputs: Inputs) -> Traced:
+    """The model's graph by `torch.fx`, or by `torch.export` where that fails. Errors: `Untraceable`."""
+    try:
+        return trace(model, inputs)
+    except Untraceable as error:
+        return exported(model, inputs, error)
 
 
 def _in_mode(model: nn.Module, inputs: Inputs, *, training: bool) -> Traced:
@@ -99,14 +104,14 @@ def _quiet() -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """One call of a module, by what a graph cannot hold."""
+    """One call of a module, with the arguments that a graph cannot hold."""
 
     path: str
     compute: Callable[..., Any]
     arguments: _Flat
     """Arguments and keywords."""
     answers: list[_Flat]
-    """What it answers, once it has been computed."""
+    """Answers of the module, once they have been computed."""
 
 
 class _Flat(NamedTuple):
@@ -114,7 +119,7 @@ class _Flat(NamedTuple):
 
     structure: TreeSpec
     others: list[Any]
-    """Its leaves, with `_TENSOR` in the places of tensors."""
+    """The structure's leaves, with `_TENSOR` in the places of tensors."""
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The structure with these in the places of tensors."""
@@ -148,7 +153,7 @@ def _(tensors: list[Tensor], call: int) -> list[Tensor]:
 
 
 class _Calls:
-    """Records the calls of a model's modules that are those of `torch.nn`."""
+    """Records the calls of a model's modules of `torch.nn`."""
 
     def __init__(self, model: nn.Module) -> None:
         tracer = fx.Tracer()
@@ -159,7 +164,7 @@ class _Calls:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, a module's forward is one operation, but for calls that an operator cannot have."""
+        """Make a module's forward one operation inside, but for calls that an operator cannot have."""
         self.made.clear()
         leaves = [(name, each) for name, each in self._leaves if "forward" not in vars(each)]
         for name, module in leaves:
@@ -172,7 +177,7 @@ class _Calls:
 
     def _recording(self, name: str, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
-            """What has statistics in evaluation, so that they stay as they are; the sizes are the same."""
+            """Compute modules with statistics in evaluation, so that they stay as they are; the sizes are the same."""
             with modes_kept(module):
                 module.train(module.training and not any(True for _ in module.buffers()))
                 return original(*args, **kwargs)
@@ -214,7 +219,7 @@ class _Rebuilding:
         self._constants: dict[str, Tensor] = {}
 
     def traced(self) -> Traced:
-        """The graph, and what checks the sizes."""
+        """The graph, and its check of sizes."""
         for name in self._inputs.traced:
             node = next(each for each, own in self._names.items() if own == name)
             self._made[node] = self._graph.placeholder(name)
@@ -244,7 +249,6 @@ class _Rebuilding:
         return [self._made[each] if isinstance(each, fx.Node) else each for each in nodes]
 
     def _attribute(self, node: fx.Node) -> fx.Node:
-        """A parameter or buffer of the model, or a constant."""
         target = str(node.target)
         found = operator.attrgetter(target)(self._module)
         if not isinstance(found, Tensor):
@@ -255,7 +259,6 @@ class _Rebuilding:
         return self._graph.get_attr(target)
 
     def _called(self, node: fx.Node) -> list[fx.Node]:
-        """A call of the module itself; the tensors of its answer."""
         tensors, number = node.args
         call = self._calls[cast(int, number)]
         args, kwargs = call.arguments.filled(self._mapped(tensors))
@@ -271,7 +274,6 @@ class _Rebuilding:
         return node
 
     def _check(self) -> Callable[[Sequence[Any]], None]:
-        """The conditions of the trace, as export has found them."""
         guards = getattr(self._module, "_guards_fn", None)
         order = [self._inputs.names.index(name) for name in self._names.values()]
 
@@ -291,7 +293,7 @@ class _Rebuilding:
 
 
 def _is_check(node: fx.Node) -> bool:
-    """Whether it only looks at sizes and dtypes."""
+    """True if the node only looks at sizes and dtypes."""
     if node.op == "call_module":
         return node.target == "_guards_fn"
     return not node.users and getattr(node.target, "__name__", "").startswith(_CHECKS)

@@ -1,4 +1,4 @@
-"""What of a model stays as it was while it is traced, and its two modes as a graph that reads the mode when it runs."""
+"""Contexts that keep a model's state while it is traced, and one graph of its two modes that reads the mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Each module is in the mode afterwards in which it was."""
+    """Set each module's mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -23,7 +23,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Each module has afterwards the attributes that it had: what `forward` keeps for later is forgotten."""
+    """Give each module afterwards the attributes that it had: values that `forward` keeps for later are forgotten."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -37,7 +37,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def counts_unread(model: nn.Module) -> Iterator[None]:
-    """Inside, batch norms with momentum=None do not read how many batches there were: a fake tensor has no value."""
+    """Keep batch norms with momentum=None from reading the number of batches inside: a fake tensor has no value."""
     norms = [each for each in model.modules() if isinstance(each, _NormBase) and each.momentum is None]
     for norm in norms:
         norm.momentum = 0.0
@@ -71,7 +71,7 @@ def read_flags(training: fx.Graph, evaluation: fx.Graph) -> bool:
 
 
 def _alike(one: Any, other: Any, allowed: tuple[bool, bool] | None = None) -> bool:
-    """Whether arguments are equal, but for values that are `allowed[0]` in one and `allowed[1]` in the other."""
+    """True if arguments are equal, but for values that are `allowed[0]` in one and `allowed[1]` in the other."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(_alike(a, b, allowed) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):

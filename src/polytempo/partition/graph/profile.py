@@ -1,8 +1,8 @@
-"""What each node of a graph computes, costs and does besides: counted on fake tensors, or measured on one thread.
+"""The computation, costs and side effects of each node of a graph: counted on fake tensors, or measured on one thread.
 
-Counted costs are the same wherever they are counted. A node's operations are those of its forward and backward
-(matrix products, convolutions and attention by `torch.utils.flop_counter`), and `OPERATIONS_PER_BYTE` for each byte
-that it writes: forward once, backward twice.
+Counted costs are the same on every machine. A node's operations are its matrix products, convolutions and attention,
+forward and backward (by `torch.utils.flop_counter`), and `OPERATIONS_PER_BYTE` for each byte that it writes: forward
+once, backward twice.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from polytempo.partition.graph.modes import counts_unread
 from polytempo.partition.graph.trace import Inputs, Traced
 
 OPERATIONS_PER_BYTE = 2.0
-"""Of a core that computes twice as many operations a second as it writes bytes: 20 Gflop/s and 10 GB/s."""
+"""Twice as many operations a second as bytes written: a core with 20 Gflop/s and 10 GB/s."""
 _WRITTEN = 3
 """A node writes its output forward, and about twice as much backward."""
 _REPEATS = 5
 
 
 class Fact(NamedTuple):
-    """What one node did when the graph was run on fake tensors."""
+    """The facts of one node in a run on fake tensors."""
 
     value: Any
-    """What it computed."""
+    """The computed value."""
     operations: float
     saved: Mapping[int, int]
     """Storages that it keeps for backward, with their bytes; parameters are not among them."""
     changed: frozenset[int]
     """Storages that it changed in place."""
     draws: bool
-    """Whether it drew random numbers."""
+    """True if it drew random numbers."""
     uses: Mapping[fx.Node | str, int]
-    """How many gradients its backward adds, one by one, to that of each argument, and of each parameter by name."""
+    """The number of gradients that its backward adds, one by one, to each argument's gradient, and each parameter's by
+    name."""
 
 
 def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, Fact]:
@@ -88,7 +89,7 @@ def measured(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, 
 
 
 def storage(tensor: Tensor) -> int:
-    """What tells a storage from others while it is alive; views of one tensor share it."""
+    """A key that tells a storage from others while it is alive; views of one tensor share it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -116,11 +117,10 @@ class _Walk(fx.Interpreter):
         return self.state[target] if target in self.state else super().fetch_attr(target)
 
     def parameters_of(self, target: str) -> list[Tensor]:
-        """Those of a submodule."""
         return list(self.submodules[target].parameters())
 
     def alone(self, n: fx.Node) -> _Alone:
-        """The node's call apart from what computed its arguments, so that its backward ends at them."""
+        """The node's call apart from the nodes of its arguments, so that its backward ends at them."""
         leaves: list[Tensor] = []
         begins: list[tuple[Tensor, Any]] = []
 
@@ -142,20 +142,20 @@ class _Alone(NamedTuple):
     forward: Callable[[], Any]
     leaves: list[Tensor]
     begins: list[tuple[Tensor, Any]]
-    """Each tensor among its arguments, and where its copy's backward ends (None: it needs no gradient)."""
+    """Each tensor among its arguments, and the end of its copy's backward (None: it needs no gradient)."""
 
     def backward(self, value: Any) -> None:
         """Compute the leaves' gradients from ones, and drop them."""
-        outputs = [each for each in _tensors(value) if each.grad_fn is not None]
+        outputs = [each for each in tensors_in(value) if each.grad_fn is not None]
         if outputs and self.leaves:
             ones = [torch.ones_like(each) for each in outputs]
             torch.autograd.grad(outputs, self.leaves, ones, allow_unused=True)
 
     def gradients(self, value: Any) -> Counter[int]:
-        """How many gradients the backward of `value` adds up for each argument and each leaf, by its `id`."""
+        """The number of gradients that the backward of `value` adds up for each argument and each leaf, by its `id`."""
         arrive: Counter[int] = Counter()
         reached: dict[int, Any] = {}
-        left = [each.grad_fn for each in _tensors(value) if each.grad_fn is not None]
+        left = [each.grad_fn for each in tensors_in(value) if each.grad_fn is not None]
         while left:
             function = left.pop()
             if id(function) not in reached:
@@ -170,12 +170,11 @@ class _Alone(NamedTuple):
 
 
 class _NoModules:
-    """Counts all operations together, and not by modules: what the counter asks of its tracker."""
+    """Counts all operations together, and not by modules: an empty tracker for the counter."""
 
     parents: ClassVar = {"Global"}
 
     def __enter__(self) -> _NoModules:
-        """Begin."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,8 +182,6 @@ class _NoModules:
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether random numbers are drawn."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
@@ -222,7 +219,7 @@ class _Counting(_Walk):
                 saved[key] = tensor.untyped_storage().nbytes()
             return tensor
 
-        args = _tensors(self.fetch_args_kwargs_from_env(n))
+        args = tensors_in(self.fetch_args_kwargs_from_env(n))
         versions = [each._version for each in args]
         before, self.draws.seen = self.counter.get_total_flops(), False
         alone = self.alone(n) if _computes(n) else None
@@ -237,7 +234,7 @@ class _Counting(_Walk):
             alone.backward(again)
         flops = self.counter.get_total_flops() - before - (forward if alone is not None else 0)
         known = {storage(each) for each in args}
-        written = {key: each.nbytes for each in _tensors(value) if (key := storage(each)) not in known}
+        written = {key: each.nbytes for each in tensors_in(value) if (key := storage(each)) not in known}
         moved = 0 if n.op in ("placeholder", "get_attr") else _WRITTEN * sum(written.values())
         self.facts[n] = Fact(value, flops + OPERATIONS_PER_BYTE * moved, saved, frozenset(changed), drew, uses)
         return value
@@ -245,7 +242,7 @@ class _Counting(_Walk):
     def _uses(self, n: fx.Node, found: Counter[int]) -> dict[fx.Node | str, int]:
         uses: dict[fx.Node | str, int] = {}
         for each in n.all_input_nodes:
-            uses[each] = max((found[id(tensor)] for tensor in _tensors(self.env[each])), default=0)
+            uses[each] = max((found[id(tensor)] for tensor in tensors_in(self.env[each])), default=0)
         if n.op == "call_module":
             own = self._state_of(str(n.target))
             uses |= {f"{n.target}.{name}": found[id(tensor)] for name, tensor in own.items()}
@@ -275,16 +272,17 @@ def _computes(node: fx.Node) -> bool:
 
 
 def is_pick(node: fx.Node) -> bool:
-    """Whether the node takes a part out of a value: `pair[0]`, `result.values`."""
+    """True if the node takes a part out of a value: `pair[0]`, `result.values`."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "getattr")
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value of any structure."""
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _attention_flops() -> dict[Any, Any]:
-    """The counter knows attention's kernels for GPUs; that for CPUs computes the same products."""
+    """Register attention on CPUs: the counter knows the kernels for GPUs, which compute the same products."""
     aten = torch.ops.aten
     forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)

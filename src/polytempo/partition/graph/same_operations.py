@@ -1,9 +1,9 @@
-"""Whether a graph computes what the model computes: operation by operation, on fake tensors.
+"""A comparison of a graph with its model: operation by operation, on fake tensors.
 
-`torch.fx` calls `forward` with stand-ins for tensors. What asks for a value of them is an error, but
-`isinstance(x, Tensor)`, `hasattr(x, …)`, `x.shape[0] in table` or `except Exception` silently decide otherwise than for
-tensors, and `with torch.no_grad():` is not recorded. So both are run on the sample, and what they do with its tensors,
-with parameters and with buffers is compared.
+`torch.fx` calls `forward` with stand-ins for tensors. Code that asks for their values is an error, but `isinstance(x,
+Tensor)`, `hasattr(x, …)`, `x.shape[0] in table` or `except Exception` silently decide otherwise than for tensors, and
+`with torch.no_grad():` is not recorded. So both are run on the sample, and their operations on its tensors, parameters
+and buffers are compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CodeLine(NamedTuple):
     file: str
     line: int
     function_line: int
-    """Where the function begins."""
+    """The first line of the function."""
     module: str
     """"" for the model itself."""
 
@@ -45,7 +45,7 @@ class CodeLine(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """What one operation was, and where the model asked for it."""
+    """One operation, and the line of the model that asked for it."""
 
     what: tuple[Any, ...]
     place: CodeLine | None
@@ -60,13 +60,13 @@ def first_difference(
     traced_values: Sequence[Any],
     is_own: Callable[[str], bool],
 ) -> CodeLine | None:
-    """Where the model first does something else than its graph; None where they agree.
+    """The first line of a difference between the model and its graph; None where they agree.
 
     `call(model, values)` calls the model; the graph is given `traced_values`. `is_own` knows the files of the model's
     code. A run that ends with an error is compared up to there. The model stays as it is.
     """
     if not any(not type(each).__module__.startswith("torch.") for each in model.modules()):
-        return None  # nothing in it decides by what it is given
+        return None  # nothing in it decides by its inputs
     theirs, all_theirs = _operations(model, _Called(model, call), values, is_own)
     ours, all_ours = _operations(model, _Interpreted(model, graph, constants), traced_values, is_own)
     before: CodeLine | None = None
@@ -81,13 +81,13 @@ def first_difference(
 
 
 def _beginning(model: nn.Module) -> CodeLine:
-    """Of its `forward`, where no line is known."""
+    """The first line of its `forward`, where no line is known."""
     code = type(model).forward.__code__
     return CodeLine(code.co_filename, code.co_firstlineno, code.co_firstlineno, "")
 
 
 def _decision(before: CodeLine | None, found: CodeLine) -> CodeLine:
-    """The last line up to `found` at which its function decides something, since `before`; else `found`."""
+    """The last line up to `found` with a decision of its function, since `before`; else `found`."""
     same = before is not None and before.file == found.file and before.function_line == found.function_line
     first = before.line if same and before is not None and before.line <= found.line else found.function_line
     lines = [line for line in _decisions(found.file) if first <= line <= found.line]
@@ -104,8 +104,6 @@ def _decisions(file: str) -> tuple[int, ...]:
 
 
 class _Called(nn.Module):
-    """The model itself."""
-
     def __init__(self, model: nn.Module, call: Callable[[nn.Module, Sequence[Any]], Any]) -> None:
         super().__init__()
         self.model, self._call = model, call
@@ -115,8 +113,6 @@ class _Called(nn.Module):
 
 
 class _Interpreted(nn.Module):
-    """The model's graph."""
-
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.model, self._graph, self._constants = model, graph, dict(constants)
@@ -138,7 +134,7 @@ class _WithConstants(fx.Interpreter):
 def _operations(
     model: nn.Module, run: nn.Module, values: Sequence[Any], is_own: Callable[[str], bool]
 ) -> tuple[list[_Operation], bool]:
-    """What a run does with the sample's tensors and the model's, and whether it came to its end."""
+    """A run's operations on the sample's tensors and the model's, and whether it came to its end."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(model, mode)
     given = [fake(value, mode) for value in values]
@@ -147,20 +143,21 @@ def _operations(
     with attributes_kept(model), torch.random.fork_rng(devices=[]), mode, recorder, torch.enable_grad():
         try:
             functional_call(run, {f"model.{name}": each for name, each in state.items()}, tuple(given))
-        except Exception:  # what the model does with a sample that does not fit is said elsewhere
+        except Exception:  # a sample that does not fit is reported elsewhere
             return recorder.found, False
     return recorder.found, True
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes operations on given tensors and on what was computed from them. Constants are made when a graph is."""
+    """Notes operations on given tensors and on results of these. Constants are made when a graph is."""
 
     def __init__(self, known: Sequence[Any], names: Mapping[int, str], is_own: Callable[[str], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Operation] = []
         self._kept = [each for each in known if isinstance(each, Tensor)]
         self._numbers = {id(each): number for number, each in enumerate(self._kept)}
-        """Of tensors that are given or computed, in their order; they are kept, so that none has another's id."""
+        """(id of a given or computed tensor) -> its number in their order. The tensors are kept, so that none has
+        another's id."""
         self._names, self._is_own = names, is_own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,9 @@
-"""A model as a graph of its layers and operations, in the order in which it computes them.
+"""A model as a graph of its layers and operations, in the order of their computation.
 
 `torch.fx` is the base, with the modules of `torch.nn` as single nodes. So dropout and batch norm stay modules, with
-their state and their two modes, and every parameter keeps its name. What it cannot trace, `exported` may.
+their state and their two modes, and every parameter keeps its name. Code that it cannot trace, `exported` may.
 
-What differs from `torch.fx.symbolic_trace`:
+Differences from `torch.fx.symbolic_trace`:
 
 - A submodule that cannot be traced stays whole: it is one node, which no cut divides.
 - `x += y` and `x[i] = y` stay operations in place, and `torch.arange(x.shape[1])` and its like are recorded.
@@ -56,7 +56,7 @@ one_at_a_time = threading.RLock()
 
 
 class Untraceable(ValueError):
-    """What a model does that cannot be traced, and the remedy."""
+    """A model's code that cannot be traced, and the remedy."""
 
     def __init__(self, message: str, line: tuple[str, int] | None = None) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class Untraceable(ValueError):
 
 
 class Inputs(NamedTuple):
-    """What the model is called with: names of `forward`'s parameters, their values, and which are keywords."""
+    """The model's inputs: names of `forward`'s parameters, their values, and whether they are keywords."""
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
 
     @property
     def traced(self) -> tuple[str, ...]:
-        """Inputs of the graph. Flags, texts and None are none: they stay what they are in the sample."""
+        """Inputs of the graph, without flags, texts and None: these stay as they are in the sample."""
         return tuple(n for n, value in zip(self.names, self.values, strict=True) if not isinstance(value, FIXED))
 
     @property
@@ -160,7 +160,7 @@ def _in_mode(model: nn.Module, inputs: Inputs, whole: dict[str, str], *, trainin
 
 
 def _otherwise(model: nn.Module, inputs: Inputs, traced: Traced) -> CodeLine | None:
-    """Where the model does something else than the graph."""
+    """The first line of a difference between the model and the graph."""
     return first_difference(
         *(model, traced.graph, traced.constants),
         call=lambda called, values: inputs.call(called, values=values),
@@ -171,7 +171,7 @@ def _otherwise(model: nn.Module, inputs: Inputs, traced: Traced) -> CodeLine | N
 
 
 def untraceable(model: nn.Module, error: Exception) -> Untraceable:
-    """The error that says what of the model's own code failed under a tracer."""
+    """The error that names the line of the model's own code that failed under a tracer."""
     frames = _own_frames(error)
     line = (frames[-1].filename, frames[-1].lineno or 0) if frames else None
     return Untraceable(f"{type(model).__name__} cannot be cut: {_construct(error)}; {REMEDY}", line)
@@ -186,7 +186,7 @@ def two_graphs(model: nn.Module) -> Untraceable:
 
 
 def _construct(error: Exception) -> str:
-    """Where the model's own code failed under the tracer, and how."""
+    """The line of the model's own code that failed under the tracer, and the reason."""
     own = _own_frames(error)
     said = " ".join(str(error).split())
     reason = said if len(said) <= 160 else said[:157] + "..."
@@ -200,7 +200,7 @@ def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
 
 
 def is_own(file: str) -> bool:
-    """Whether it is the user's, neither ours nor torch's."""
+    """True if it is the user's file, neither ours nor torch's."""
     return not file.startswith((_OURS, _TORCH, "<"))
 
 
@@ -238,7 +238,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._inputs, self._whole, self._thread = inputs, whole, threading.get_ident()
         self.failed: str | None = None
-        """The innermost submodule in which tracing failed."""
+        """The innermost submodule that could not be traced."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -267,7 +267,7 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def traces(self, given: Any, *, drawn: bool) -> bool:
-        """Whether a call that makes a tensor is recorded: it draws, or has a proxy among its arguments."""
+        """True if a call that makes a tensor is recorded: it draws, or has a proxy among its arguments."""
         found = [drawn]
         fx.node.map_aggregate(given, lambda each: found.append(isinstance(each, fx.Proxy)))
         return any(found) and threading.get_ident() == self._thread
@@ -286,7 +286,7 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def _factories(tracer: _Tracer) -> Iterator[None]:
-    """Record calls that make tensors from traced sizes, and those that draw: a drawn tensor is no constant."""
+    """Record calls that make tensors from traced sizes, and calls that draw: a drawn tensor is not a constant."""
 
     def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -309,7 +309,7 @@ def _factories(tracer: _Tracer) -> Iterator[None]:
 def passing_outcome(frame: FrameType | None) -> bool | None:
     """The truth of the value that a model's code asks for in the innermost of its frames, so that a check passes.
 
-    None where the code is no check, or has a `not` within its condition.
+    None where the code is not a check, or has a `not` within its condition.
     """
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         frame = frame.f_back

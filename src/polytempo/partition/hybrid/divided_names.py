@@ -1,16 +1,12 @@
-"""`DividedNames`: what a strategy says of the layers that it divides."""
+"""`DividedNames`: the layers that a strategy divides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange
 from polytempo.partition.wires import AS_THEY_ARE, Wires
-
-AUTO: Final = "auto"
-"""In place of names: those that a plan chooses."""
 
 
 def names_of(given: object) -> tuple[str, ...]:
@@ -24,7 +20,7 @@ def names_of(given: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DividedNames:
-    """Layers by name or pattern, divided over all ranks, each of which gets samples of its own.
+    """Layers by name or pattern, divided over all ranks; each rank gets samples of its own.
 
     `names`: None leaves them to a plan of the model's layers, by the bytes that are sent, or by times on a `link`.
     """
@@ -33,16 +29,15 @@ class DividedNames:
     exchange: Exchange = "joined"
     link: str | None = None
     wires: Wires = AS_THEY_ARE
-    """The codecs of what the layers exchange."""
+    """The codecs of the layers' exchanges."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an exchange that is none, for no names, and for a link that nothing is planned for."""
         if self.exchange not in EXCHANGES:
             raise ValueError(f"exchange={self.exchange!r}: must be one of {', '.join(EXCHANGES)}")
         if self.names is not None:
             names_of(self.names)
         if self.names is not None and self.link is not None:
-            raise ValueError(f"link={self.link!r} is what layers are planned for, and they are named; leave out one")
+            raise ValueError(f"link={self.link!r} is for layers that are planned, and these are named; leave out one")
 
     @property
     def ranks(self) -> int:

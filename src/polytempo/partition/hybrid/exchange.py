@@ -1,4 +1,4 @@
-"""What a divided layer exchanges: samples to where the weights are, outputs to where the samples are, gradients back.
+"""Exchanges of a divided layer: samples to the weights, outputs to their samples' ranks, gradients back.
 
              rank 0          rank 1
     x        a b             c d          samples
@@ -28,7 +28,7 @@ Gradients pass Q as if it were the identity (`partition.wires`). The bytes are c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -37,17 +37,19 @@ import torch
 from torch import Tensor
 
 from polytempo.core import Port
-from polytempo.partition.hybrid.divisible import Compute
 from polytempo.partition.hybrid.traffic import ExchangedPieces, Spans, Volume, feature_pieces, sample_pieces, volume
 from polytempo.partition.tensor.model_group import Occasion
 from polytempo.partition.tensor.rounds import AS_IT_IS, RoundCodec, to_all, to_each, to_owners
 from polytempo.partition.wires import Wires
 
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A layer's output from its input, weight and bias."""
+
 _SAMPLES, _FEATURES = 1015, 1016
-"""Channels of what is gathered and dealt: a round's samples travel while the outputs of the one before do."""
+"""Channels of the gathers and the deals: a round's samples travel while the outputs of the one before do."""
 _Step = Literal["gather", "deal", "return", "reduce"]
 _STEPS: tuple[_Step, ...] = ("gather", "deal", "return", "reduce")
-"""Of a round: the first two forward, the others backward."""
+"""Exchanges of a round: the first two forward, the others backward."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,20 @@ class DividedCall:
     compute: Compute
     rounds: list[Spans]
     parts: Sequence[int]
-    """How many output features each rank has."""
+    """Output features of each rank."""
     output_dim: int
     samples: Sequence[int]
-    """How many samples each rank has."""
+    """Samples of each rank."""
     wires: Wires
     occasion: Occasion
-    """For codecs that draw: which call of which pass this is."""
+    """The number of this call in its pass, for codecs that draw."""
     name: str
-    """The layer's, for errors."""
+    """The layer's name, for errors."""
     share: float | None = None
-    """This rank's weight in the step, whose passes may have other numbers of samples; None: as of this pass."""
+    """This rank's weight in the step, where its passes may have other numbers of samples; None: as in this pass."""
 
     def by(self, step: _Step, round_number: int, pieces: ExchangedPieces) -> RoundCodec:
-        """How these travel; the same on all ranks."""
+        """The codec of these pieces; the same on all ranks."""
         forward, place = step in _STEPS[:2], _STEPS.index(step)
         codec = self.wires.common_codec("forward" if forward else "backward", *pieces)
         if codec is None:
@@ -81,7 +83,7 @@ class DividedCall:
         return RoundCodec(codec, self.occasion.step, number, f"the {what} of layer {self.name}")
 
     def volume(self, inputs: Tensor, output: Tensor) -> Volume:
-        """Bytes of all ranks in this call, which has these tensors, and on its way back."""
+        """Bytes of all ranks in this call with these tensors, and on its way back."""
         given, made = _of_one(inputs), _of_one(output)
         return volume(self.rounds, self.parts, given, made, self.wires, of_inputs=inputs.requires_grad)
 
@@ -101,7 +103,7 @@ class Kept(NamedTuple):
 async def forward(
     call: DividedCall, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, keep: bool
 ) -> tuple[Tensor, list[Kept]]:
-    """This rank's samples' outputs, all features; and what `backward` needs, if it is to be kept."""
+    """The outputs of this rank's samples, all features; with `keep` also each round's computation, for `backward`."""
     port, dealing, kept = call.port, [], list[Kept]()
     gathering = await port.start(_gathered(call, inputs, 0))
     for number in range(len(call.rounds)):
@@ -119,10 +121,10 @@ async def forward(
 async def backward(
     call: DividedCall, gradient: Tensor, kept: Sequence[Kept], parameters: Sequence[Tensor], *, of_inputs: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gradients of this rank's inputs (None if not asked for), and of its part of the parameters.
+    """Gradients of this rank's inputs (None if not `of_inputs`), and of its part of the parameters.
 
     A loss is taken to be the mean over a rank's samples. Parameters get the gradient of the mean over all samples,
-    inputs that of their own rank's loss, like everything that ranks compute by themselves.
+    inputs the gradient of their own rank's loss, like everything that each rank computes alone.
     """
     port, found, reducing = call.port, [torch.zeros_like(p) for p in parameters], []
     own = gradient * call.weight
@@ -152,7 +154,7 @@ def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _of_one(tensor: Tensor) -> Tensor:
-    """What one sample of (samples, …) is like, flat."""
+    """A tensor like one sample of (samples, …), flat."""
     return _like(tensor, tensor.shape[1:])
 
 
@@ -208,7 +210,7 @@ class Divided(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: DividedCall, drive: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What this rank has of the layer's output: (its samples, …)."""
+        """This rank's part of the layer's output: (its samples, …)."""
         ctx.call, ctx.drive = call, drive
         ctx.parameters = [each for each in (weight, bias) if each is not None and each.requires_grad]
         answer, ctx.kept = drive(forward(call, inputs, weight, bias, keep=True))

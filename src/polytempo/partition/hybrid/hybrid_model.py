@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-from polytempo.partition.hybrid.divisible import divisible
-from polytempo.partition.hybrid.exchange import Divided, DividedCall, forward
+from polytempo.partition.hybrid.exchange import Compute, Divided, DividedCall, forward
 from polytempo.partition.hybrid.traffic import EXCHANGES, Exchange, rounds
 from polytempo.partition.tensor.division import Division, even_sizes
+from polytempo.partition.tensor.layers.convolution import CONVOLUTIONS, Convolution, channel_dim, convolve
 from polytempo.partition.tensor.layers.layer import Cutter, SplitLayer
+from polytempo.partition.tensor.layers.linear import check_embedding
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.partition.tensor.rules import matched, replace_module
@@ -29,23 +33,61 @@ from polytempo.partition.tensor.rules import matched, replace_module
 
 @dataclass(eq=False)
 class DataGroup:
-    """The ranks that divide layers, each with samples of its own, and how they exchange them."""
+    """The ranks that divide layers, each with samples of its own, and the order of their exchanges."""
 
     ranks: ModelGroup
     exchange: Exchange = "joined"
     samples: tuple[int, ...] = field(default=(), init=False)
-    """How many each rank has in the pass under way."""
+    """Samples of each rank in the present pass."""
     share: float | None = field(default=None, init=False)
-    """This rank's weight in the mean that the step is made of; None: its part of the samples of each pass."""
+    """This rank's weight in the step's mean; None: its part of the samples of each pass."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an exchange that is none."""
         if self.exchange not in EXCHANGES:
             raise ValueError(f"exchange={self.exchange!r}: must be one of {', '.join(EXCHANGES)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataGroup:
-        """A copied model is of the same ranks."""
+        """Return this group: a copied model is of the same ranks."""
         return self
+
+
+class Divisible(NamedTuple):
+    """A layer's division by output features, while every rank has samples of its own."""
+
+    compute: Compute
+    features: int
+    """Outputs to divide."""
+    weight_dim: int
+    """The dimension of outputs in the weight."""
+    output_dim: int
+    """The dimension of outputs in the output, counted from its end."""
+
+
+def divisible(module: nn.Module) -> Divisible:
+    """The division of this layer. ValueError, with the reason, where there is none."""
+    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError("it has hooks or parametrizations, which would be lost; divide the model before they are set")
+    if type(module) is nn.Linear:
+        return Divisible(functional.linear, module.out_features, 0, -1)
+    if type(module) is nn.Embedding:
+        check_embedding("it", module)
+        table = partial(_rows, padding_idx=module.padding_idx)
+        return Divisible(table, module.embedding_dim, 1, -1)
+    if isinstance(module, Convolution) and type(module) in CONVOLUTIONS:
+        return Divisible(convolve(module), module.out_channels, 0, channel_dim(module))
+    raise ValueError(f"{type(module).__name__} is none of Linear, Embedding, Conv1d, Conv2d and Conv3d")
+
+
+def divisible_features(module: nn.Module) -> int:
+    """Outputs of this layer that can be divided, or 0."""
+    try:
+        return divisible(module).features
+    except ValueError:
+        return 0
+
+
+def _rows(indices: Tensor, table: Tensor, bias: Tensor | None, *, padding_idx: int | None) -> Tensor:
+    return functional.embedding(indices, table, padding_idx)
 
 
 class DividedLayer(SplitLayer):
@@ -85,7 +127,7 @@ class DividedLayer(SplitLayer):
         own = group.samples[self.group.rank] if group.samples else None
         if not inputs.dim() or len(inputs) != own:
             raise ValueError(
-                f"layer {self.shown} is divided over ranks by samples, of which this rank has {own}, and got a tensor "
+                f"layer {self.shown} is divided over ranks by samples; this rank has {own}, and got a tensor "
                 f"of shape {tuple(inputs.shape)}; keep samples in the first dimension, and call the whole model"
             )
         plan = rounds(group.exchange, group.samples)
@@ -104,11 +146,11 @@ class DividedLayer(SplitLayer):
 
 
 class HybridModel(PartedModel):
-    """`model`, some layers of which are divided: called as it was, with this rank's samples.
+    """`model` with some layers divided: called as it was, with this rank's samples.
 
-    All ranks call it together, also where they only evaluate. The first tensor that it is given has the samples in its
-    first dimension. Cost besides the layers': 8 bytes a rank and pass, how many samples each has; 16 where codecs draw
-    random numbers, which they all do by the first rank's number.
+    All ranks call it together, also where they only evaluate. The first tensor among its arguments has the samples in
+    its first dimension. Cost in addition to the layers': 8 bytes a rank and pass for the numbers of samples; 16 where
+    codecs draw random numbers, all by the first rank's number.
     """
 
     def __init__(self, model: nn.Module, group: DataGroup) -> None:
@@ -116,7 +158,7 @@ class HybridModel(PartedModel):
         self.data_group = group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, of this rank's samples."""
+        """The model's answer for this rank's samples."""
         tensors = [each for each in tree_leaves([args, kwargs]) if isinstance(each, Tensor) and each.dim()]
         if not tensors:
             raise ValueError("the model was given no tensor with samples, and its layers are divided by samples")
@@ -128,7 +170,7 @@ class HybridModel(PartedModel):
 
 
 def divide(model: nn.Module, patterns: Iterable[str], group: DataGroup) -> HybridModel:
-    """`model`, of whose layers that `patterns` name this rank keeps its part. Takes the place of `model`.
+    """Keep this rank's part of the layers that `patterns` name. The answer takes the place of `model`.
 
     Errors: ValueError for names that fit no layer (with the nearest), for layers that cannot be divided, and for
     weights that another layer has, too.

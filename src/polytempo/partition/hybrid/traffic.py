@@ -1,4 +1,4 @@
-"""The traffic of divided layers in a pass, worked out from shapes: its rounds, and its bytes, by codecs or as it is.
+"""The traffic of divided layers in a pass, computed from shapes: its rounds, and its bytes, by codecs or without.
 
     joined   one round    every rank sends all of its samples to all others
     turns    N rounds     in round k rank k sends all of its samples
@@ -9,7 +9,7 @@ with these. With "turns" one rank's link carries a round, with "slices" all rank
 
 Source: A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014: the schemes (a), (b) and
 (c) of its section 3.1. There a round goes on through all fully connected layers, which saves memory; here each layer
-has rounds of its own, so that what lies between layers may be anything.
+has rounds of its own, so that anything may come between layers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ExchangedPieces(NamedTuple):
     """Flat tensors that travel in one exchange, without their values."""
 
     likes: list[Tensor]
-    """One for each length that occurs."""
+    """One for each length."""
     times: list[int]
-    """How many there are like each."""
+    """The number of tensors like each."""
 
 
 class Volume(NamedTuple):
@@ -40,13 +40,13 @@ class Volume(NamedTuple):
 
 
 def sample_pieces(spans: Spans, given: Tensor) -> ExchangedPieces:
-    """A round's samples of each rank. `given`: what is given of one sample, flat."""
+    """A round's samples of each rank. `given`: one sample's inputs, flat."""
     return _pieces(Counter((end - begin) * given.numel() for begin, end in spans), given)
 
 
 def feature_pieces(spans: Spans, parts: Sequence[int], made: Tensor) -> ExchangedPieces:
-    """What each rank has of the outputs of each other one's samples in a round: `parts[r]` features. `made`: one
-    sample's outputs, flat. Cost: no more than the ranks, unless they all differ."""
+    """Each rank's features of the outputs of the other ranks' samples in a round: `parts[r]` features. `made`: one
+    sample's outputs, flat. Cost: at most the number of ranks, unless they all differ."""
     lengths, each = [end - begin for begin, end in spans], made.numel() // sum(parts)
     found: Counter[int] = Counter()
     for length, holders in Counter(lengths).items():
@@ -59,9 +59,9 @@ def feature_pieces(spans: Spans, parts: Sequence[int], made: Tensor) -> Exchange
 def volume(
     rounds: Sequence[Spans], parts: Sequence[int], given: Tensor, made: Tensor, wires: Wires, *, of_inputs: bool
 ) -> Volume:
-    """Of a pass of one layer and of its way back: each input to all, each output to whose sample it is.
+    """Bytes of a pass of one layer and of its way back: each input to all, each output to its sample's rank.
 
-    `parts[r]`: features of rank r; `given`, `made`: of one sample, flat; `of_inputs`: their gradients go back.
+    `parts[r]`: features of rank r; `given`, `made`: one sample's, flat; `of_inputs`: their gradients go back.
     """
     forward = backward = 0
     for spans in rounds:
@@ -81,7 +81,7 @@ def _pieces(counts: Counter[int], like: Tensor) -> ExchangedPieces:
 Exchange = Literal["joined", "turns", "slices"]
 EXCHANGES: tuple[Exchange, ...] = ("joined", "turns", "slices")
 Spans = list[tuple[int, int]]
-"""Of each rank, where its samples of a round begin and end among its own."""
+"""Begin and end of each rank's samples of a round, among its own."""
 
 
 def rounds(exchange: Exchange, samples: Sequence[int]) -> list[Spans]:

@@ -1,4 +1,4 @@
-"""What each layer would send by data and by model parallelism, and which of the two sends less."""
+"""The traffic of each layer by data and by model parallelism, and the smaller of the two."""
 
 from polytempo.partition.plan.choice import LayerPlan, PlannedLayer, Reduction, ScalingLaw, chosen
 from polytempo.partition.plan.split_choice import SplitLayerPlan, SplitPlan, given_plan, split_plan

@@ -33,7 +33,7 @@ Scheme = Literal["data", "model", "hybrid"]
 By = Literal["bytes", "seconds"]
 SCHEMES: tuple[Scheme, ...] = ("data", "model", "hybrid")
 _EXCHANGES = 4
-"""Of a layer whose weights are divided: inputs, outputs, and the gradients of both."""
+"""Exchanges of a layer with divided weights: inputs, outputs, and the gradients of both."""
 
 
 class Reduction(NamedTuple):
@@ -52,7 +52,7 @@ class PlannedLayer:
     data_bytes: int
     model_bytes: float
     data_s: float
-    """Of the reduction of its gradient, alone; several layers' gradients are reduced together."""
+    """Seconds of the reduction of its gradient, alone; several layers' gradients are reduced together."""
     model_s: float
     flops_per_byte: float
     """`LayerVolume.flops_per_byte` of a worker's samples."""
@@ -69,11 +69,11 @@ class LayerPlan:
     bytes_per_s: float
     reduction: Reduction
     wires: Wires = AS_THEY_ARE
-    """The codecs of what divided layers exchange."""
+    """The codecs of divided layers' exchanges."""
 
     @property
     def model_parallel(self) -> tuple[str, ...]:
-        """Names of the layers whose weights are divided: `pt.hybrid` takes the plan, or these."""
+        """Names of the layers with divided weights: `pt.hybrid` takes the plan, or these."""
         return tuple(each.volume.name for each in self.layers if each.way == "model")
 
     @property
@@ -88,7 +88,7 @@ class LayerPlan:
 
     @property
     def flops(self) -> float:
-        """Of a step, forward and backward, of all workers."""
+        """Operations of a step, forward and backward, of all workers."""
         return sum(each.volume.flops for each in self.layers) * self.batch_size
 
     def ways(self, scheme: Scheme) -> tuple[LayerWay, ...]:
@@ -98,12 +98,12 @@ class LayerPlan:
         return tuple(scheme if can_divide(each.volume, self.workers) else "data" for each in self.layers)
 
     def bytes_of(self, scheme: Scheme) -> float:
-        """The source's volume of a step: |W| of the layers by data, |D| of those by model parallelism."""
+        """The source's volume of a step: |W| of the layers by data, |D| of the layers by model parallelism."""
         pairs = zip(self.layers, self.ways(scheme), strict=True)
         return sum(each.data_bytes if way == "data" else each.model_bytes for each, way in pairs)
 
     def seconds_of(self, scheme: Scheme, reduction: Reduction | None = None) -> float:
-        """Of what a step sends, nothing of it hidden: one reduction of all gradients, and each layer's exchanges."""
+        """Seconds of a step's messages, not hidden: one reduction of all gradients, and each layer's exchanges."""
         pairs = list(zip(self.layers, self.ways(scheme), strict=True))
         gradients = sum(each.volume.gradient_bytes for each, way in pairs if way == "data")
         price = (reduction or self.reduction).price
@@ -112,7 +112,7 @@ class LayerPlan:
 
 
 def can_divide(layer: LayerVolume, workers: int) -> bool:
-    """Whether each worker can have some of the layer's outputs, and no other layer has its weights."""
+    """True if each worker can have some of the layer's outputs, and no other layer has its weights."""
     return workers > 1 and layer.features >= workers and not layer.tied
 
 
@@ -130,10 +130,10 @@ def chosen(
 ) -> LayerPlan:
     """Each layer by the way that sends less.
 
-    `by`: "bytes" compares |D| with |W|, which is the source's rule; "seconds" compares what the exchanges of
-    `pt.hybrid` take on this link with what the reduction takes. `batch_size`: samples of a step of all workers.
-    `wires`: the codecs of these exchanges; |D| is then the mean of what inputs take forward and their gradients
-    backward. Layers that cannot be divided, and those whose weights another layer has, too, go by data parallelism.
+    `by`: "bytes" compares |D| with |W|, which is the source's rule; "seconds" compares the times of the exchanges of
+    `pt.hybrid` and of the reduction on this link. `batch_size`: samples of a step of all workers. `wires`: the codecs
+    of these exchanges; |D| is then the mean of the inputs' bytes forward and their gradients' backward. Layers that
+    cannot be divided, and layers that share weights, go by data parallelism.
 
     Raises ValueError for numbers below 1.
     """
@@ -163,7 +163,8 @@ def exchange_seconds(
     bytes_per_s: float,
     wires: Wires = AS_THEY_ARE,
 ) -> float:
-    """Of what a step of a divided layer sends: inputs to all, outputs to whose samples they are, gradients back.
+    """Seconds of a divided layer's messages in a step: inputs to all, outputs to their samples' workers, gradients
+    back.
 
     4α + (N-1)/N · (2·|D| + 2·outputs/N) / B         half of |D|, and one α less, where no gradient goes back
     """
@@ -191,10 +192,10 @@ def exchange_bytes(
     wires: Wires = AS_THEY_ARE,
     exchange: Exchange = "joined",
 ) -> int:
-    """Of all ranks in a step of a divided layer: rank r has `sizes[r]` samples and `parts[r]` of the outputs' features.
+    """Bytes of all ranks in a step of a divided layer: rank r has `sizes[r]` samples and `parts[r]` output features.
 
-    To the byte, whether sizes divide evenly or not, of a layer that the model calls once. `exchange` matters by codecs
-    alone: a round's samples make a wire.
+    The count is exact, whether sizes divide evenly or not, for a layer that the model calls once. `exchange` matters by
+    codecs alone: a round's samples make a wire.
     """
     given = without_memory(round(layer.inputs), layer.input_itemsize, whole=layer.kind == "embedding")
     made = without_memory(round(layer.outputs), layer.itemsize)
@@ -207,7 +208,7 @@ def prices_of(plan: LayerPlan, reductions: Sequence[Reduction]) -> Mapping[str, 
 
 
 PriceOf = Callable[[int, float, float, float], Price]
-"""What a reduction costs: `price(num_ranks, num_bytes, latency_s, bytes_per_s)`."""
+"""The cost of a reduction: `price(num_ranks, num_bytes, latency_s, bytes_per_s)`."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class ScalingLaw:
         return ScalingLaw(price, (1 / speed_up - 1 / workers) * batch_size / _growth(price, workers))
 
     def speed_up(self, workers: int, batch_size: int) -> float:
-        """Over one worker."""
+        """The speed-up over one worker."""
         return 1 / (1 / workers + self.constant * _growth(self.price, workers) / batch_size)
 
 

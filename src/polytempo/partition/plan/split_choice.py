@@ -4,9 +4,9 @@
     column(gather=True)                                    P·O forward, 2·P·I backward
     row, which is given all inputs                         2·P·O forward, P·I backward
 
-In units of (N-1) numbers, all ranks together, for P positions. Which layers follow each other, with functions of single
-features between them, the model's graph says (`partition.graph.trace`). The best pairs in a run of such layers are
-found by dynamic programming. Attention goes by heads, an embedding by its features.
+Numbers are in units of (N-1), all ranks together, for P positions. The model's graph tells which layers follow each
+other with functions of single features between them (`partition.graph.trace`). The best pairs in a run of such layers
+are found by dynamic programming. Attention goes by heads, an embedding by its features.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LONG, _FLOAT32 = 2**20, 4
 
 
 class SplitLayerPlan(NamedTuple):
-    """One layer, and what it sends in units of (N-1) numbers of a sample. Without a way it stays whole."""
+    """One layer, and its traffic in units of (N-1) numbers of a sample. Without a way it stays whole."""
 
     volume: LayerVolume
     way: Way | None
     forward: float
     backward: float
     rounds: int
-    """Of all-to-alls in a step: two make a sum, one a gather."""
+    """All-to-alls in a step: two make a sum, one a gather."""
 
     @property
     def numbers(self) -> float:
@@ -51,40 +51,40 @@ _Weigh = Callable[[SplitLayerPlan], float]
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The layers of a model, in the order in which it calls them, each with its way on so many ranks."""
+    """The layers of a model, in the order of its calls, each with its way on so many ranks."""
 
     layers: tuple[SplitLayerPlan, ...]
     also: Mapping[str, Way]
     """Dropouts between a column and a row layer."""
     ranks: int
     wires: Wires = AS_THEY_ARE
-    """By which codecs layers exchange what they do."""
+    """The codecs of the layers' exchanges."""
 
     @property
     def rules(self) -> dict[str, Way]:
-        """By names; `pt.split` takes them."""
+        """Ways by name; `pt.split` takes them."""
         return {each.volume.name: each.way for each in self.layers if each.way is not None} | dict(self.also)
 
     def bytes_of(self, layer: SplitLayerPlan, batch_size: int) -> float:
-        """What all ranks together send for a layer in a step, forward and backward."""
+        """Bytes of all ranks together for a layer in a step, forward and backward."""
         return sum(self.passing_bytes(layer, way, batch_size) for way in WAYS)
 
     def passing_bytes(self, layer: SplitLayerPlan, way: Passing, batch_size: int) -> float:
-        """The same of one way; by codecs about, as if each rank made one wire of its share."""
+        """Bytes of one way; by codecs about, as if each rank made one wire of its share."""
         numbers = getattr(layer, way) * batch_size
         return (self.ranks - 1) * self.wires.shared_bytes(way, numbers, layer.volume.itemsize, self.ranks)
 
     def seconds_of(self, layer: SplitLayerPlan, batch_size: int, latency_s: float, bytes_per_s: float) -> float:
-        """Of a layer's exchanges in a step, each rank on a link of its own."""
+        """Seconds of a layer's exchanges in a step, each rank on a link of its own."""
         return layer.rounds * latency_s + self.bytes_of(layer, batch_size) / self.ranks / bytes_per_s
 
     def saved_s(self, layer: SplitLayerPlan, batch_size: int, flops_per_s: float) -> float:
-        """Of computing that a rank leaves to the others in a step."""
+        """Seconds of computing that a rank leaves to the others in a step."""
         part = 0.0 if layer.way is None else 1 - 1 / self.ranks
         return part * layer.volume.flops * batch_size / flops_per_s
 
     def slower(self, batch_size: int, *, latency_s: float, bytes_per_s: float, flops_per_s: float) -> str:
-        """What to say where exchanges take longer than the computing that they save; "" where they do not."""
+        """A warning where exchanges take longer than the computing that they save; "" where they do not."""
         takes = [self.seconds_of(each, batch_size, latency_s, bytes_per_s) for each in self.layers]
         saves = [self.saved_s(each, batch_size, flops_per_s) for each in self.layers]
         if sum(takes) <= sum(saves) or not self.rules:
@@ -101,12 +101,11 @@ class SplitPlan:
 def split_plan(model: nn.Module, sample: Any, ranks: int, wires: Wires = AS_THEY_ARE) -> SplitPlan:
     """The plan of every layer of `model` that can be split over `ranks`. Nothing is computed.
 
-    `sample`: what the model is called with. `wires`: the codecs by which layers are to exchange what they do, which
-    make numbers that pass forward and those that pass backward take other bytes; of long tensors, for a plan is for
-    any batch. Layers with fewer features, channels or heads than ranks stay whole, and so
-    do layers that share weights, or that the model does not call.
+    `sample`: the model's inputs. `wires`: the codecs of the layers' exchanges. With them numbers take other bytes
+    forward than backward; long tensors are assumed, for a plan is for any batch. Layers with fewer features, channels
+    or heads than ranks stay whole, and so do layers that share weights, or that the model does not call.
 
-    Errors: ValueError for a model that cannot be traced, which names the line, and those of `volumes`.
+    Errors: ValueError for a model that cannot be traced, which names the line, and the errors of `volumes`.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: must be at least 1")
@@ -114,7 +113,7 @@ def split_plan(model: nn.Module, sample: Any, ranks: int, wires: Wires = AS_THEY
         graph = trace(model, inputs_of(model, sample)).graph
     except Untraceable as error:
         raise ValueError(
-            f"ways cannot be chosen where it is not known which layer follows which: {error}; or give rules by name, "
+            f"ways cannot be chosen without the order of the layers: {error}; or give rules by name, "
             'such as {"*.up": "column", "*.down": "row"}'
         ) from error
     found = {each.name: each for each in volumes(model, sample)}
@@ -136,9 +135,9 @@ def split_plan(model: nn.Module, sample: Any, ranks: int, wires: Wires = AS_THEY
 
 
 def given_plan(model: nn.Module, sample: Any, ways: Mapping[str, Way], ranks: int) -> SplitPlan:
-    """What layers send that are split by these ways over `ranks`. A row layer is taken to be given parts.
+    """The traffic of layers that are split by these ways over `ranks`. A row layer is taken to be given parts.
 
-    Errors: those of `volumes`.
+    Errors: as `volumes`.
     """
     found = [_as_given(each, ways.get(each.name)) for each in volumes(model, sample)]
     named = {each.volume.name for each in found}
@@ -146,7 +145,7 @@ def given_plan(model: nn.Module, sample: Any, ways: Mapping[str, Way], ranks: in
 
 
 def _as_given(volume: LayerVolume, way: Way | None) -> SplitLayerPlan:
-    """As `partition.tensor.traffic` counts; with `sequence` sums are two halves, before and behind."""
+    """Count as `partition.tensor.traffic`; with `sequence` sums are two halves, before and behind."""
     given, made, learns = volume.inputs * volume.gradient, volume.outputs, int(volume.gradient)
     embeds = volume.kind == "embedding"
     match way:
@@ -163,7 +162,7 @@ def _as_given(volume: LayerVolume, way: Way | None) -> SplitLayerPlan:
 
 
 def _able(module: nn.Module, volume: LayerVolume, ranks: int) -> bool:
-    """Whether the layer has a way by itself."""
+    """True if the layer alone has a way."""
     if volume.tied or not (volume.inputs or volume.outputs) or ranks == 1:
         return False
     if type(module) is nn.MultiheadAttention:
@@ -177,7 +176,7 @@ def _num_inputs(module: nn.Module) -> int:
 
 
 def _runs(able: set[str], links: Mapping[str, Follower]) -> Iterator[list[str]]:
-    """Layers in rows, each of which its successor follows; together all that are able."""
+    """Layers in rows, each followed by its successor; together all that are able."""
     behind = {link.name for link in links.values()}
     for first in sorted(able - behind):
         run = [first]
@@ -194,7 +193,7 @@ def _best(
     ranks: int,
     weight: _Weigh,
 ) -> list[SplitLayerPlan]:
-    """Of a run: which layers are pairs, and which go alone, so that what is sent weighs the least."""
+    """The pairs and single layers of a run with the least weight of traffic."""
     best: list[list[SplitLayerPlan]] = [[]]
     for number, name in enumerate(run):
         options = [[*best[number], _alone(found[name], modules[name], ranks, weight)]]
@@ -218,7 +217,7 @@ def _alone(volume: LayerVolume, module: nn.Module, ranks: int, weight: _Weigh) -
 
 
 def _weight(wires: Wires, plan: SplitLayerPlan) -> float:
-    """What a layer sends of a sample, in float32's bytes, in units of (N-1)."""
+    """Traffic of a layer for a sample, in float32's bytes, in units of (N-1)."""
     return sum(float(getattr(plan, way)) * wires.shared_bytes(way, _LONG, _FLOAT32, 1) / _LONG for way in WAYS)
 
 
@@ -250,7 +249,7 @@ _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class Follower(NamedTuple):
-    """The layer that gets what another one makes, feature by feature."""
+    """The layer that gets another layer's outputs, feature by feature."""
 
     name: str
     dropouts: tuple[str, ...] = ()
@@ -260,7 +259,7 @@ class Follower(NamedTuple):
 
 
 def followers(model: nn.Module, graph: fx.Graph) -> dict[str, Follower]:
-    """By the name of a linear layer or convolution: the one behind it, which alone gets its outputs."""
+    """(linear layer or convolution) -> the only layer that gets its outputs."""
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_module":

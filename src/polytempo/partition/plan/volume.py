@@ -1,9 +1,9 @@
-"""The volumes of a model's layers: |W|, the numbers of its weights, and |D|, the numbers that it is given.
+"""The volumes of a model's layers: |W|, the numbers of its weights, and |D|, the numbers of its inputs.
 
-    |W| = Σ over layers  inputs · outputs · kernel         |D| = B · Σ over layers  what the layer gets of a sample
+    |W| = Σ over layers  inputs · outputs · kernel         |D| = B · Σ over layers  the layer's inputs of a sample
 
-They are read off a forward pass on fake tensors, so any model that runs has them, and none is computed. Biases are no
-part of |W|, as in the source; what a worker sends has them, too.
+They are read off a forward pass on fake tensors, so any model that runs has them, and none is computed. Biases do not
+count in |W|, as in the source; a worker sends them, too.
 
 Source: F. Iandola et al., "FireCaffe", 2016, equations 1 and 2.
 """
@@ -25,7 +25,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
 from polytempo.partition.cut import fake, fake_state
-from polytempo.partition.hybrid.divisible import divisible_features
+from polytempo.partition.hybrid.hybrid_model import divisible_features
 
 Kind = Literal["convolution", "linear", "embedding", "attention", "other"]
 
@@ -37,7 +37,7 @@ class LayerVolume:
     name: str
     kind: Kind
     weights: int
-    """Numbers of weights, without biases. Those that an earlier layer has, too, count there alone."""
+    """Numbers of weights, without biases. Weights shared with an earlier layer count there alone."""
     biases: int = 0
     inputs: float = 0.0
     """Numbers that the layer is given of one sample."""
@@ -50,11 +50,11 @@ class LayerVolume:
     input_itemsize: int = 4
     """Bytes of a number that the layer is given: 8 for an embedding's indices."""
     gradient: bool = True
-    """Whether what it is given needs a gradient: the model's own input does not."""
+    """True if its input needs a gradient: the model's own input does not."""
     features: int = 0
-    """How many outputs model parallelism can divide; 0: it cannot divide this layer."""
+    """Outputs that model parallelism can divide; 0: it cannot divide this layer."""
     tied: bool = False
-    """Whether another layer has the same weights."""
+    """True if another layer has the same weights."""
 
     @property
     def flops(self) -> float:
@@ -68,23 +68,19 @@ class LayerVolume:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of weights and biases."""
+        """Bytes of the gradients of weights and biases."""
         return (self.weights + self.biases) * self.itemsize
 
     def input_bytes(self, batch_size: int) -> float:
         """|D| of so many samples."""
         return self.inputs * batch_size * self.input_itemsize
 
-    def output_bytes(self, batch_size: int) -> float:
-        """What the layer makes of so many samples."""
-        return self.outputs * batch_size * self.itemsize
-
     def flops_per_byte(self, batch_size: int, overlap: float = 1.0) -> float:
         """Operations of a worker with so many samples for each byte that data parallelism has it send.
 
             6 · B · products / (bytes of weights · (2 - overlap))  =  1.5 · B · width · height     of a convolution
 
-        of 4 bytes a number at `overlap` 1, whatever its kernel and its features are. `overlap` is the part of sending
+        The factor is for 4 bytes a number at `overlap` 1, for any kernel and features. `overlap` is the part of sending
         that happens while the worker receives.
 
         Source: D. Das et al., "Distributed deep learning using synchronous stochastic gradient descent", 2016.
@@ -93,18 +89,20 @@ class LayerVolume:
 
 
 def volumes(model: nn.Module, sample: Any) -> tuple[LayerVolume, ...]:
-    """The layers with parameters, in the order in which the model calls them first; those that it does not call last.
+    """The layers with parameters, in the order of the model's first calls; layers without a call come last.
 
-    `sample`: what the model is called with: a tensor, a tuple of inputs, or a mapping of keywords; the first dimension
-    of the first tensor is that of samples. A layer that is called several times is given what all calls are given.
+    `sample`: the model's inputs, a tensor, a tuple of inputs, or a mapping of keywords; samples are in the first
+    dimension of the first tensor. The inputs of several calls of a layer are added.
 
-    Errors: ValueError for a sample without tensors, for a model without parameters, and for one that does not run on
-    the sample, or whose path depends on values.
+    Errors: ValueError for a sample without tensors, for a model without parameters, and for a model that does not run
+    on the sample, or takes a path that depends on values.
     """
-    args, kwargs = ((), dict(sample)) if isinstance(sample, Mapping) else (_tuple(sample), {})
+    args, kwargs = (sample if isinstance(sample, tuple) else (sample,)), dict[str, Any]()
+    if isinstance(sample, Mapping):
+        args, kwargs = (), dict(sample)
     tensors = [each for each in tree_leaves([args, kwargs]) if isinstance(each, Tensor) and each.dim()]
     if not tensors or not len(tensors[0]):
-        raise ValueError("the sample has no tensor with samples; give what the model is called with, as in sample=x")
+        raise ValueError("the sample has no tensor with samples; give the model's inputs, as in sample=x")
     listener = _Listener(model, len(tensors[0]))
     try:
         listener.run(model, args, kwargs)
@@ -119,12 +117,8 @@ def volumes(model: nn.Module, sample: Any) -> tuple[LayerVolume, ...]:
     return tuple(listener.found[name] for name in dict.fromkeys([*called, *listener.found]))
 
 
-def _tuple(sample: Any) -> tuple[Any, ...]:
-    return sample if isinstance(sample, tuple) else (sample,)
-
-
 class _Listener:
-    """Hears what each layer of a model is given."""
+    """Hears the inputs of each layer of a model."""
 
     def __init__(self, model: nn.Module, samples: int) -> None:
         self.samples = samples
@@ -133,7 +127,7 @@ class _Listener:
         self.calls: list[str] = []
         seen: dict[int, str] = {}
         for name, module in _layers(model):
-            parameters = _parameters(module)
+            parameters = dict(module.named_parameters(recurse=isinstance(module, nn.MultiheadAttention)))
             other = next((seen[id(p)] for p in parameters.values() if id(p) in seen), None)
             new = {path: p for path, p in parameters.items() if id(p) not in seen}
             seen |= {id(p): name for p in new.values()}
@@ -188,7 +182,7 @@ class _Listener:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """What a model cannot compute is raised; torch would write its own stack to the log besides."""
+    """Silence torch's log of a stack for an error that is raised anyway."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -198,7 +192,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules with parameters; an attention is one, with all that lies in it."""
+    """Modules with parameters; an attention is one, with all its submodules."""
     found: list[tuple[str, nn.Module]] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -210,10 +204,6 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         elif any(True for _ in module.parameters(recurse=False)):
             found.append((name, module))
     return found
-
-
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters(recurse=isinstance(module, nn.MultiheadAttention)))
 
 
 def _kind(module: nn.Module) -> Kind:
@@ -248,7 +238,7 @@ def _counts(module: nn.Module, given: list[Tensor], made: Tensor) -> tuple[int, 
 
 
 def _attention(module: nn.MultiheadAttention, given: list[Tensor], made: Tensor) -> tuple[int, int]:
-    """Each of query, key and value once, if it is a tensor of its own, and what the last projection is given."""
+    """Numbers of query, key and value, each once if it is a tensor of its own, and of the last projection's input."""
     query, key, value = (given[i] if i < len(given) else given[0] for i in range(3))
     width, batch_dim = module.embed_dim, 0 if module.batch_first else 1
     own = {id(each): each.numel() for each in (query, key, value)}

@@ -2,7 +2,7 @@
 
 minimise   F(β) = (1/n) Σᵢ ℓ(uᵢ, yᵢ) + λ ‖β‖₁,    u = Xβ
 
-schedule   candidates by what has moved, kept if they do not interfere
+schedule   candidates by the moves of correlated ones, kept if they do not interfere
 push       zⱼ = xⱼᵀ(-ℓ'(u))                               over worker p's samples, or for its columns
 pull       βⱼ ← S(βⱼ + zⱼ/hⱼ, nλ/hⱼ),   hⱼ = L ‖xⱼ‖²       S(a, t) = sign(a) max(|a| - t, 0)
            u ← u + X_S Δβ
@@ -38,12 +38,12 @@ class Loss(Protocol):
         """ℓ(u)."""
 
     def dual(self, slopes: Tensor, targets: Tensor) -> Tensor:
-        """-ℓ*(-θ): with slopes θ of which |Xᵀθ| ≤ nλ, the mean of it is at most the least F."""
+        """-ℓ*(-θ): with slopes θ and |Xᵀθ| ≤ nλ, the mean of it is at most the least F."""
 
 
 @dataclass(frozen=True)
 class DescentJob:
-    """What `lasso` and `logistic` make; `name` is the call. See `ScheduledJob`."""
+    """A job of `lasso` or `logistic`; `name` is the call. See `ScheduledJob`."""
 
     name: str
     loss: Loss
@@ -69,14 +69,14 @@ class DescentJob:
             raise ValueError(f"{kind}: the data hold NaN or an infinity; remove those rows")
         self.check_targets(data[1])
 
-    async def begin(self, port: Port, data: tuple[Any, ...]) -> CoordinateDescent:
+    async def begin(self, port: Port, data: tuple[Any, ...]) -> _CoordinateDescent:
         """`data`: x (n, p) and y (n,)."""
         x, y = _samples_of(data, self.name)
         design = cut_design(port, x, self.cut)
-        return await CoordinateDescent(port, design, y, self.loss, self.l1, self.rule, self.seed).begun()
+        return await _CoordinateDescent(port, design, y, self.loss, self.l1, self.rule, self.seed).begun()
 
 
-class CoordinateDescent:
+class _CoordinateDescent:
     """One worker's state. See `ScheduledProgram`."""
 
     def __init__(
@@ -87,8 +87,7 @@ class CoordinateDescent:
         self._scores = torch.zeros_like(self._targets)
         self._num_samples, self._at_zero = len(targets), 1.0
 
-    async def begun(self) -> CoordinateDescent:
-        """Learn from all workers what columns measure."""
+    async def begun(self) -> _CoordinateDescent:
         squares = await self._design.squares()
         self._norms, self._curvatures = squares.sqrt(), self._loss.curvature * squares
         self._weights = torch.zeros_like(squares)
@@ -98,18 +97,15 @@ class CoordinateDescent:
         return self
 
     async def schedule(self) -> Tensor:
-        """See `ScheduledProgram`."""
         candidates = self._scheduler.candidates()
         known = None if self._rule.bound is None else await self._correlations.among(candidates)
         return self._scheduler.kept(candidates, known)
 
     async def push(self, chosen: Tensor) -> Tensor:
-        """See `ScheduledProgram`."""
         descent = self._loss.descent(self._scores, self._targets)
         return await self._design.products(chosen, descent)
 
     async def pull(self, chosen: Tensor, pushed: Tensor) -> None:
-        """See `ScheduledProgram`."""
         before, curvatures = self._weights[chosen], self._curvatures[chosen]
         after = shrunk(before + pushed / curvatures, self._num_samples * self._l1 / curvatures)
         self._weights[chosen] = after
@@ -133,12 +129,10 @@ class CoordinateDescent:
 
     @property
     def divided(self) -> frozenset[str]:
-        """See `ScheduledProgram`."""
         return frozenset()
 
     @property
     def rounds(self) -> int:
-        """See `ScheduledProgram`."""
         return -(-len(self._weights) // self._rule.at_once)
 
 
@@ -160,10 +154,10 @@ TABLE_BYTES = 256 << 20
 
 
 class Correlations:
-    """corr(j, k) = xⱼᵀxₖ / (‖xⱼ‖ ‖xₖ‖), which is the correlation of columns that are centred.
+    """corr(j, k) = xⱼᵀxₖ / (‖xⱼ‖ ‖xₖ‖): the correlation of centred columns.
 
-    A column's products with all others are computed when it is first a candidate, and kept: p² numbers. Where those are
-    more than 256 MiB, the products of the candidates are computed in each round.
+    A column's products with all others are computed when it is first a candidate, and kept: p² numbers. If that is more
+    than 256 MiB, the products of the candidates are computed in each round.
     """
 
     def __init__(self, design: Design, norms: Tensor) -> None:
@@ -204,8 +198,8 @@ def lasso(
 
         pt.schedule(pt.partition.scheduled.lasso(l1=0.02), (x, y), workers=2)
 
-    schedule: `candidates` coordinates (3 `at_once`) are drawn by how much what they correlate with has moved (`order`),
-    and kept while |corr(xⱼ, xₖ)| < `bound` for all pairs.
+    schedule: `candidates` coordinates (3 `at_once`) are drawn by the moves of correlated ones (`order`), and kept while
+    |corr(xⱼ, xₖ)| < `bound` for all pairs.
     push: xⱼᵀ(y - Xβ) over a worker's samples (`cut="rows"`) or for its columns (`cut="columns"`). pull:
     βⱼ ← S(βⱼ + xⱼᵀ(y - Xβ)/‖xⱼ‖², nλ/‖xⱼ‖²). The error is the duality gap, as a part of the objective at β = 0.
 
@@ -260,7 +254,7 @@ def logistic(
 
     `lasso` with another loss: push is xⱼᵀ(y σ(-y Xβ)), and pull divides by ‖xⱼ‖²/4, for the loss bends at most by a
     quarter. So a step is safe without a search, and shorter than Newton's where predictions are certain. Arguments,
-    cost and deviations are those of `lasso`; there is no intercept. Errors: ValueError for labels other than ±1.
+    cost and deviations are the same; there is no intercept. Errors: ValueError for labels other than ±1.
 
     Source: STRADS (see `program.py`); J. K. Bradley, A. Kyrola, D. Bickson and C. Guestrin, "Parallel coordinate
     descent for L1-regularized loss minimization", 2011.

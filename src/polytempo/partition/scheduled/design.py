@@ -25,28 +25,28 @@ CUTS = ("rows", "columns")
 
 
 class Design(Protocol):
-    """One worker's part of X; what it answers is whole unless it says "part"."""
+    """One worker's part of X; its answers are whole unless they say "part"."""
 
     async def squares(self) -> Tensor:
         """‖xⱼ‖² of all columns, (p,)."""
 
     def samples(self, vector: Tensor) -> Tensor:
-        """What this worker keeps of a vector over all samples."""
+        """This worker's part of a vector over all samples."""
 
     async def products(self, chosen: Tensor, vector: Tensor) -> Tensor:
-        """This worker's part of X_Sᵀ v, (|S|,); `vector` is what `samples` keeps of v."""
+        """This worker's part of X_Sᵀ v, (|S|,); `vector` is `samples(v)`."""
 
     async def all_products(self, vector: Tensor) -> Tensor:
         """Xᵀ v, (p,)."""
 
     async def combination(self, chosen: Tensor, amounts: Tensor) -> Tensor:
-        """X_S δ, as `samples` keeps it."""
+        """X_S δ, the part of `samples`."""
 
     async def gram(self, left: Tensor, right: Tensor | None) -> Tensor:
         """X_Lᵀ X_R, (|L|, |R|); None: R are all columns."""
 
     async def total(self, parts: Tensor) -> Tensor:
-        """Sums over all samples of what this worker has summed over those that it keeps."""
+        """Sums over all samples, from this worker's sums over its samples."""
 
 
 def check_cut(by: str) -> None:
@@ -60,12 +60,12 @@ def cut_design(port: Port, x: Tensor, by: str) -> Design:
     ends = borders(torch.ones(x.shape[0 if by == "rows" else 1]), port.size)
     first, end = ends[port.rank], ends[port.rank + 1]
     if by == "rows":
-        return ByRows(port, x[first:end].T.double().contiguous(), first)
-    return ByColumns(port, x[:, first:end].T.double().contiguous(), first, x.shape[1])
+        return _ByRows(port, x[first:end].T.double().contiguous(), first)
+    return _ByColumns(port, x[:, first:end].T.double().contiguous(), first, x.shape[1])
 
 
 @dataclass(frozen=True)
-class ByRows:
+class _ByRows:
     """Some samples of all columns. See `Design`."""
 
     port: Port
@@ -74,39 +74,32 @@ class ByRows:
     first: int
 
     async def squares(self) -> Tensor:
-        """See `Design`."""
         return await added(self.port, self.columns.square().sum(1))
 
     def samples(self, vector: Tensor) -> Tensor:
-        """See `Design`."""
         return vector[self.first : self.first + self.columns.shape[1]]
 
     async def products(self, chosen: Tensor, vector: Tensor) -> Tensor:
-        """See `Design`."""
         return await _times(self.port, self.columns, chosen, vector)
 
     async def all_products(self, vector: Tensor) -> Tensor:
-        """See `Design`."""
         flops = 2.0 * self.columns.numel()
         return await added(self.port, await self.port.compute(lambda: self.columns @ vector, flops))
 
     async def combination(self, chosen: Tensor, amounts: Tensor) -> Tensor:
-        """See `Design`."""
         return await _combined(self.port, self.columns, chosen, amounts)
 
     async def gram(self, left: Tensor, right: Tensor | None) -> Tensor:
-        """See `Design`."""
         others = self.columns if right is None else self.columns[right]
         part = await self.port.compute(lambda: self.columns[left] @ others.T, 2.0 * len(left) * others.numel())
         return await added(self.port, part)
 
     async def total(self, parts: Tensor) -> Tensor:
-        """See `Design`."""
         return await added(self.port, parts)
 
 
 @dataclass(frozen=True)
-class ByColumns:
+class _ByColumns:
     """All samples of some columns. See `Design`."""
 
     port: Port
@@ -116,33 +109,27 @@ class ByColumns:
     num_columns: int
 
     async def squares(self) -> Tensor:
-        """See `Design`."""
         return await self._placed(self.columns.square().sum(1))
 
     def samples(self, vector: Tensor) -> Tensor:
-        """See `Design`."""
         return vector
 
     async def products(self, chosen: Tensor, vector: Tensor) -> Tensor:
-        """See `Design`."""
         part, mine = torch.zeros(len(chosen), dtype=torch.float64), self._mine(chosen)
         part[mine] = await _times(self.port, self.columns, chosen[mine] - self.first, vector)
         return part
 
     async def all_products(self, vector: Tensor) -> Tensor:
-        """See `Design`."""
         flops = 2.0 * self.columns.numel()
         return await self._placed(await self.port.compute(lambda: self.columns @ vector, flops))
 
     async def combination(self, chosen: Tensor, amounts: Tensor) -> Tensor:
-        """See `Design`."""
         mine = self._mine(chosen)
         return await added(
             self.port, await _combined(self.port, self.columns, chosen[mine] - self.first, amounts[mine])
         )
 
     async def gram(self, left: Tensor, right: Tensor | None) -> Tensor:
-        """See `Design`."""
         right = torch.arange(self.num_columns) if right is None else right
         mine, theirs = self._mine(left), self._mine(right)
         given = torch.zeros(len(left), self.columns.shape[1], dtype=torch.float64)
@@ -154,7 +141,6 @@ class ByColumns:
         return await added(self.port, part)
 
     async def total(self, parts: Tensor) -> Tensor:
-        """See `Design`."""
         return parts
 
     def _mine(self, chosen: Tensor) -> Tensor:
@@ -177,7 +163,7 @@ async def _times(port: Port, columns: Tensor, chosen: Tensor, vector: Tensor) ->
 
 
 async def _combined(port: Port, columns: Tensor, chosen: Tensor, amounts: Tensor) -> Tensor:
-    """Only columns whose amount is not 0 are read: most of a sparse model's do not move."""
+    """Read columns with an amount other than 0 only: most of a sparse model's do not move."""
 
     def work() -> Tensor:
         total = torch.zeros(columns.shape[1], dtype=torch.float64)

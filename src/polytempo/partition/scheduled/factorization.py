@@ -36,7 +36,7 @@ def factorization(rank: int = 10, l2: float = 0.1, seed: int = 0) -> Factorizati
 
 @dataclass(frozen=True)
 class Factorization:
-    """What `factorization` makes. See `ScheduledJob`."""
+    """The job of `factorization`. See `ScheduledJob`."""
 
     name: str
     rank: int
@@ -50,12 +50,12 @@ class Factorization:
         """See `ScheduledJob`."""
         _checked(data)
 
-    async def begin(self, port: Port, data: tuple[Any, ...]) -> FactorDescent:
-        """`data`: rows (m,), columns (m,) and values (m,) of the entries, the number of rows and that of columns."""
-        return FactorDescent(port, self, *_checked(data))
+    async def begin(self, port: Port, data: tuple[Any, ...]) -> _FactorDescent:
+        """`data`: rows (m,), columns (m,) and values (m,) of the entries, and the numbers of rows and columns."""
+        return _FactorDescent(port, self, *_checked(data))
 
 
-class FactorDescent:
+class _FactorDescent:
     """One worker's state. See `ScheduledProgram`."""
 
     divided = frozenset({"rows"})
@@ -83,12 +83,10 @@ class FactorDescent:
         self._factor, self._before = 0, float("inf")
 
     async def schedule(self) -> Tensor:
-        """See `ScheduledProgram`."""
         self._factor = (self._factor + 1) % self.rounds
         return torch.tensor([self._factor])
 
     async def push(self, chosen: Tensor) -> Tensor:
-        """See `ScheduledProgram`."""
         return await self._port.compute(lambda: self._sums(int(chosen)), 6.0 * len(self._error), "push")
 
     def _sums(self, t: int) -> Tensor:
@@ -97,7 +95,6 @@ class FactorDescent:
         return torch.stack([sums(self._columns, u * self._error, self._v), sums(self._columns, u * u, self._v)])
 
     async def pull(self, chosen: Tensor, pushed: Tensor) -> None:
-        """See `ScheduledProgram`."""
         await self._port.compute(lambda: self._update(int(chosen), pushed), 6.0 * len(self._error), "pull")
 
     def _update(self, t: int, pushed: Tensor) -> None:
@@ -107,7 +104,7 @@ class FactorDescent:
         self._error -= self._u[self._rows, t] * v
 
     async def measure(self) -> Measure:
-        """The objective, and which part of it the last sweep has gained."""
+        """The objective, and the part of it that the last sweep has gained."""
         own = self._error.square().sum() + self._l2 * self._u.square().sum()
         objective = float(await added(self._port, own.reshape(1))) + self._l2 * float(self._v.square().sum())
         gain = (self._before - objective) / self._before if self._before < float("inf") else None
@@ -115,7 +112,7 @@ class FactorDescent:
         return Measure(objective, gain)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """U, of which each worker has its rows, and V."""
+        """U, divided by rows over workers, and V."""
         return {"rows": self._u, "columns": self._v}
 
 

@@ -4,7 +4,7 @@ round t     worker p samples its documents' words of block (p + t) mod N, and ha
 
              block 0   block 1   block 2
 documents 0     t=0       t=1       t=2        no word is at two workers in a round, no document ever;
-documents 1     t=2       t=0       t=1        only the topics' totals are what they were when the round began
+documents 1     t=2       t=0       t=1        only the topics' totals are as they were before the round
 documents 2     t=1       t=2       t=0
 """
 
@@ -29,14 +29,13 @@ def lda(topics: int = 20, alpha: float = 0.1, beta: float = 0.01, seed: int = 0)
 
         pt.schedule(pt.partition.scheduled.lda(topics=20), documents, workers=2, sweeps=50)
 
-    schedule: worker p gets block (p + t) mod N of the V words, all of whose counts n_wk are then with it alone. push:
-    it draws topics for those words of its documents, and pushes what that changes in n_k. pull: n_k gets all changes,
-    and the block goes to worker p - 1. N rounds are a sweep over all words.
+    schedule: worker p gets block (p + t) mod N of the V words, with all their counts n_wk. push: it draws topics for
+    those words of its documents, and pushes the changes of n_k. pull: n_k gets all changes, and the block goes to
+    worker p - 1. N rounds are a sweep over all words.
 
-    Within a block words are drawn at once that differ in document and word; so here, too, they share only n_k.
-    The objective is -log P(w, z) a word; there is no error, so a run ends after `sweeps`.
-    Cost of a round: about 6 K operations a word, shared by the workers; each sends a block, 4 K V / N bytes, and 8 K
-    bytes to each other one.
+    Within a block words are drawn together if they differ in document and word; so here, too, they share only n_k. The
+    objective is -log P(w, z) a word; there is no error, so a run ends after `sweeps`. Cost of a round: about 6 K
+    operations a word, shared by the workers; each sends a block, 4 K V / N bytes, and 8 K bytes to each other one.
 
     Source: STRADS (see `program.py`); T. L. Griffiths and M. Steyvers, "Finding scientific topics", 2004.
     """
@@ -49,7 +48,7 @@ def lda(topics: int = 20, alpha: float = 0.1, beta: float = 0.01, seed: int = 0)
 
 @dataclass(frozen=True)
 class TopicModel:
-    """What `lda` makes. See `ScheduledJob`."""
+    """The job of `lda`. See `ScheduledJob`."""
 
     name: str
     topics: int
@@ -64,12 +63,12 @@ class TopicModel:
         """See `ScheduledJob`."""
         _checked(data)
 
-    async def begin(self, port: Port, data: tuple[Any, ...]) -> TopicSampler:
-        """`data`: document (m,) and word (m,) of each token, the number of documents and that of words."""
-        return TopicSampler(port, self, *_checked(data))
+    async def begin(self, port: Port, data: tuple[Any, ...]) -> _TopicSampler:
+        """`data`: document (m,) and word (m,) of each token, and the numbers of documents and words."""
+        return _TopicSampler(port, self, *_checked(data))
 
 
-class TopicSampler:
+class _TopicSampler:
     """One worker's state. See `ScheduledProgram`."""
 
     divided = frozenset({"document_topics", "word_topics"})
@@ -98,7 +97,7 @@ class TopicSampler:
         self._num_tokens, self._num_words = len(words), num_words
 
     def _grouped(self, first: int, end: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The tokens of a block in groups in which no document and no word is twice: with their rows in both counts."""
+        """The tokens of a block in groups without repeated documents or words, with their rows in both counts."""
         here = ((first <= self._tokens) & (self._tokens < end)).nonzero().flatten()
         groups = [here[group] for group in apart(self._documents[here].tolist(), self._tokens[here].tolist())]
         return [(group, self._documents[group], self._tokens[group] - first) for group in groups]
@@ -108,7 +107,6 @@ class TopicSampler:
         return (torch.arange(self._port.size) + self._round) % self._port.size
 
     async def push(self, chosen: Tensor) -> Tensor:
-        """See `ScheduledProgram`."""
         block = int(chosen[self._port.rank])
         flops = 6.0 * self._job.topics * sum(len(group) for group, _, _ in self._groups[block])
         return await self._port.compute(lambda: self._drawn(block), flops, "push")
@@ -129,7 +127,6 @@ class TopicSampler:
         return totals - self._totals
 
     async def pull(self, chosen: Tensor, pushed: Tensor) -> None:
-        """See `ScheduledProgram`."""
         self._totals, self._round = self._totals + pushed, self._round + 1
         here, size = self._port.rank, self._port.size
         if size > 1:
@@ -159,17 +156,17 @@ def rising(counts: Tensor, start: float) -> Tensor:
 
 
 def dirichlet(counts: Tensor, prior: float) -> Tensor:
-    """For each row, what its counts add to the logarithm of their probability."""
+    """Each row's part of the logarithm of its counts' probability."""
     return rising(counts, prior).sum(1)
 
 
 def pairs(left: Tensor, right: Tensor, num_left: int, num_right: int) -> Tensor:
-    """How often each pair is there, int32 (num_left, num_right)."""
+    """The count of each pair, int32 (num_left, num_right)."""
     return torch.bincount(left * num_right + right, minlength=num_left * num_right).view(num_left, num_right).int()
 
 
 def apart(left: list[int], right: list[int]) -> list[Tensor]:
-    """The pairs' places in groups in which no left and no right one is twice: each in the first that is free for it."""
+    """The pairs' places in groups without a repeated left or right one: each in the first that is free for it."""
     taken: dict[tuple[str, int], int] = {}
     numbers = []
     for a, b in zip(left, right, strict=True):

@@ -1,7 +1,7 @@
 """A scheduled program, and how any of them is performed: schedule, push, pull, round after round.
 
     schedule()        which parameters are updated now: the same answer on all workers
-    push(chosen)      worker p's part of what their update needs, from its part of the data ─┐ added up
+    push(chosen)      worker p's part of their update's sums, from its part of the data  ─┐ added up
     pull(chosen, Σ)   the parameters have their new values everywhere                       ◀─┘
 
 A program is written over a port, so it runs on real processes and in a virtual world, to the same bits.
@@ -24,12 +24,12 @@ from polytempo.core import NotFinite, Port
 
 
 class Measure(NamedTuple):
-    """How far a program has come."""
+    """A program's progress."""
 
     objective: float
-    """What it minimises."""
+    """The minimised value."""
     error: float | None
-    """What the tolerance is compared with: a bound on the distance to the optimum, or the last sweep's gain."""
+    """The number that the tolerance bounds: a bound on the distance to the optimum, or the last sweep's gain."""
 
 
 class SweepReport(NamedTuple):
@@ -38,9 +38,9 @@ class SweepReport(NamedTuple):
     sweep: int
     rounds: int
     updates: int
-    """How many parameters (or blocks of them) have been scheduled."""
+    """Parameters (or blocks of them) that have been scheduled."""
     seconds: float
-    """Of the rounds on worker 0, virtual or real. Measuring does not count."""
+    """Seconds of the rounds on worker 0, virtual or real. Measuring does not count."""
     objective: float
     error: float | None
 
@@ -50,26 +50,26 @@ class ScheduledProgram(Protocol):
 
     @property
     def rounds(self) -> int:
-        """How many rounds are a sweep: what it takes to come to all parameters once."""
+        """Rounds of a sweep, which comes to all parameters once."""
 
     async def schedule(self) -> Tensor:
         """The parameters of this round, int64; equal on all workers."""
 
     async def push(self, chosen: Tensor) -> Tensor:
-        """This worker's part of what the update of `chosen` needs; the parts of all workers are added."""
+        """This worker's part of the sums for the update of `chosen`; the parts of all workers are added."""
 
     async def pull(self, chosen: Tensor, pushed: Tensor) -> None:
         """Update the parameters by the sum of all parts."""
 
     async def measure(self) -> Measure:
-        """How far the program has come; changes nothing."""
+        """Measure the progress; changes nothing."""
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """What has been learned: whole, or this worker's part of what `divided` names."""
+        """The learned parameters: whole, or this worker's part of the `divided` ones."""
 
     @property
     def divided(self) -> frozenset[str]:
-        """Parameters of which each worker has some rows, in the order of workers."""
+        """Parameters with some rows at each worker, in the order of workers."""
 
 
 class ScheduledJob(Protocol):
@@ -110,7 +110,7 @@ async def performed(
 async def _measured(program: ScheduledProgram, step: int) -> Measure:
     measure = await program.measure()
     if not math.isfinite(measure.objective):
-        advice = "the updates of a round interfere: choose fewer at once, or a lower bound on their correlation"
+        advice = "the updates of a round interfere: choose fewer together, or a lower bound on their correlation"
         raise NotFinite("", None, measure.objective, "the objective", step=step, advice=advice)
     return measure
 
@@ -124,7 +124,7 @@ async def added(port: Port, part: Tensor) -> Tensor:
 
 
 def borders(weights: Tensor, parts: int) -> list[int]:
-    """Where to cut a row of things so that consecutive parts weigh about the same: `parts` + 1 rising places.
+    """Cut a row of things so that consecutive parts weigh about the same: `parts` + 1 rising places.
 
     No part is empty where there are as many things as parts.
     """
@@ -137,7 +137,7 @@ def borders(weights: Tensor, parts: int) -> list[int]:
 
 
 def check_kinds(data: tuple[Any, ...], kinds: tuple[type, ...], expected: str) -> None:
-    """ValueError, which says what is `expected`, where the parts of `data` are not of these kinds."""
+    """Raise ValueError with the `expected` kinds where the parts of `data` have others."""
     if len(data) != len(kinds) or not all(isinstance(each, kind) for each, kind in zip(data, kinds, strict=True)):
         raise ValueError(f"{expected}, got ({', '.join(type(each).__name__ for each in data)})")
 
@@ -145,4 +145,4 @@ def check_kinds(data: tuple[Any, ...], kinds: tuple[type, ...], expected: str) -
 def check_places(name: str, places: Tensor, number: int) -> None:
     """ValueError where a place is none of 0 to `number` - 1."""
     if not 0 <= int(places.min()) <= int(places.max()) < number:
-        raise ValueError(f"{name} must lie in 0 to {number - 1}, got {int(places.min())} to {int(places.max())}")
+        raise ValueError(f"{name} must be in 0 to {number - 1}, got {int(places.min())} to {int(places.max())}")

@@ -1,4 +1,4 @@
-"""`Scheduler`: which parameters are candidates of a round, and which of them may be updated together."""
+"""`Scheduler`: draws the candidates of a round, and keeps a set that may be updated together."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 ORDERS = ("priority", "last_change", "round_robin", "random")
 
 FLOOR = 0.1
-"""Of the mean weight: what each parameter's has besides, so that those that nothing has moved are drawn, too."""
+"""Part of the mean weight that each parameter has in addition, so that unmoved ones are drawn, too."""
 CANDIDATES = 3
 """Candidates for each place of a set: U' of the paper is 3 U. Some of them interfere."""
 _MOST_WEIGHTS = 1 << 24
-"""That torch draws from at once."""
+"""The most weights that torch draws from."""
 
 
 class SetRule(NamedTuple):
-    """How the parameters of a round are chosen."""
+    """The choice of a round's parameters."""
 
     order: str = "priority"
     at_once: int = 32
     bound: float | None = 0.1
-    """Of the correlation of any two of a set; None: whatever is drawn is updated together."""
+    """The bound on the correlation of any two of a set; None: all drawn parameters are updated together."""
     candidates: int | None = None
     """Parameters drawn for a set; None: 3 for each of `at_once` with a bound, and else one."""
 
@@ -42,7 +42,7 @@ class SetRule(NamedTuple):
         if self.candidates is not None and self.candidates < self.at_once:
             raise ValueError(f"candidates={self.candidates}: a round that updates {self.at_once} draws as many or more")
         if self.bound is not None and not 0 < self.bound <= 1:
-            raise ValueError(f"bound={self.bound:g}: correlations lie above 0 and up to 1; None leaves them unbounded")
+            raise ValueError(f"bound={self.bound:g}: correlations are above 0 and up to 1; None leaves them unbounded")
         return self
 
 
@@ -52,9 +52,9 @@ class Scheduler:
     Candidates are drawn with repetition, three for each place of the set, and considered in random order: the paper
     draws U' > U, as some of them interfere with others. `priority` and `last_change` draw each parameter once, and then
     with weight wⱼ + mean w / 10. `last_change` is the paper's: wⱼ = |Δβⱼ|, by its last update.
-    `priority` adds up what others that interfere have moved since then, wⱼ = Σₖ |corr(xⱼ, xₖ)| |Δβₖ| over correlations
-    of at least `bound`: about the most that βⱼ will move. `random` gives all the same weight; the candidates of
-    `round_robin` are the head of a queue, whose end joins what is updated.
+    `priority` adds up the moves since then of others that interfere, wⱼ = Σₖ |corr(xⱼ, xₖ)| |Δβₖ| over correlations of
+    at least `bound`: about the most that βⱼ will move. `random` gives all the same weight; the candidates of
+    `round_robin` are the head of a queue, and updated parameters join its end.
     """
 
     def __init__(self, rule: SetRule, drawable: Tensor, seed: int) -> None:
@@ -69,7 +69,7 @@ class Scheduler:
         self._random = torch.Generator().manual_seed(seed)
 
     def candidates(self) -> Tensor:
-        """Some parameters in the order in which they are considered, int64."""
+        """Some parameters in the order of their consideration, int64."""
         if self._rule.order == "round_robin":
             return self._queue[: self._rule.drawn]
         drawn = torch.multinomial(self._weights(), self._rule.drawn, replacement=True, generator=self._random)
@@ -85,7 +85,7 @@ class Scheduler:
         return (self._moved + (floor if floor > 0 else 1.0)) * self._drawable
 
     def kept(self, candidates: Tensor, correlations: Tensor | None) -> Tensor:
-        """Those that are updated together: `compatible` ones, or all where there is no bound."""
+        """The parameters that are updated together: `compatible` ones, or all where there is no bound."""
         if correlations is None or self._rule.bound is None:
             chosen = candidates[: self._rule.at_once]
         else:
@@ -96,7 +96,7 @@ class Scheduler:
         return chosen
 
     def moved(self, chosen: Tensor, change: Tensor, correlations: Tensor | None) -> None:
-        """Weigh what the last update has changed. `correlations`: (chosen, all), None where they are not known."""
+        """Weigh the last update's changes. `correlations`: (chosen, all), None where they are not known."""
         self._untouched[chosen] = False
         if self._rule.order == "last_change" or self._rule.bound is None or correlations is None:
             self._moved[chosen] = change.abs()
@@ -115,8 +115,8 @@ def compatible(correlations: Tensor, at_once: int, bound: float) -> list[int]:
                     and Σₖ |corr(j, k)| < 1 for each that is kept then.
 
     The sums are not in the paper. With them no round raises the objective: by Gershgorin's circles the eigenvalues of
-    the set's correlations stay below 2, which is what parallel updates by a quadratic bound can bear.
-    `correlations`: (candidates, candidates).
+    the set's correlations stay below 2, and parallel updates by a quadratic bound can bear that. `correlations`:
+    (candidates, candidates).
     """
     sizes = np.abs(correlations.numpy())
     np.fill_diagonal(sizes, 0.0)

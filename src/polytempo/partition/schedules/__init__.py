@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline work: one pure function for each schedule of the literature."""
+"""Orders of work for the stages of a pipeline: one pure function for each schedule of the literature."""
 
 from polytempo.partition.schedules.action import Action, Schedule
 from polytempo.partition.schedules.correction import Correction, Estimation, PipeMare, SpecTrain, pipemare, spectrain

@@ -25,10 +25,9 @@ class PipeMare:
 
     anneal_steps: int
     decay: float = 0.0
-    """D, 0 to 1: what is left in δ of a change of the parameters after τ updates. 0: no correction back."""
+    """D, 0 to 1: the part of a change of the parameters that is still in δ after τ updates. 0: no correction back."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no schedule of rates."""
         if self.anneal_steps < 1 or not 0 <= self.decay < 1:
             raise ValueError(
                 "pipemare needs anneal_steps of 1 or more and a decay from 0 to 1, got "
@@ -44,7 +43,7 @@ class PipeMare:
         return float(max(1, delay) ** -power)
 
     def smoothing(self, delay: int) -> float:
-        """How much of δ stays in each update."""
+        """The part of δ that stays in each update."""
         return float(self.decay ** (1 / delay))
 
 
@@ -54,14 +53,14 @@ class SpecTrain:
 
         ŵ = w - s η v         s updates until this batch's, the stage's delay; v: SGD's momentum; η: its learning rate
 
-    A backward pass has the present parameters: then s is 0. The optimizer is SGD with momentum; v is torch's buffer,
-    μ v + (1 - dampening) g, of which the paper's γ v + (1 - γ) g is the case dampening = μ. What Nesterov's form adds
-    to a step is not predicted.
+    A backward pass has the present parameters: then s is 0. The optimizer is SGD with momentum; v is torch's buffer, μ
+    v + (1 - dampening) g; the paper's γ v + (1 - γ) g is the case dampening = μ. Nesterov's addition to a step is not
+    predicted.
 
     Source: C.-C. Chen et al., "Efficient and robust parallel DNN training through model parallelism on multi-GPU
-    platform", 2018, the prediction of weights s versions ahead. Deviation: the paper counts s for a pipeline whose
-    stages take turns, ⌊k/2⌋ + N - k - 1 forward and ⌊k/2⌋ back; here s is counted from the schedule, by each stage's
-    own updates, and a batch is predicted the same version at every stage.
+    platform", 2018, the prediction of weights s versions ahead. Deviation: the paper counts s for a pipeline with
+    stages that take turns, ⌊k/2⌋ + N - k - 1 forward and ⌊k/2⌋ back; here s is counted from the schedule, by each
+    stage's own updates, and a batch is predicted the same version at every stage.
     """
 
     def __repr__(self) -> str:
@@ -83,8 +82,8 @@ def spectrain() -> SpecTrain:
 
 Shape = tuple[int, ...]
 Make = Callable[[Shape, int], nn.Module]
-"""From the shape of one sample's output and the number of classes to `module(h)` or, with classes, `module(h, labels)`:
-h of (samples, *shape), labels of (samples, classes), one-hot; the answer has the shape of h."""
+"""(shape of one sample's output, number of classes) -> `module(h)` or, with classes, `module(h, labels)`: h of
+(samples, *shape), labels of (samples, classes), one-hot; the answer has the shape of h."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ class Estimation:
     """None: Adam with `lr`."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no estimator has."""
         if self.classes < 0 or self.hidden_layers < 0 or self.width < 1 or self.lr < 0:
             raise ValueError(
                 "an estimator needs classes, hidden_layers and lr of 0 or more and a width of 1 or more, got "

@@ -9,8 +9,8 @@ Stage k of K (0 is the first) updates by the gradient of a batch d(k) steps afte
     pipelined_backprop                 d(k) = 2(K - 1 - k)        messages may take as long as a batch in a stage
     pipedream_2bw                      one update everywhere
 
-What they differ in is with which parameters a late backward pass computes (`Schedule.weights`). `correction` says what
-a stage does about the delay: `pipemare` or `spectrain`.
+They differ in the parameters of a late backward pass (`Schedule.weights`). `correction` is a stage's remedy for the
+delay: `pipemare` or `spectrain`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def ddg(
 
 
 def features_replay(stages: int, *, lockstep: bool = False, correction: Correction | None = None) -> Schedule:
-    """DDG that keeps a batch's inputs only, and computes its activations anew with the present parameters.
+    """DDG that keeps a batch's inputs only, and computes its activations again with the present parameters.
 
     Memory: one batch's activations, and K - k batches' inputs. Cost: a second forward pass. Running statistics and
-    dropout masks are those of the first one. Source: Z. Huo et al., "Training neural networks using features replay",
-    2018. Deviation: the authors' code draws new dropout masks, and updates running statistics twice.
+    dropout masks are the first pass's. Source: Z. Huo et al., "Training neural networks using features replay", 2018.
+    Deviation: the authors' code draws new dropout masks, and updates running statistics twice.
     """
     replayed = Schedule("features_replay", stages, 1, _older_by(1), weights="current", recomputes=True)
     return replace(replayed, lockstep=lockstep, correction=correction)
@@ -138,10 +138,10 @@ def synthetic_gradients(
     estimator: Make | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
 ) -> Schedule:
-    """Decoupled neural interfaces (DNI): a stage updates at once, by an estimate of its output's gradient.
+    """Decoupled neural interfaces (DNI): a stage updates immediately, by an estimate of its output's gradient.
 
-        h = f(x; w),  δ̂ = M(h) or M(h, label),    w ← w - γ δ̂ ∂h/∂w             at once
-        δ = δ̂' ∂f'/∂h of the stage behind, whose δ̂' is estimated too            sent back, one batch later
+        h = f(x; w),  δ̂ = M(h) or M(h, label),    w ← w - γ δ̂ ∂h/∂w             immediately
+        δ = δ̂' ∂f'/∂h of the stage behind, with its own estimate δ̂'           sent back, one batch later
         M ← M - lr ∂/∂M ‖M(h) - δ‖²                                             L: M learns
 
         stage 0   F0 B0 F1 B1 L0 F2 B2 L1 F3 B3 L2
@@ -149,10 +149,9 @@ def synthetic_gradients(
         stage 2   .  .  F0 B0 F1 B1 .  F2 B2 .  F3 B3
 
     The last stage has the true gradient. The update of every stage has no delay; an estimator's target comes one batch
-    late. `classes` gives estimators the label, one-hot (cDNI); `hidden_layers`, `width`, `lr`, `estimator` and
-    `optimizer` are those of `Estimation`. An estimator predicts a sample's own gradient, that of the batch's loss times
-    the number of samples, so `lr` means the same for all sizes of batches. It begins at zero: hidden stages begin to
-    move when it has learnt.
+    late. `classes` gives estimators the label, one-hot (cDNI); the other arguments are fields of `Estimation`. An
+    estimator predicts a sample's own gradient, the gradient of the batch's loss times the number of samples, so `lr`
+    means the same for all sizes of batches. It begins at zero: hidden stages begin to move when it has learnt.
 
     Memory: one batch's activations, the outputs of two batches, one version of the parameters, and the estimators.
     Source: M. Jaderberg et al., "Decoupled neural interfaces using synthetic gradients", 2017.

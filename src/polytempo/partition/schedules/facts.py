@@ -1,4 +1,4 @@
-"""What a schedule costs a stage, found by playing it: how much it holds, and how late its updates are."""
+"""The costs of a schedule for a stage, found by playing it: micro-batches and versions held, and delays of updates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polytempo.partition.schedules.action import Schedule
-from polytempo.partition.schedules.dataflow import turns
+from polytempo.partition.schedules.action import Schedule, turns
 from polytempo.partition.wires import AS_THEY_ARE
 
 
 class StageFacts(NamedTuple):
-    """What one stage needs once the pipeline is full."""
+    """The needs of one stage once the pipeline is full."""
 
     held: int
-    """Micro-batches, times parts of the model, whose activations (or inputs) it holds at a time, at most."""
+    """The most micro-batches, times parts of the model, with activations (or inputs) in memory at a time."""
     delay: int
     """Updates between the parameters that a batch's gradient is computed from, and the update by that gradient."""
     versions: int
@@ -25,7 +24,7 @@ class StageFacts(NamedTuple):
 
 
 def version_of(schedule: Schedule, step: int, updates: int) -> int:
-    """How many updates the parameters have had that forward passes of `step` use; their stage has made `updates`."""
+    """Updates in the parameters of forward passes of `step`, at a stage that has made `updates`."""
     match schedule.weights:
         case "vertical":
             return max(0, step - (schedule.stages - 1))
@@ -67,6 +66,6 @@ def _played(schedule: Schedule, stage: int) -> StageFacts:
 
 
 def steps_late(schedule: Schedule) -> int:
-    """How many steps after its own a batch's last gradient has come back to every stage."""
+    """The most steps from a batch's own step until its last gradient has come back to every stage."""
     numbers = [a.micro_batch for stage in range(schedule.stages) for a in schedule.actions(stage) if a.kind != "update"]
     return -(min(numbers) // schedule.micro_batches)

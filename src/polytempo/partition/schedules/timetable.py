@@ -1,7 +1,7 @@
-"""When the stages of a pipeline do what: a schedule played with given times, without a world.
+"""A schedule's timetable: it is played with given times, without a world.
 
-It says before a run what the run will be like: how long a step takes and how much of it is a bubble; and it draws the
-pictures of the schedules. What runs in the virtual world and on processes is measured against it.
+It predicts a run: the time of a step and the part of it that is a bubble; and it draws the pictures of the schedules.
+Runs in the virtual world and on processes are measured against it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from polytempo.partition.schedules.action import Kind, Schedule
-from polytempo.partition.schedules.dataflow import Passed, Turn, makes, part_of, turns, waits_for
+from polytempo.partition.schedules.action import Kind, Passed, Schedule, Turn, makes, part_of, turns, waits_for
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,10 @@ class StageTimes:
     forward_s: float = 1.0
     backward_s: float = 2.0
     weight_s: float = 1.0
-    """Of `backward_s`: for the gradient of the parameters."""
+    """Part of `backward_s`: the parameters' gradient."""
     update_s: float = 0.0
     learn_s: float = 0.0
-    """Of the training of an estimator by one batch."""
+    """Training of an estimator by one batch."""
 
     def of(self, kind: Kind, *, recomputes: bool = False) -> float:
         """Seconds of an action of this kind."""
@@ -45,14 +44,14 @@ class StageTimes:
 
 
 TurnSeconds = Callable[[int, Turn], float]
-"""What each turn of a stage takes: of the stage's number and the turn."""
+"""(stage, turn) -> its seconds."""
 
 LinkSeconds = float | Callable[[int, int], float]
 """See `played`."""
 
 
 class TimetableEntry(NamedTuple):
-    """One turn of one stage, and when it was."""
+    """One turn of one stage, with its time."""
 
     stage: int
     turn: Turn
@@ -62,22 +61,22 @@ class TimetableEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """What every stage did in so many steps."""
+    """All turns of every stage in so many steps."""
 
     entries: tuple[TimetableEntry, ...]
     stages: int
     steps: int
     bunches: bool = False
-    """Whether messages stand in line, so that steps may differ from each other."""
+    """True if messages stand in line, so that steps may differ from each other."""
 
     @property
     def seconds(self) -> float:
-        """Until the last action has ended."""
+        """The end of the last action."""
         return max(entry.end_s for entry in self.entries)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step once the pipeline is full: between the last two updates of the stage that is slowest.
+        """Seconds of a step once the pipeline is full: between the last two updates of the slowest stage.
 
         Where updates come in bunches, because messages take longer than a step, it is the mean over the last half.
         """
@@ -88,18 +87,18 @@ class Timetable:
 
     @property
     def mean_step_s(self) -> float:
-        """Mean seconds from update to update of the stage that is slowest; for turns that do not all take the same."""
+        """Mean seconds from update to update of the slowest stage; for turns that do not all take the same."""
         ends = [[e.end_s for e in self.of(stage) if e.turn.action.kind == "update"] for stage in range(self.stages)]
         return max(_mean_difference(each) for each in ends)
 
     @property
     def bubble(self) -> float:
-        """The part of the last step's time in which a stage has nothing to do; the mean over stages."""
+        """The share of idle time in the last step; the mean over stages."""
         busy_s = sum(e.end_s - e.start_s for e in self.entries if e.turn.step == self.steps - 1)
         return 1 - busy_s / (self.stages * self.step_s)
 
     def of(self, stage: int) -> list[TimetableEntry]:
-        """What `stage` did, in its order."""
+        """The turns of `stage`, in its order."""
         return [entry for entry in self.entries if entry.stage == stage]
 
     def drawn(self, unit_s: float = 1.0, width: int | None = None) -> list[str]:
@@ -124,11 +123,11 @@ def played(
     *,
     link_s: LinkSeconds = 0.0,
 ) -> Timetable:
-    """The timetable of so many steps. `times`: of all stages, of each one, or of each turn, as it was measured.
+    """The timetable of so many steps. `times`: for all stages, for each stage, or for each turn, as it was measured.
 
     `link_s`: seconds from the end of a pass until another stage has its result. It takes no time from either stage. A
-    function of the part of the model that has made it and the part that uses it says for how long a message occupies
-    the link between them, one way; those behind it wait (`partition.wires.message_bytes` has the bytes).
+    function of the part of the model that has made it and the part that uses it gives the seconds that a message
+    occupies the link between them, one way; messages behind it wait (`partition.wires.message_bytes` has the bytes).
 
     Raises ValueError where the stages wait for each other for ever. Cost: linear in the number of actions.
     """
@@ -151,12 +150,12 @@ class _Play:
         self._free_s = [0.0] * schedule.stages
         self._passed_s: dict[Passed, float] = {}
         self._ended_s: dict[int, float] = {}
-        """When the last stage so far has ended each step."""
+        """Step -> the end of the last stage so far."""
         self._entries: list[TimetableEntry] = []
         self._arrived: dict[tuple[Passed, int], float] = {}
-        """When a part has what has passed another."""
+        """(pass, part) -> the time that the part has the result."""
         self._free_link_s: dict[tuple[int, int], float] = {}
-        """From when on a link between two parts, one way, is free."""
+        """(part, part) -> the time when the link between them, one way, is free again."""
 
     def to_the_end(self) -> Timetable:
         while any(self._left):
@@ -167,7 +166,7 @@ class _Play:
         return Timetable(tuple(self._entries), self._schedule.stages, self._steps, callable(self._link_s))
 
     def _advanced(self, stage: int) -> int:
-        """Let `stage` do what it can; how many actions that were."""
+        """Let `stage` take all turns that it can; returns their number."""
         before = len(self._left[stage])
         while self._left[stage] and (begin_s := self._begin_s(stage, self._left[stage][-1])) is not None:
             turn = self._left[stage].pop()
@@ -179,7 +178,7 @@ class _Play:
         return before - len(self._left[stage])
 
     def _begin_s(self, stage: int, turn: Turn) -> float | None:
-        """When the turn can begin; None: it is not known yet."""
+        """The begin of the turn in seconds; None: it is not known yet."""
         if self._schedule.lockstep and any(left and left[-1].step < turn.step for left in self._left):
             return None
         needs = waits_for(self._schedule, stage, turn)

@@ -1,8 +1,8 @@
 """Schedules that wait for a batch before they update: GPipe, 1F1B, interleaved 1F1B, and ZB-H1 (zero bubble).
 
-All compute what one process would: the mean over micro-batches of a batch's gradient, at one version of the parameters.
-A bubble is the time in which a stage has nothing to do, as a part of the time of a step: with equal stages, M
-micro-batches, and times F and B of a forward and a backward pass of one micro-batch in one stage,
+All compute the same as one process: the mean over micro-batches of a batch's gradient, at one version of the
+parameters. A bubble is the idle time of a stage, as a part of the time of a step: with equal stages, M micro-batches,
+and times F and B of a forward and a backward pass of one micro-batch in one stage,
 
     gpipe, one_f_one_b    (K - 1) / (M + K - 1)
     interleaved           (K - 1) / (V M + K - 1)             V parts a stage
@@ -35,7 +35,7 @@ def _gpipe(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """As soon as a micro-batch can come back, one backward pass for every forward pass.
+    """One backward pass for every forward pass, as soon as a micro-batch can come back.
 
         stage 0   F0 F1 .  .  B0    F2 B1    F3 B2    .  B3
         stage 1   .  F0 B0    F1 B1    F2 B2    F3 B3
@@ -96,17 +96,17 @@ def _turn(kind: str, turn: int, stages: int, parts: int) -> Action:
 
 
 def zero_bubble(stages: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B in which the parameters' gradients wait until a stage has nothing else to do.
+    """ZB-H1: 1F1B with the parameters' gradients computed when a stage has nothing else to do.
 
-    A backward pass is split: I, the gradient that the stage before waits for, and W, that of the parameters, for which
-    no stage waits. Stage k keeps k of its W's back.
+    A backward pass is split: the stage before waits for I, and no stage waits for W, the parameters' gradient. Stage k
+    keeps k of its W's back.
 
         stage 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
         stage 1   .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
 
-    Memory: that of 1F1B's first stage on every stage: at most K micro-batches. Source: P. Qi et al., "Zero bubble
-    pipeline parallelism", 2023. Deviation: the optimizer step waits for all gradients; the paper's validation of steps
-    after the fact is left out.
+    Memory: at most K micro-batches on every stage, as on 1F1B's first. Source: P. Qi et al., "Zero bubble pipeline
+    parallelism", 2023. Deviation: the optimizer step waits for all gradients; the paper's validation of steps after the
+    fact is left out.
     """
     return Schedule("zero_bubble", stages, micro_batches, _zero_bubble)
 

@@ -23,13 +23,13 @@ from polytempo.partition.tensor.layers.linear import (
 from polytempo.partition.tensor.way import Way
 
 _HEADS_DIM = -3
-"""Of attention weights (batch, heads, queries, keys)."""
+"""The dimension of heads in attention weights (batch, heads, queries, keys)."""
 
 Build = Callable[[Cutter, str, nn.Module, Way], nn.Module]
 
 
 def built(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
-    """What takes the place of `module`. ValueError where it cannot be split so."""
+    """The split layer in place of `module`. ValueError where it cannot be split so."""
     ways = {kind: build for (kind, of), build in _BUILDS.items() if type(module) is of}
     if not ways or way.kind not in ways:
         known = ", ".join(sorted(ways)) or "none"
@@ -48,11 +48,20 @@ def _parts(cutter: Cutter, total: int, way: Way, dim: int, what: str = "features
     """`total` indices in `packed` blocks, each of so many heads."""
     block, over = divmod(total, way.packed)
     if over:
-        raise ValueError(f"{total} {what} are no {way.packed} equal blocks")
+        raise ValueError(f"{total} {what} cannot be {way.packed} equal blocks")
     if way.heads is not None and (way.heads < 1 or block % way.heads):
-        raise ValueError(f"{block} {what} are no {way.heads} equal heads")
+        raise ValueError(f"{block} {what} cannot be {way.heads} equal heads")
     unit = 1 if way.heads is None else block // way.heads
     return Division(dim, even_sizes(block, cutter.group.size, unit, what), way.packed)
+
+
+def _along(make: Callable[..., nn.Module], total: str, dim: int, what: str = "features") -> Build:
+    """Cut as many indices as the module's attribute `total` says, along `dim` of its weight."""
+
+    def build(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+        return make(cutter, name, module, _parts(cutter, getattr(module, total), way, dim, what))
+
+    return build
 
 
 def _column_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
@@ -62,17 +71,6 @@ def _column_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn
             "gather=True puts the parts in a row, which is another order than packed blocks; leave one out"
         )
     return ColumnLinear(cutter, name, module, _parts(cutter, module.out_features, way, 0), gathers=way.gather)
-
-
-def _vocabulary_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
-    assert isinstance(module, nn.Linear)
-    classes = _parts(cutter, module.out_features, way, 0, "classes")
-    return VocabularyLinear(cutter, name, module, classes, gathers=False)
-
-
-def _row_linear(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
-    assert isinstance(module, nn.Linear)
-    return RowLinear(cutter, name, module, _parts(cutter, module.in_features, way, 1))
 
 
 def _column_convolution(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
@@ -90,19 +88,9 @@ def _row_convolution(cutter: Cutter, name: str, module: nn.Module, way: Way) -> 
 
 def _check_convolution(cutter: Cutter, way: Way) -> None:
     if cutter.group.sequence:
-        raise ValueError("what passes between convolutions has no positions; leave out sequence=True")
+        raise ValueError("tensors between convolutions have no positions; leave out sequence=True")
     if way.packed > 1:
         raise ValueError("channels are one block; leave out packed")
-
-
-def _row_embedding(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
-    assert isinstance(module, nn.Embedding)
-    return RowEmbedding(cutter, name, module, _parts(cutter, module.num_embeddings, way, 0, "rows"))
-
-
-def _column_embedding(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
-    assert isinstance(module, nn.Embedding)
-    return ColumnEmbedding(cutter, name, module, _parts(cutter, module.embedding_dim, way, 1))
 
 
 def _attention(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
@@ -128,13 +116,13 @@ def _scatter(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Modul
 
 _BUILDS: dict[tuple[str, type[nn.Module]], Build] = {
     ("column", nn.Linear): _column_linear,
-    ("vocabulary", nn.Linear): _vocabulary_linear,
-    ("row", nn.Linear): _row_linear,
+    ("vocabulary", nn.Linear): _along(VocabularyLinear, "out_features", 0, "classes"),
+    ("row", nn.Linear): _along(RowLinear, "in_features", 1),
     **{("column", of): _column_convolution for of in CONVOLUTIONS},
     **{("row", of): _row_convolution for of in CONVOLUTIONS},
-    ("embedding", nn.Embedding): _row_embedding,
-    ("vocabulary", nn.Embedding): _row_embedding,
-    ("column", nn.Embedding): _column_embedding,
+    ("embedding", nn.Embedding): _along(RowEmbedding, "num_embeddings", 0, "rows"),
+    ("vocabulary", nn.Embedding): _along(RowEmbedding, "num_embeddings", 0, "rows"),
+    ("column", nn.Embedding): _along(ColumnEmbedding, "embedding_dim", 1),
     ("heads", nn.MultiheadAttention): _attention,
     ("column", nn.Dropout): _dropout(-1),
     ("heads", nn.Dropout): _dropout(_HEADS_DIM),
@@ -146,4 +134,4 @@ _BUILDS: dict[tuple[str, type[nn.Module]], Build] = {
     ("scatter", nn.Linear): _scatter,
     ("scatter", nn.LayerNorm): _scatter,
 }
-"""By exact class: a subclass may compute something else."""
+"""Split layers by exact class: a subclass may compute something else."""

@@ -1,4 +1,4 @@
-"""Which indices of a tensor each rank of a model holds: contiguous, as even as possible, in units such as heads."""
+"""Each rank's indices of a tensor: contiguous, as even as possible, in units such as heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def even_sizes(total: int, num_ranks: int, unit: int = 1, what: str = "features"
     Raises ValueError where a rank would have none, or `unit` does not divide `total`.
     """
     if total % unit:
-        raise ValueError(f"{total} {what} are no multiple of {unit}, and heads are not cut; give a number that divides")
+        raise ValueError(
+            f"{total} {what} cannot be divided by {unit}, and heads are not cut; give a number that divides"
+        )
     units = total // unit
     if units < num_ranks:
         each = f"{units} heads of {unit} {what}" if unit > 1 else f"{total} {what}"
@@ -30,7 +32,7 @@ def even_sizes(total: int, num_ranks: int, unit: int = 1, what: str = "features"
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is cut along `dim`: `sizes[r]` indices of each of `packed` equal blocks are rank r's.
+    """A tensor's cut along `dim`: `sizes[r]` indices of each of `packed` equal blocks are rank r's.
 
     packed=3, sizes=(2, 1):   q q q k k k v v v   ──▶   rank 0: q q k k v v     rank 1: q k v
     """
@@ -45,7 +47,7 @@ class Division:
         return self.packed * sum(self.sizes)
 
     def begin(self, rank: int) -> int:
-        """Where a rank's indices begin in each block."""
+        """A rank's first index in each block."""
         return sum(self.sizes[:rank])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 | | forward | backward | of |
 |---|---|---|---|
-| `copied` | nothing | sum | what all ranks hold and compute different things with |
-| `shared` | nothing | sum, as it is | parameters of which the same holds |
-| `summed` | sum | nothing | partial sums, of which all ranks want the whole |
+| `copied` | nothing | sum | a tensor that all ranks hold and use differently |
+| `shared` | nothing | sum, as it is | a parameter that all ranks hold and use differently |
+| `summed` | sum | nothing | partial sums; all ranks want the whole |
 | `gathered` | gather | own part | parts that all ranks want as a whole, to compute the same with it |
-| `scattered` | own part | gather | a whole of which each rank goes on with a part |
+| `scattered` | own part | gather | a whole; each rank goes on with a part |
 | `gathered_to_split` | gather | reduce | parts that all ranks want as a whole, to compute different things with it |
-| `reduced` | reduce | gather | partial sums, of which each rank wants a part |
+| `reduced` | reduce | gather | partial sums; each rank wants a part |
 
 All but `shared` go by the codecs of the group (`model_group`). Between layers there are whole tensors on all ranks, or,
 with `sequence`, each rank's part of the positions:
@@ -16,7 +16,7 @@ with `sequence`, each rank's part of the positions:
     whole       x ── copied ──▶ column ──▶ row ── summed ──▶ norm, dropout, +
     sequence    x ── gathered ─▶ column ──▶ row ── reduced ─▶ norm, dropout, +      each on its own positions
 
-Both send the same bytes; with `sequence` what lies between is computed once and kept once over all ranks together.
+Both send the same bytes; with `sequence` layers between are computed once and kept once over all ranks together.
 Positions are the last dimension but one: shape (…, positions, features).
 
 Source: the conjugate operators f and g of M. Shoeybi et al., "Megatron-LM", 2019 (`copied` and `summed`), and of V.
@@ -131,11 +131,11 @@ def _with_sizes(
 
 
 POSITIONS = -2
-"""The dimension of positions in what passes between layers."""
+"""The dimension of positions in tensors between layers."""
 
 
 def entered(group: ModelGroup, tensor: Tensor) -> Tensor:
-    """The whole tensor, for a layer of which each rank computes a part."""
+    """The whole tensor, for a layer with a part on each rank."""
     if not group.sequence or group.size == 1:
         return copied(group, tensor)
     check_positions(group, tensor)
@@ -143,21 +143,21 @@ def entered(group: ModelGroup, tensor: Tensor) -> Tensor:
 
 
 def left(group: ModelGroup, partial: Tensor) -> Tensor:
-    """The sum of what the ranks computed, as it passes on."""
+    """The sum of the ranks' results, for the next layer."""
     if not group.sequence or group.size == 1:
         return summed(group, partial)
     return reduced(group, partial, _divide(group, partial), POSITIONS)
 
 
 def passed(group: ModelGroup, whole: Tensor) -> Tensor:
-    """What all ranks have computed as a whole, as it passes on."""
+    """A whole tensor that all ranks have computed, for the next layer."""
     if not group.sequence or group.size == 1:
         return whole
     return scattered(group, whole, _divide(group, whole), POSITIONS)
 
 
 def own_parameter(group: ModelGroup, parameter: Tensor) -> Tensor:
-    """A parameter that all ranks hold, used on what passes: its gradient is the sum over all positions."""
+    """A parameter that all ranks hold and use on their positions: its gradient is the sum over all positions."""
     return shared(group, parameter) if group.sequence else parameter
 
 

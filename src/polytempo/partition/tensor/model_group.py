@@ -1,4 +1,4 @@
-"""`ModelGroup`: the ranks that hold the parts of one model's layers, and what they exchange.
+"""`ModelGroup`: the ranks that hold the parts of one model's layers, and their exchanges.
 
 Sums are formed in the order of ranks, so all ranks have the same bits of them, in every world. All exchanges are one
 or two all-to-alls (`rounds`), because parts may have different sizes. With N ranks and K bytes of the whole tensor:
@@ -9,14 +9,14 @@ or two all-to-alls (`rounds`), because parts may have different sizes. With N ra
 | `reduce` partial sums to parts of the sum | 1 | (N-1) · K |
 | `total`: the sum on all ranks | 2 | 2(N-1) · K |
 
-With `wires`, a codec Q for each way, K is what the wires of the pieces take, of which each rank has, or gets, one:
+With `wires`, a codec Q for each way, K counts the wires of the pieces; each rank has, or gets, one:
 
-    gather    [Q(x_0) │ Q(x_1) │ …]                            the sender, too, goes on with what its wire decodes to
+    gather    [Q(x_0) │ Q(x_1) │ …]                            the sender, too, goes on with the decoded wire
     reduce    s_j = p_j[j] + Σ_{r≠j} Q(p_r[j])                 the sender encodes; the own piece is added as it is
     total     [Q(s_0) │ Q(s_1) │ …], with s_j as above         so a number is encoded at most twice
 
 Gradients pass Q as if it were the identity, as in pipelines (`partition.wires`). Gradients of parameters that all ranks
-hold, and what checks and losses exchange, travel as they are.
+hold, and exchanges of checks and losses, travel without codecs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Drive = Callable[[Program[Any]], Any]
 
 
 class Occasion(NamedTuple):
-    """Which exchange of which pass this is, for codecs that draw random numbers; the same on all ranks."""
+    """An exchange's number in its pass, for codecs that draw random numbers; the same on all ranks."""
 
     step: int = 1
     number: int = 0
@@ -47,27 +47,27 @@ class Occasion(NamedTuple):
 
 @dataclass(eq=False)
 class ModelGroup:
-    """One rank's place among those of a model. `sequence`: between split layers each rank has some of the positions."""
+    """One rank's place in a model's group. `sequence`: between split layers each rank has some of the positions."""
 
     port: Port
     drive: Drive
     sequence: bool = False
     wires: Wires = AS_THEY_ARE
-    """The codecs of what split layers exchange in forward passes, and in backward passes."""
+    """The codecs of split layers' exchanges in forward passes, and in backward passes."""
     positions: tuple[int, ...] = field(default=(), init=False)
-    """How the sequence of the pass under way is divided."""
+    """The division of the present pass's sequence."""
     passes: int = field(default=0, init=False)
     """Forward passes of the model so far."""
     layer: str | None = field(default=None, init=False)
-    """That which computes now, whose exchanges are counted."""
+    """The layer that computes now; its exchanges are counted."""
     sent: dict[str, list[float]] = field(default_factory=dict, init=False)
-    """By layers' names: bytes that all ranks have sent in forward and in backward passes."""
+    """Layer's name -> bytes that all ranks have sent in forward and in backward passes."""
     _backward: Occasion | None = field(default=None, init=False)
     _occasion: Occasion = field(default=Occasion(), init=False)
-    """Of the last exchange that has begun."""
+    """The last exchange that has begun."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
-        """A copied model is of the same ranks."""
+        """Return this group: a copied model is of the same ranks."""
         return self
 
     @property
@@ -81,19 +81,19 @@ class ModelGroup:
         return self.port.size
 
     def drawn(self, *, training: bool) -> int:
-        """By which number codecs that draw random numbers draw in a pass: one of torch's random state, as dropouts do,
-        so that a pass that is computed again, or in a run that goes on, has the same bits. An evaluation takes none."""
+        """The number that codecs draw by in a pass: from torch's random state, as for dropouts, so that a pass that is
+        computed again, or in a run that goes on, has the same bits. An evaluation takes none."""
         return 1 + int(torch.randint(2**31, ())) if training and self.wires.draws else 1
 
     def begin_pass(self, drawn: int) -> None:
-        """Before a forward pass; `drawn` is the same on all ranks."""
+        """Begin a forward pass; `drawn` is the same on all ranks."""
         self.passes += 1
         self._occasion = Occasion(drawn)
 
     @contextmanager
     def of_layer(self, name: str | None, *, backward: Occasion | None = None) -> Iterator[None]:
-        """Inside, exchanges count as those of the layer, unless it lies in another one that computes; with `backward`,
-        as the way back of what had this occasion."""
+        """Count exchanges inside for the layer, unless it is in another one; with `backward`, as the way back of that
+        occasion."""
         before = self.layer, self._backward
         self.layer, self._backward = self.layer or name, backward
         try:
@@ -102,19 +102,19 @@ class ModelGroup:
             self.layer, self._backward = before
 
     def next_occasion(self) -> Occasion:
-        """Of an exchange that begins, and of its way back."""
+        """The occasion of the next exchange, and of its way back."""
         self._occasion = Occasion(self._occasion.step, self._occasion.number + 1)
         return self._occasion
 
     def count(self, forward: float, backward: float = 0.0) -> None:
-        """Bytes that all ranks send for the layer that computes now."""
+        """Count bytes that all ranks send for the layer that computes now."""
         if self.layer is not None:
             found = self.sent.setdefault(self.layer, [0.0, 0.0])
             found[0] += forward
             found[1] += backward
 
     def _passage(self, likes: Sequence[Tensor], wires: Wires | None) -> RoundCodec:
-        """How tensors like these travel now; `wires` None: as the group's say."""
+        """The codec of tensors like these; `wires` None: the group's."""
         codec = (wires or self.wires).common_codec(self._way, likes)
         if codec is None:
             return AS_IT_IS
@@ -131,7 +131,7 @@ class ModelGroup:
         return "backward" if self._backward else "forward"
 
     def gather(self, part: Tensor, sizes: Sequence[int], dim: int, wires: Wires | None = None) -> Tensor:
-        """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
+        """The whole tensor; rank r has `sizes[r]` indices along `dim`."""
         if self.size == 1:
             return part
         likes = _flat_parts(part, sizes, dim)
@@ -165,7 +165,7 @@ class ModelGroup:
 
 
 async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: int, by: RoundCodec = AS_IT_IS) -> Tensor:
-    """The whole tensor, of which rank r has `sizes[r]` indices along `dim`."""
+    """The whole tensor; rank r has `sizes[r]` indices along `dim`."""
     shapes = _shapes(part, sizes, dim)
     found = await to_all(port, part.contiguous().view(-1), _flat_parts(part, sizes, dim), by)
     return torch.cat([each.view(shape) for each, shape in zip(found, shapes, strict=True)], dim)
@@ -185,5 +185,5 @@ def _shapes(part: Tensor, sizes: Sequence[int], dim: int) -> list[list[int]]:
 
 
 def _flat_parts(part: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """What every rank's part is like, flat."""
+    """Tensors like every rank's part, flat."""
     return [part.new_empty(()).expand(prod(shape)) for shape in _shapes(part, sizes, dim)]

@@ -1,8 +1,8 @@
-"""`PartedModel`: a model of which this rank has its part of some layers, and ways to see the whole.
+"""`PartedModel`: a model with this rank's part of some layers, and ways to see the whole.
 
 The norm of the whole model is taken in torch's `clip_grad_norm_` and `get_total_norm`:
 
-    ‖g‖ₚ = (Σ over ranks ‖their parts‖ₚᵖ + ‖what all ranks have‖ₚᵖ)^(1/p)
+    ‖g‖ₚ = (Σ over ranks ‖their parts‖ₚᵖ + ‖the ranks' common parts‖ₚᵖ)^(1/p)
 
 They see the gradients of one rank's parameters, and would scale each rank's by another norm. `clip_grad_value_` looks
 at each element alone, so it needs nothing.
@@ -29,7 +29,7 @@ class PartedModel(nn.Module):
 
     def __init__(self, model: nn.Module, group: ModelGroup) -> None:
         super().__init__()
-        # one set of parameters and modules, under the model's own names; the model itself is no submodule
+        # one set of parameters and modules, under the model's own names; the model itself is not a submodule
         for each in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[each] = model.__dict__[each]
         self.__dict__["model"], self.group = model, group
@@ -38,7 +38,7 @@ class PartedModel(nn.Module):
             norms_are_whole(self)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model has besides."""
+        """The model's other attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -47,7 +47,7 @@ class PartedModel(nn.Module):
             return getattr(self.__dict__["model"], name)
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module."""
+        """Set the mode, also of the model itself."""
         self.__dict__["model"].training = mode
         super().train(mode)
         return self
@@ -56,7 +56,7 @@ class PartedModel(nn.Module):
 
     @property
     def parts(self) -> dict[str, Division]:
-        """How each split parameter is cut, by its name. Of all others every rank has the whole."""
+        """The cut of each split parameter, by its name. Every rank has the whole of the others."""
         found: dict[str, Division] = {}
         for prefix, module in self.named_modules(remove_duplicate=False):
             if isinstance(module, SplitLayer):
@@ -65,7 +65,7 @@ class PartedModel(nn.Module):
         return found
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Parameters of which no other rank of the model has the same."""
+        """Parameters that no other rank of the model has."""
         others = {id(parameter) for parameter in self.replicated()}
         return [parameter for parameter in self.parameters() if id(parameter) not in others]
 
@@ -77,7 +77,7 @@ class PartedModel(nn.Module):
     def full_parameters(self) -> dict[str, Tensor]:
         """The whole model's parameters by its names, on every rank. All ranks of the model call it.
 
-        They are those that are saved: of a model of 16-bit parameters (`pt.precision`) the float32 masters.
+        They are the saved ones: for a model of 16-bit parameters (`pt.precision`) the float32 masters.
 
         Cost: a gather of every split parameter.
         """
@@ -85,7 +85,7 @@ class PartedModel(nn.Module):
         return self._full({name: saved[name] for name, _ in self.named_parameters()})
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The same of gradients, as `.grad` has them; parameters without one are left out."""
+        """The whole model's gradients, as `.grad` has them; parameters without one are left out."""
         mine = {name: parameter.grad for name, parameter in self.named_parameters()}
         return self._full({name: tensor for name, tensor in mine.items() if tensor is not None})
 
@@ -96,8 +96,8 @@ class PartedModel(nn.Module):
         return whole
 
     def load_full_parameters(self, full: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of a whole model's parameters, as `load_state_dict` does: of a model of 16-bit
-        parameters the masters take them. ValueError names those that are missing."""
+        """Take this rank's parts of a whole model's parameters, as `load_state_dict` does: a model of 16-bit parameters
+        takes them into its masters. ValueError names missing parameters."""
         parts, own = self.parts, dict(self.named_parameters())
         if missing := sorted(own.keys() - full.keys()):
             raise ValueError(f"the whole model's parameters lack {', '.join(missing[:5])}; there are {len(full)}")
@@ -120,28 +120,28 @@ async def joined(port: Port, tensors: Mapping[str, Tensor], parts: Mapping[str, 
 
 
 class PartOfModel(Protocol):
-    """A module of which other ranks hold other parts."""
+    """A module with other parts on other ranks."""
 
     group: ModelGroup
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Those that no other rank has."""
+        """Parameters that no other rank has."""
 
 
 _original = clip_grad._get_total_norm
 _refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Of models that torch's functions must not see at all: why, and the remedy."""
+"""Model -> the reason and the remedy, for models that torch's functions must not see at all."""
 _parted: WeakKeyDictionary[PartOfModel, None] = WeakKeyDictionary()
 
 
 def norms_are_whole(model: PartOfModel) -> None:
-    """From now on torch's functions know the norm of this model's gradients. All its ranks call them together."""
+    """Let torch's functions know the norm of this model's gradients. All its ranks call them together."""
     _parted[model] = None
     _install()
 
 
 def refuse_norms(model: nn.Module, why: str) -> None:
-    """From now on torch's functions raise ValueError for gradients of this model."""
+    """Let torch's functions raise ValueError for gradients of this model."""
     _refusals[model] = why
     _install()
 

@@ -1,10 +1,10 @@
-"""The all-to-alls of which exchanges between split layers are made, as they are or by a codec Q.
+"""The all-to-alls that make up exchanges between split layers, without or with a codec Q.
 
     to_all       x̂_r = Q(x_r) for each rank r's tensor x_r                on all ranks, on r itself, too
     to_each      Q(p_r[j]) for each rank r, of its p_r in pieces p_r[j]   on rank j, which takes its p_j[j] as it is
     to_owners    s_j = Σ_r Q(p_r[j])                                      the sum of these
 
-`to_owners` and then `to_all` of the s_j make the sum of all p_r on all ranks. What all ranks are to hold alike is
+`to_owners` and then `to_all` of the s_j make the sum of all p_r on all ranks. A tensor that all ranks hold alike is
 decoded from one wire on all of them, and sums are formed in the order of ranks, in the tensors' dtype: so all ranks
 have the same bits, in every world. A number is encoded once in a `to_all` or a `to_owners`, and twice in a sum on all
 ranks.
@@ -23,18 +23,18 @@ from polytempo.core.coding import decoded, encoded, wire_like
 
 
 class RoundCodec(NamedTuple):
-    """How the tensors of one exchange travel; the same on all ranks. Without a codec, as they are."""
+    """The codec of one exchange; the same on all ranks. Without a codec, tensors travel as they are."""
 
     codec: Codec | None = None
     step: int = 1
-    """For codecs that draw: another one in each pass."""
+    """The seed of codecs that draw: another one in each pass."""
     number: int = 0
-    """For these: of the exchange in its pass, and of its round."""
+    """The number of the exchange in its pass, and of its round."""
     what: str = ""
-    """What errors call the tensors."""
+    """The name of the tensors in errors."""
 
     def when(self, port: Port, sender: int) -> EncodeContext:
-        """Of what the rank at position `sender` encodes."""
+        """The context of tensors that the rank at position `sender` encodes."""
         return EncodeContext(step=self.step, rank=port.members[sender], tensor=self.number)
 
     async def wire(self, port: Port, mine: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class RoundCodec(NamedTuple):
         return await encoded(port, mine, self.codec, self.when(port, port.rank), where)
 
     def room(self, like: Tensor) -> Tensor:
-        """What a receiver expects in place of a tensor like this."""
+        """A receive buffer for a tensor like this."""
         if self.codec is None:
             return like
         return wire_like(self.codec, like) if like.numel() else like.new_empty(0, dtype=self.codec.wire_dtype(like))
@@ -82,8 +82,8 @@ async def to_owners(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Ten
 
 
 async def to_each(port: Port, pieces: Sequence[Tensor], likes: Sequence[Tensor], by: RoundCodec) -> list[Tensor]:
-    """What each rank has for this one: `pieces[j]`, which is flat, is for rank j, and what rank r has is like
-    `likes[r]`. The own piece stays as it is.
+    """The ranks' pieces for this one: `pieces[j]`, which is flat, is for rank j, and rank r's piece is like `likes[r]`.
+    The own piece stays as it is.
 
     Cost: each rank sends wires to all others.
     """

@@ -1,4 +1,4 @@
-"""Rules by name: which layer of a model is split by which way; also as text, `*.up: column, *.out: row(heads=8)`."""
+"""Rules by name: the way of each split layer of a model; also as text, `*.up: column, *.out: row(heads=8)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.tensor.way import Way, column, row, way_of
 
 Rules = Mapping[str, Way | str]
-"""From names of modules, or patterns with `*`, to ways: `{"*.mlp.up": "column", "*.mlp.down": "row"}`."""
+"""Names of modules, or patterns with `*`, to ways: `{"*.mlp.up": "column", "*.mlp.down": "row"}`."""
 
 _OF_SEQUENCES = ("sequence", "scatter")
 
@@ -26,7 +26,7 @@ def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
     """The way of each layer that a rule names, in the model's order.
 
     Errors: ValueError for a name that fits no layer (with the nearest), for a layer that two rules split differently,
-    and for one inside of another.
+    and for a layer inside of another.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     found: dict[str, tuple[Way, str]] = {}
@@ -35,8 +35,8 @@ def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
         if not fitting:
             if not names:
                 raise ValueError(
-                    f"no layer of the model has a name, for it is a {type(model).__name__} by itself; give "
-                    f'nn.Sequential(model), whose layer is "0"'
+                    f"no layer of the model has a name, for it is a single {type(model).__name__}; give "
+                    f'nn.Sequential(model), with the layer "0"'
                 )
             near = _nearest(pattern, names)
             meant = f" (did you mean {near!r}?)" if near else ""
@@ -50,12 +50,12 @@ def matched(model: nn.Module, rules: Rules) -> dict[str, Way]:
     for name in found:
         inside = next((other for other in found if other.startswith(f"{name}.")), None)
         if inside is not None:
-            raise ValueError(f"{inside} lies inside of {name}, which is split as a whole; drop one of the two rules")
+            raise ValueError(f"{inside} is inside of {name}, which is split as a whole; drop one of the two rules")
     return {name: found[name][0] for name in names if name in found}
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str | None:
-    """The name most like a pattern; of a pattern with `*`, the first whose last part is."""
+    """The name most like a pattern; for a pattern with `*`, the first name with a like last part."""
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     whole = get_close_matches(pattern, names, n=1)
     last = get_close_matches(pattern.rpartition(".")[2], by_last, n=1)
@@ -63,7 +63,7 @@ def _nearest(pattern: str, names: Sequence[str]) -> str | None:
 
 
 def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel:
-    """`model`, of whose layers this rank keeps its parts. Takes the place of `model`, whose modules it changes."""
+    """Keep this rank's parts of the layers of `model`. The answer takes its place, and changes its modules."""
     ways = matched(model, rules)
     wrong = [name for name, way in ways.items() if way.kind in _OF_SEQUENCES and not group.sequence]
     if wrong:
@@ -100,7 +100,6 @@ def _inside(name: str, ways: Mapping[str, Way]) -> bool:
 
 
 def _check_tied(model: nn.Module, ways: Mapping[str, Way], cutter: Cutter) -> None:
-    """A parameter that is split must not be used whole elsewhere."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in cutter.made and not _inside(name.rpartition(".")[0], ways):
             first = cutter.made[id(parameter)][3]
@@ -111,19 +110,19 @@ def _check_tied(model: nn.Module, ways: Mapping[str, Way], cutter: Cutter) -> No
 
 
 def _check_all_named(model: nn.Module, ways: Mapping[str, Way]) -> None:
-    """With `sequence`, a layer that no rule names would get a part of the positions, and a part of the gradient."""
+    """Check that all layers are named: others would get a part of the positions, and a part of the gradient."""
     for name, module in model.named_modules():
         holds = any(True for _ in module.parameters(recurse=False)) or (isinstance(module, nn.Dropout) and module.p)
         if holds and not _inside(name, ways):
             raise ValueError(
                 f"with sequence=True every layer with parameters or dropout needs a rule, and {name or 'the model'} "
-                f'({type(module).__name__}) has none; norms and dropouts between split layers are "sequence", what '
-                'comes before the first of them is "scatter"'
+                f'({type(module).__name__}) has none; norms and dropouts between split layers are "sequence", a '
+                'layer before the first of them is "scatter"'
             )
 
 
 def _watch_dropouts(model: nn.Module, group: ModelGroup) -> None:
-    """Have dropouts that no rule names look whether they are the same on all ranks."""
+    """Let dropouts that no rule names check that they are the same on all ranks."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Dropout) and module.p and not isinstance(module, SplitLayer):
             replace_module(model, name, CheckedDropout(group, module, name))
@@ -135,7 +134,7 @@ _OPTION = re.compile(r"(heads|packed|gather)\s*=\s*(\d{1,6}|[Tt]rue|[Ff]alse)")
 
 
 def rules_of(given: Rules | str) -> dict[str, Way]:
-    """Rules that are given as text, or as they are. Errors: ValueError for what is none, and for no rule at all."""
+    """Rules from a text or a mapping. Errors: ValueError for anything else, and for no rule at all."""
     if isinstance(given, str):
         found = _parsed(given)
     elif isinstance(given, Mapping):
@@ -162,8 +161,8 @@ def _parsed(text: str) -> dict[str, Way]:
         match = _RULE.match(text, at)
         if match is None:
             raise ValueError(
-                f"{text[at:].strip()!r} is no rule; rules are written '*.up: column, *.out: row(heads=8)': a layer's "
-                "name or a pattern, a colon, a way"
+                f"{text[at:].strip()!r} cannot be read; rules are written '*.up: column, *.out: row(heads=8)': a "
+                "layer's name or a pattern, a colon, a way"
             )
         if match[1] in found:
             raise ValueError(f"the rules have {match[1]!r} twice; drop one")
@@ -179,7 +178,7 @@ def _way(name: str, options: str | None) -> Way:
     for each in options.split(",") if options.strip() else []:
         match = _OPTION.fullmatch(each.strip())
         if match is None:
-            raise ValueError(f"{each.strip()!r} is no option of a way; there are heads=8, packed=3 and gather=True")
+            raise ValueError(f"{each.strip()!r} is not an option of a way; there are heads=8, packed=3 and gather=True")
         given[match[1]] = int(match[2]) if match[2].isdigit() else match[2].lower() == "true"
     if name not in ("column", "row"):
         raise ValueError(f"the way {name!r} has no options; write {name!r} alone")

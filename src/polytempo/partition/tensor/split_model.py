@@ -1,4 +1,4 @@
-"""`SplitModel`: a model whose layers lie on the ranks of a group that are all given the same samples."""
+"""`SplitModel`: a model with layers divided over the ranks of a group that all get the same samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polytempo.partition.wires import AS_THEY_ARE
 
 
 class LossOptions(TypedDict, total=False):
-    """Of `SplitModel.cross_entropy`, as of torch's."""
+    """Options of `SplitModel.cross_entropy`, as torch's."""
 
     ignore_index: int
     label_smoothing: float
@@ -31,17 +31,18 @@ class LossOptions(TypedDict, total=False):
 class SplitModel(PartedModel):
     """`model`, split: called as it was.
 
-    Ranks of one model are given the same inputs, and must have the same random state wherever the model draws.
+    Ranks of one model get the same inputs, and must have the same random state wherever the model draws.
     """
 
     def __init__(self, model: nn.Module, group: ModelGroup, ways: Mapping[str, Way]) -> None:
         super().__init__(model, group)
         self.ways = dict(ways)
-        """By which way each layer was split."""
+        """The way of each split layer."""
         self._checked = group.size == 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's. The first time, ranks compare their random states and outputs; ValueError says what is amiss."""
+        """The model's answer. The first time, ranks compare their random states and outputs, with ValueError for a
+        difference."""
         self.group.begin_pass(self.group.drawn(training=self.training))
         check, self._checked = not self._checked, True
         drops = self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules())
@@ -80,8 +81,9 @@ class SplitModel(PartedModel):
     def _check_random(self) -> None:
         if not same_everywhere(self.group, torch.get_rng_state()):
             raise ValueError(
-                "the ranks of one model have different random states, so their dropouts, and what codecs draw, would "
-                'differ; before training call torch.manual_seed(seed + world.port.coordinates["data"]) on all of them'
+                "the ranks of one model have different random states, so their dropouts and codecs would draw "
+                "differently; before training call "
+                'torch.manual_seed(seed + world.port.coordinates["data"]) on all of them'
             )
 
     def _check_output(self, answer: Tensor) -> None:

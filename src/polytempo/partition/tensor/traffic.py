@@ -1,4 +1,4 @@
-"""What split layers send in a step, worked out from shapes: to the byte, whether sizes divide evenly or not."""
+"""Bytes that split layers send in a step, computed from shapes: exact, whether sizes divide evenly or not."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class _Exchange(NamedTuple):
 
     way: Way
     pieces: tuple[int, ...]
-    """Numbers of each."""
+    """Numbers of each piece."""
     rounds: int = 1
     """2 for a sum on all ranks."""
     wires: Wires | None = None
-    """None: as the model's say."""
+    """None: the model's."""
 
 
 def layer_traffic(layer: SplitLayer, positions: int, itemsize: int, samples: int = 1) -> LayerTraffic:
-    """What one layer sends for so many positions (samples times their length), of numbers of `itemsize` bytes.
+    """Bytes of one layer for so many positions (samples times their length), with numbers of `itemsize` bytes.
 
     With N ranks, P positions and I inputs, O outputs, in units of (N-1) · itemsize bytes:
 
@@ -50,10 +50,11 @@ def layer_traffic(layer: SplitLayer, positions: int, itemsize: int, samples: int
     | norms and others by position | 0 | 0 | 0 | 2 · parameters |
     | scatter | | | 0 | P·O |
 
-    With codecs, what the wires of the pieces take in place of `itemsize` bytes a number, but for parameters; then with
-    `sequence` it counts that the positions are of so many `samples`, for their lengths are what is divided.
+    With codecs, the bytes of the pieces' wires replace `itemsize` bytes a number, but for parameters; then with
+    `sequence` it counts that the positions are of so many `samples`, for their lengths are divided.
 
-    It holds for layers whose input needs a gradient, for row layers that take parts, for attention without weights.
+    It holds for layers with an input that needs a gradient, for row layers that take parts, for attention without
+    weights.
     """
     size, sent = layer.group.size, {"forward": 0, "backward": 0}
     for way, pieces, rounds, wires in _exchanges(layer, positions, samples):
@@ -66,7 +67,7 @@ def _exchanges(layer: SplitLayer, positions: int, samples: int) -> list[_Exchang
     size = layer.group.size
 
     def stream(features: int, summed: Way) -> list[_Exchange]:
-        """What enters or leaves, and on which way it is summed without `sequence`."""
+        """A tensor that enters or leaves, summed on the way `summed` without `sequence`."""
         if not layer.group.sequence:
             return [_Exchange(summed, _pieces(positions * features, size), 2)]
         whole = _by_position(positions, samples, size, features)
@@ -97,8 +98,8 @@ def _exchanges(layer: SplitLayer, positions: int, samples: int) -> list[_Exchang
             return [*stream(layer.embed_dim, "backward"), *_exchanges(layer.out_proj, positions, samples)]
         case ColumnConvolution() | RowConvolution():
             raise ValueError(
-                "what a convolution sends depends on the size of its images, not on positions; a layer's inputs and "
-                "outputs are what partition.plan.volumes counts"
+                "a convolution's traffic depends on the size of its images, not on positions; partition.plan.volumes "
+                "counts a layer's inputs and outputs"
             )
         case SequenceLayer():
             return parameters(sum(p.numel() for p in layer.parameters()))
@@ -108,7 +109,7 @@ def _exchanges(layer: SplitLayer, positions: int, samples: int) -> list[_Exchang
 
 
 def _pieces(numbers: int, size: int) -> tuple[int, ...]:
-    """Of a flat tensor, as `Tensor.tensor_split` cuts it."""
+    """Sizes of a flat tensor's pieces, as `Tensor.tensor_split` cuts it."""
     each, more = divmod(numbers, size)
     return tuple(each + (rank < more) for rank in range(size))
 
@@ -136,8 +137,8 @@ def loss_traffic(num_ranks: int, positions: int, itemsize: int, *, smooths: bool
 def model_traffic(
     model: SplitModel, positions: int, itemsize: int, other: Mapping[str, int] | None = None, samples: int = 1
 ) -> dict[str, LayerTraffic]:
-    """`layer_traffic` of every split layer, by name. `other`: how many positions layers see that see those of one
-    sample, such as an embedding of positions."""
+    """`layer_traffic` of every split layer, by name. `other`: positions of layers that see one sample's, such as an
+    embedding of positions."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SplitLayer)}
     outer = {n: m for n, m in layers.items() if not any(n.startswith(f"{o}.") for o in layers)}
     seen = {name: (count, 1) for name, count in (other or {}).items()}

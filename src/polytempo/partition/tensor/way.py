@@ -1,4 +1,4 @@
-"""`Way`: how one layer is split. Names stand for the ways without options. `SplitLayers`: the ways of a strategy."""
+"""`Way`: the division of one layer. Names stand for the ways without options. `SplitLayers`: the ways of a strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Way:
     gather: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers of heads or blocks that there cannot be."""
         for name, number in (("heads", self.heads), ("packed", self.packed)):
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{self.kind}({name}={number!r}): must be a whole number, at least 1")
@@ -37,8 +36,8 @@ def column(*, heads: int | None = None, packed: int = 1, gather: bool = False) -
     """Each rank computes some of a layer's outputs.
 
     `heads`: the outputs are so many heads, which are not cut. `packed`: the outputs are so many equal blocks one after
-    the other, each of which is split, as in a layer that computes query, key and value at once (`packed=3`).
-    `gather`: all ranks get all outputs; otherwise what follows must be able to work on a part.
+    the other, and each is split, as in a layer that computes query, key and value together (`packed=3`). `gather`: all
+    ranks get all outputs; otherwise the next layers must be able to work on a part.
     """
     return Way("column", heads, packed, gather)
 
@@ -60,7 +59,7 @@ def way_of(asked: Way | str) -> Way:
 
 
 AUTO: Final = "auto"
-"""In place of rules: the ways that send the fewest bytes."""
+"""In place of rules or names: a plan chooses the ways, or the divided layers, that send the fewest bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,9 @@ class SplitLayers:
     ranks: int
     sequence: bool = False
     wires: Wires = AS_THEY_ARE
-    """The codecs of what the layers exchange."""
+    """The codecs of the layers' exchanges."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number of ranks that is none, and for a plan by position."""
         if self.sequence and isinstance(self.rules, str):
             raise ValueError(
                 'sequence=True needs rules: "auto" does not say which norms and dropouts are computed by position'

@@ -21,7 +21,7 @@ from polytempo.spec.job import Data
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.model.trainable_parameters import sparse_tables
 from polytempo.worlds import VirtualWorld
-from polytempo.worlds.virtual.virtual_operations import Asymmetric
+from polytempo.worlds.virtual.clockwork import Asymmetric
 
 _WIDE = (torch.float32, torch.float64)
 """Dtypes that hold the sum of many workers' gradients if they hold the mean."""

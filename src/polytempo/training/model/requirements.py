@@ -10,7 +10,6 @@ from torch.optim import LBFGS, Optimizer
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.flexrr.reassignment import Reassignment
 from polytempo.spec.loss_divisor import check_by_samples
 from polytempo.training.model.trainable_parameters import sparse_tables
 
@@ -71,13 +70,13 @@ def check_model(model: nn.Module, strategy: Strategy) -> None:
     """
     if strategy.slices is not None:
         check_sliced(model, str(strategy))
-    parts = None if strategy.server is None else strategy.server.reassigns
-    if not isinstance(parts, Reassignment) or parts.slices == 1:
+    service = strategy.server
+    if service is None or service.reassigns is None or (slices := service.numbers_per_batch - 1) == 1:
         return
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise ValueError(
-                f"{strategy} computes a batch in up to {parts.slices} slices (grain={parts.grain}), and "
+                f"{strategy} computes a batch in up to {slices} slices, and "
                 f"{type(module).__name__} {name!r} would normalise each slice separately; hand over whole batches by "
                 "flexrr(grain=1.0, first_offer=1.0, later_offers=1.0), use a norm that looks at one sample, such as "
                 "GroupNorm, or do without help by backup_workers(backups=0)"

@@ -9,9 +9,10 @@ from torch import nn
 from polytempo.core import Codec, Port
 from polytempo.core.suspension import drive
 from polytempo.partition.hybrid import DataGroup, Exchange, HybridModel, divide
-from polytempo.partition.hybrid.divided_names import AUTO, names_of
+from polytempo.partition.hybrid.divided_names import names_of
 from polytempo.partition.plan import LayerPlan
 from polytempo.partition.tensor import ModelGroup
+from polytempo.partition.tensor.way import AUTO
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 from polytempo.spec.text.catalogue import codec_of
 from polytempo.training.model.ports import ports_of

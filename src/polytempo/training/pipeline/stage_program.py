@@ -21,8 +21,7 @@ from torch import Tensor
 from polytempo.core import Port, Program
 from polytempo.core.suspension import suspendable
 from polytempo.partition.cut import Cut, Layout, Stage, described, located
-from polytempo.partition.schedules.action import Schedule
-from polytempo.partition.schedules.dataflow import Turn, part_of, turns
+from polytempo.partition.schedules.action import Schedule, Turn, part_of, turns
 from polytempo.partition.schedules.facts import facts, version_of
 from polytempo.training.pipeline.late.estimators import Estimators
 from polytempo.training.pipeline.late.late_stage import LateStage

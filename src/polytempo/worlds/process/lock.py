@@ -5,19 +5,35 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 from torch._C._distributed_c10d import Store
+
+from polytempo.core import TimedOut
 
 _YIELDS = 200
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 
 
+class WaitingWorld(Protocol):
+    """The world of a process that waits for the lock."""
+
+    rank: int
+    step: int
+    waited_s: float
+
+    def now_s(self) -> float:
+        """Seconds since the world's zero."""
+
+
 class HostLock:
     """A record lock on a file without a name. The kernel lets go for a process that has died.
 
-    Those that share it stand in a line in `store`. Each says there where it has the file: process, descriptor, device
-    and inode. The next one opens the file of the last before it that still lives, through `/proc`, and makes one where
-    none does. So all that live have one file, whichever process has died.
+    Processes that share it stand in a line in `store`. Each writes there where it has the file: process, descriptor,
+    device and inode. The next one opens the file of the last living process before it, through `/proc`, and makes one
+    where there is none. So all living processes have one file, whichever process has died.
 
     The file stays open until the process ends, for a later world of the same store finds it there. A process holds
     the lock as a whole: threads of one do not exclude each other.
@@ -31,7 +47,10 @@ class HostLock:
         while found is None and before > 0:  # the last one has spoken only after all before it
             found = _opened(store.get(f"{key}/{before}").decode())
             before -= 1
-        self._descriptor = _made() if found is None else found
+        if found is None:
+            found = os.memfd_create("polytempo-lock", os.MFD_CLOEXEC)
+            os.fchmod(found, 0o600)
+        self._descriptor = found
         store.set(f"{key}/{place}", _described(self._descriptor))
 
     def acquire(self, timeout_s: float) -> bool:
@@ -56,11 +75,18 @@ class HostLock:
         """Let the next one in."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
-
-def _made() -> int:
-    descriptor = os.memfd_create("polytempo-lock", os.MFD_CLOEXEC)
-    os.fchmod(descriptor, 0o600)
-    return descriptor
+    @contextmanager
+    def held(self, world: WaitingWorld, limit_s: float) -> Iterator[None]:
+        """Hold the lock inside; the wait counts as the world's. Raises TimedOut where it is longer than `limit_s`."""
+        since_s = world.now_s()
+        entered = self.acquire(limit_s)
+        world.waited_s += world.now_s() - since_s
+        if not entered:
+            raise TimedOut(world.rank, world.step, "alone", limit_s)
+        try:
+            yield
+        finally:
+            self.release()
 
 
 def _described(descriptor: int) -> str:

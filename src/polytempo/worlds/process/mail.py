@@ -1,7 +1,7 @@
 """The mail world: one process that talks to others through its mailbox alone, as a parameter server's nodes do.
 
 A coroutine advances when it is launched, or while one waits. A coroutine that waits serves all: messages go to the
-coroutines that take, in the order in which they have asked.
+taking coroutines in the order of their asking.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from polytempo.core import WAITING, Deadlock, Port, Program, Task, TimedOut, world_port
+from polytempo.core import WAITING, Deadlock, Port, Program, Task, world_port
 from polytempo.core.op import Alone, Compute, Dispatch, Mark, Now, Op, Parcel, Post, Start, Take, Work
 from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.trace import Event, Trace
@@ -22,7 +22,7 @@ _ALONE_S = 300.0
 
 
 class Mail(Protocol):
-    """What the world needs of a mailbox; `wire.zeromq.Mailbox` is one."""
+    """The mailbox of a world; `wire.zeromq.Mailbox` is one."""
 
     def post(self, to: int, message: Any) -> bool:
         """Send without waiting. False where the message was dropped."""
@@ -32,7 +32,7 @@ class Mail(Protocol):
 
 
 class _Strand:
-    """A coroutine under way, or finished, and those that wait for it."""
+    """A coroutine under way, or finished, and the coroutines that wait for it."""
 
     __slots__ = ("followers", "task", "world")
 
@@ -42,11 +42,10 @@ class _Strand:
 
     @property
     def done(self) -> bool:
-        """Whether the coroutine is over."""
         return self.task.done
 
     def wait(self) -> Any:
-        """What the coroutine returns, once it has."""
+        """The value of the coroutine, once it is over."""
         while not self.done:
             self.world.serve()
         if self.task.error is not None:
@@ -56,7 +55,7 @@ class _Strand:
         return self.task.value
 
     def resume(self, value: Any = None, error: Exception | None = None) -> None:
-        """Answer what it waits for, and run it until it has to wait again, or is finished."""
+        """Answer its operation, and run it until it has to wait again, or is finished."""
         if not self.task.resume(self._begin, value, error):
             return
         value, error = self.task.value, self.task.error
@@ -81,8 +80,6 @@ class _Strand:
 
 
 class _Taker(NamedTuple):
-    """A coroutine that waits for mail, until `until_s`."""
-
     until_s: float
     since_s: float
     strand: _Strand
@@ -130,13 +127,13 @@ class MailWorld:
         return value
 
     def launch(self, coroutine: Program[Any]) -> _Strand:
-        """Run a coroutine until it has to wait; `wait()` on what comes back finishes it."""
+        """Run a coroutine until it has to wait; `wait()` on the returned strand finishes it."""
         strand = _Strand(self, coroutine)
         strand.resume()
         return strand
 
     def awaits_mail(self, strand: _Strand, wait_s: float | None) -> None:
-        """Put a coroutine in the line of those that take."""
+        """Put a coroutine at the end of the takers' line."""
         now_s = self.now_s()
         self._takers.append(_Taker(math.inf if wait_s is None else now_s + max(0.0, wait_s), now_s, strand))
 
@@ -164,7 +161,7 @@ class MailWorld:
     # ------------------------------------------------------------------ operations
 
     def perform(self, op: Op[Any]) -> Any:
-        """The answer to an operation that waits for no mail. Errors: TypeError for one that this world lacks."""
+        """The answer to an operation that waits for no mail. TypeError for an operation that this world lacks."""
         match op:
             case Post(message, to):
                 return self._post(message, to)
@@ -200,15 +197,8 @@ class MailWorld:
     def _alone(self, work: Callable[[], T], limit_s: float) -> T:
         if self._lock is None:
             return self._compute(work)
-        since_s = self.now_s()
-        entered = self._lock.acquire(limit_s)
-        self.waited_s += self.now_s() - since_s
-        if not entered:
-            raise TimedOut(self.rank, self.step, "alone", limit_s)
-        try:
+        with self._lock.held(self, limit_s):
             return self._compute(work)
-        finally:
-            self._lock.release()
 
     def _record(self, kind: str, start_s: float, num_bytes: int, peer: int) -> None:
         self.trace.add(Event(self.rank, self.step, kind, num_bytes, start_s, self.now_s(), peer))

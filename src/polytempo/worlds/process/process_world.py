@@ -3,7 +3,7 @@
 A coroutine advances when it is launched or waited for, in the order of the program. Every rank runs the same program,
 so every rank issues its collectives in the same order, which the transports need. Where messages travel between hosts,
 a thread goes on with the coroutines that were launched while the program computes (`worlds.process.progress_thread`).
-The trace does not show when: each line stands where it would stand if the program had done everything itself.
+The trace does not show when: each line stands as if the program had done everything itself.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
-from polytempo.core import Port, TimedOut, world_port
+from polytempo.core import Port, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
 from polytempo.native.group import Group
 from polytempo.native.library import available
 from polytempo.native.meeting import Unreachable
 from polytempo.worlds.collective import member_bytes, num_bytes
 from polytempo.worlds.process.lock import HostLock
-from polytempo.worlds.process.pending import Pair, PendingOp
 from polytempo.worlds.process.progress_thread import ProgressThread
 from polytempo.worlds.process.shares import EpochSource, Shares
-from polytempo.worlds.process.strand import Strand
+from polytempo.worlds.process.strand import Pair, PendingOp, Strand
 from polytempo.worlds.process.transport import Begun, Transport, group_timeout_s
 from polytempo.worlds.trace import Event, Trace
 
 T = TypeVar("T")
 
 _UNTIL_AWAITED = -1
-"""The step of what the thread has begun: it belongs to the step in which the program waits for it."""
+"""The step of operations that the thread has begun: they belong to the step of the program's wait for them."""
 
 
 class ProcessWorld:
@@ -47,7 +46,8 @@ class ProcessWorld:
         self.rank, self.size = rank, len(hosts)
         self.transport = Transport(rank, self.size, group)
         self.progress = ProgressThread() if group is None and len(set(hosts)) > 1 else None
-        """What goes on while the program computes. On one host waiting for messages takes the cores that compute."""
+        """Advances coroutines while the program computes. On one host waiting for messages takes the cores that
+        compute."""
         self.port: Port = world_port(rank, hosts)
         self.trace, self._max_events = Trace(timed=False, max_events=max_events), max_events
         self.step, self.waited_s = 0, 0.0
@@ -59,9 +59,9 @@ class ProcessWorld:
         self.store: Store | None = None
         """The launcher's, where `pt.init()` has joined it."""
         self.life = 1
-        """How many processes of this rank the run has had; from 2 on it is in no process group."""
+        """Processes of this rank so far in the run; from 2 on it is in no process group."""
         self.servers: ServerRanks | None = None
-        """The launcher's processes that serve instead of training."""
+        """The launcher's processes that serve and do not train."""
         self.num_series = 0
         """Models that were attached or cut into stages so far; each has messages of its own."""
         self._zero_s = time.monotonic()
@@ -135,15 +135,8 @@ class ProcessWorld:
         limit_s = timeout_s or self.transport.timeout_s
         if self._lock is None:
             self._lock = HostLock(distributed_c10d._get_default_store(), self.port.hosts[self.rank])
-        since_s = self.now_s()
-        entered = self._lock.acquire(limit_s)
-        self.waited_s += self.now_s() - since_s
-        if not entered:
-            raise TimedOut(self.rank, self.step, "alone", limit_s)
-        try:
+        with self._lock.held(self, limit_s):
             yield
-        finally:
-            self._lock.release()
 
     def record(self, kind: str, start_s: float) -> None:
         """Write the line of something that this rank did from `start_s` until now."""
@@ -196,11 +189,11 @@ class ProcessWorld:
             case Collective():
                 event = self._event(op.kind, member_bytes(op, self.rank))
                 return self._begun(op, event, self.transport.collective)
-        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no operation of a world")
+        raise TypeError(f"rank {self.rank} awaited {op!r}, which is not an operation of a world")
 
     @staticmethod
     def _started(awaited: Any) -> Any:
-        """What is awaited now: it is held no longer."""
+        """Begin an awaited operation that is held."""
         if isinstance(awaited, PendingOp | Pair):
             awaited.start()
         return awaited
@@ -265,14 +258,14 @@ def current() -> ProcessWorld:
 
 
 def set_current(world: ProcessWorld | None) -> None:
-    """Make `world` the one that `current` returns (None: forget it)."""
+    """Make `world` the value of `current` (None: forget it)."""
     _current[:] = [] if world is None else [world]
 
 
 def beside(world: ProcessWorld) -> ProcessWorld:
     """The ranks of `world` with another trace and time of waiting, so that the run's are the same with and without.
 
-    All ranks must still begin their collectives in the same order, those of both worlds together.
+    All ranks must still begin their collectives in the same order, over both worlds together.
     """
     other = ProcessWorld(world.rank, world.port.hosts, group=world.transport.group, max_events=0)
     other.transport.share_groups(world.transport)  # of a mesh's axes: made once
@@ -292,15 +285,15 @@ def shared_by_all(rank: int, size: int, timeout_s: float) -> Group | None:
 
 
 class ServerRanks(NamedTuple):
-    """What a worker knows of them. See `engines.join.server_ranks`."""
+    """A worker's facts of the servers. See `engines.join.server_ranks`."""
 
     ranks: tuple[int, ...]
-    """As the launcher numbers its processes."""
+    """Ranks in the launcher's numbers."""
     store: Store
-    """Where they wait for a ticket."""
+    """The store where they wait for a ticket."""
     spread: bool
-    """Whether the launcher's processes are on several hosts."""
+    """True if the launcher's processes are on several hosts."""
 
     def worker(self, rank: int) -> int:
-        """The rank among workers of the launcher's `rank`; -1 for one that serves."""
+        """The rank among workers of the launcher's `rank`; -1 for a server."""
         return -1 if rank in self.ranks else rank - sum(server < rank for server in self.ranks)

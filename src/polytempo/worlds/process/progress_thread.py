@@ -1,12 +1,12 @@
 """`ProgressThread`: a thread that advances the strands of a rank while its program computes.
 
     program   launch A ── launch B ── backward ────────── wait A ── wait B ── step
-    thread             A: round 2 ── A: round 3 ── B: round 2 ──┘ hands over what the program waits for
+    thread             A: round 2 ── A: round 3 ── B: round 2 ──┘ hands over the strand that the program waits for
 
 Strands advance in the order of their launch, the next one when the one before is over, so that they compute in the same
 order as in a program that waits for each in turn. One strand runs at a time, in whichever thread. The thread begins
 messages and computations only. Collectives must begin in one order on all ranks, and only the program knows one: at
-anything else than a message a strand stands until the program waits for it, and what was launched after it stands, too.
+anything else than a message a strand stands until the program waits for it, and so do the strands launched after it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _IDLE_S = 1.0
 
 
 class Launched(Protocol):
-    """What the thread advances (`worlds.process.strand.Strand`)."""
+    """A strand that the thread advances (`worlds.process.strand.Strand`)."""
 
     task: Task[Any]
     taken: bool
-    """Whether the program advances it."""
+    """True if the program advances it."""
 
     @property
     def awaits_message(self) -> bool:
-        """Whether it stands at something for which the thread may wait."""
+        """True if it stands at something that the thread may wait for."""
 
     def await_message(self) -> None:
-        """Wait for that."""
+        """Wait for it."""
 
     def advance_by_messages(self) -> None:
-        """Run until it stands at the next thing."""
+        """Run until it has to wait again."""
 
     def note(self, event: Event) -> None:
         """Keep a line for the trace."""
@@ -84,7 +84,7 @@ class ProgressThread:
                 self.changed.notify_all()
 
     def here(self) -> Launched | None:
-        """The strand in which this call happens, where that is in the thread."""
+        """The strand that this call happens in, if that is in the thread."""
         return self._inside if threading.current_thread() is self._thread else None
 
     def close(self) -> None:

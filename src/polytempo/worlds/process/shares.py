@@ -1,4 +1,4 @@
-"""`Shares`: which share of the global batch belongs to which batch, where a loader takes batches before their turn.
+"""`Shares`: the shares of the global batch by batches, where a loader takes batches before their turn.
 
 yielded    b0 b1 b2 b3        a look-ahead of one: b3 is taken before the step on b2
 forward          ^ b2         recognised by its tensors; by their shapes, where the loop has moved them elsewhere
@@ -29,19 +29,19 @@ class Batch(NamedTuple):
 
 
 class Pass:
-    """What one pass over a data set yielded last, oldest first; the oldest is one that was used, or the first."""
+    """The last batches of one pass over a data set, oldest first; the oldest is a used batch, or the first."""
 
     def __init__(self, ranks: tuple[int, ...] = ()) -> None:
         self.ranks = ranks
         self.share: float | None = None
-        """That of the last batch."""
+        """The share of the last batch."""
         self.ended = False
         self._batches: deque[Batch] = deque(maxlen=_MOST_AHEAD)
         self._used = 0
-        """How many of the remembered batches, from the oldest on, a forward pass has seen."""
+        """Remembered batches, from the oldest on, that a forward pass has seen."""
 
     def give(self, batch: Any, share: float | None) -> None:
-        """This batch is going to be yielded."""
+        """Remember a batch that is going to be yielded."""
         while self._used > 1:
             self._batches.popleft()
             self._used -= 1
@@ -86,34 +86,34 @@ class EpochSource(Protocol):
 
 
 class Shares:
-    """The shares of the batches that were yielded last by the passes that go on: an epoch, and a validation in it."""
+    """The shares of the last batches of the passes that go on: an epoch, and a validation in it."""
 
     def __init__(self) -> None:
         self._passes: list[Pass] = []
         """The newest first."""
         self.last: float | None = None
-        """The share of the batch that was yielded last; None: equal parts."""
+        """The share of the last batch; None: equal parts."""
 
     def begin(self, ranks: tuple[int, ...] = ()) -> Pass:
-        """A new pass over a data set, dealt to `ranks`: what others yielded that have ended is gone."""
+        """A new pass over a data set, dealt to `ranks`: the batches of ended passes are forgotten."""
         begun = Pass(ranks)
         self._passes = [begun, *[each for each in self._passes if not each.ended]]
         return begun
 
     def give(self, going: Pass, batch: Any, share: float | None) -> None:
-        """This pass is going to yield this batch."""
+        """Remember a batch that this pass is going to yield."""
         going.give(batch, share)
         self.last = share
 
     def end(self, over: Pass) -> None:
-        """A pass is over, though its last batches may be used yet. The pass around it goes on."""
+        """End a pass, though its last batches may be used yet. The pass around it goes on."""
         over.ended = True
         self.last = next((each.share for each in self._passes if not each.ended), None)
 
     def of(self, *inputs: Any) -> Batch | None:
-        """The batch that a model is given: that with these tensors, or the oldest unused one with tensors so shaped.
+        """The batch of a model's inputs: with these tensors, or the oldest unused one with tensors of these shapes.
 
-        So shaped are first looked for in passes that go on.
+        Shapes are first looked for in passes that go on.
         """
         if not self._passes:
             return None
@@ -127,7 +127,7 @@ class Shares:
         return found
 
     def given(self, *inputs: Any) -> Batch | None:
-        """As `of`; where nothing is recognised, the batch that was yielded last by a pass that goes on."""
+        """The batch of `of`; where nothing is recognised, the last batch of a pass that goes on."""
         last = next((each.last for each in self._passes if not each.ended), None)
         return self.of(*inputs) or last
 

@@ -1,21 +1,164 @@
-"""`Strand`: a coroutine of a real rank, from its launch to its end."""
+"""`Strand`: a coroutine of a real rank, from its launch to its end, and the operations that it waits for."""
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol
 
 from polytempo.core import WAITING, Op, Program, Task
 from polytempo.core.op import Alone, Compute, Now, Recv, Send, SendReceive, Start, Work
-from polytempo.worlds.process.pending import Pair, PendingOp, Postponed, RankWorld
 from polytempo.worlds.process.progress_thread import Modes, ProgressThread
+from polytempo.worlds.process.transport import Begun, Held
 from polytempo.worlds.trace import Event
 
 
-class Strand:
-    """A coroutine under way, or finished. `waits_for`: what it stands at, where it is neither.
+class RankWorld(Protocol):
+    """The world of an operation under way (`worlds.process.ProcessWorld`)."""
 
-    `progress`: what may advance it while the program computes; None: nothing does.
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+
+    def write(self, event: Event) -> None:
+        """Put a line into the trace."""
+
+    def waited(self, since_s: float) -> None:
+        """The rank has waited for others from `since_s` until now."""
+
+    def translated(self, op: Op[Any], event: Event, error: RuntimeError) -> Exception:
+        """A transport's error in this library's words."""
+
+    def perform(self, op: Op[Any]) -> Any:
+        """The answer to an operation, or an object to wait for."""
+
+    def waits_for(self, answer: Any) -> bool:
+        """True if the result of `perform` has to be waited for."""
+
+    @property
+    def in_program(self) -> bool:
+        """True if the program itself asks, not a thread that goes on meanwhile."""
+
+
+class PendingOp:
+    """An operation under way, or finished. Its line is in the trace once it has been waited for."""
+
+    __slots__ = ("_arriving", "answer", "done", "error", "event", "op", "work", "world")
+
+    def __init__(self, world: RankWorld, op: Op[Any], event: Event, begun: Begun) -> None:
+        self.world, self.op, self.event = world, op, event
+        self.work, self.answer = begun
+        self.done = self.work is None
+        self.error: Exception | None = None
+        self._arriving = threading.Lock()
+        if self.done:
+            world.write(event._replace(end_s=world.now_s()))
+
+    @property
+    def is_message(self) -> bool:
+        """True if any thread may wait for it: it is a message, and not one for a device's stream."""
+        match self.op:
+            case Send(tensor) | Recv(tensor):
+                return tensor.device.type == "cpu"
+        return False
+
+    @property
+    def is_batched(self) -> bool:
+        """True if a device's stream waits for it, not the caller."""
+        return isinstance(self.work, Held)
+
+    def start(self) -> None:
+        """Begin it now, if it is held: it is awaited."""
+        if isinstance(self.work, Held):
+            try:
+                self.work.start()
+            except RuntimeError as error:
+                raise self.world.translated(self.op, self.event, error) from error
+
+    def arrive(self) -> None:
+        """Wait until it is finished, well or not."""
+        with self._arriving:
+            if self.done:
+                return
+            since_s = self.world.now_s()
+            try:
+                limit_s = self.op.timeout_s
+                self.work.wait(*([] if limit_s is None else [timedelta(seconds=limit_s)]))
+            except RuntimeError as error:
+                self.error = self.world.translated(self.op, self.event, error)
+            self.done = True
+            self.world.waited(since_s)
+            self.world.write(self.event._replace(end_s=self.world.now_s()))
+
+    def wait(self) -> Any:
+        """The operation's answer, once it is finished."""
+        self.arrive()
+        if self.error is not None:
+            raise self.error
+        return self.answer()
+
+
+class Pair:
+    """A receive and a send that are under way together."""
+
+    __slots__ = ("coming", "going")
+
+    def __init__(self, coming: PendingOp, going: PendingOp) -> None:
+        self.coming, self.going = coming, going
+
+    @property
+    def done(self) -> bool:
+        """True when both are done."""
+        return self.coming.done and self.going.done
+
+    @property
+    def is_message(self) -> bool:
+        """True if any thread may wait for it."""
+        return self.coming.is_message
+
+    @property
+    def is_batched(self) -> bool:
+        """True if a device's stream waits for it, not the caller."""
+        return self.coming.is_batched or self.going.is_batched
+
+    def start(self) -> None:
+        """Begin both, if they are held: as one batch."""
+        self.coming.start()
+        self.going.start()
+
+    def arrive(self) -> None:
+        """Wait until the receive is finished and, if it went well, the send."""
+        self.coming.arrive()
+        if self.coming.error is None:
+            self.going.arrive()
+
+    def wait(self) -> Any:
+        """The received tensor, once both are finished."""
+        received = self.coming.wait()
+        self.going.wait()
+        return received
+
+
+class Postponed:
+    """An operation that only the program begins, when it waits for it."""
+
+    __slots__ = ("op", "world")
+
+    done = is_message = is_batched = False
+
+    def __init__(self, world: RankWorld, op: Op[Any]) -> None:
+        self.world, self.op = world, op
+
+    def wait(self) -> Any:
+        """Begin it; its answer, once it is finished."""
+        answer = self.world.perform(self.op)
+        return answer.wait() if self.world.waits_for(answer) else answer
+
+
+class Strand:
+    """A coroutine under way, or finished. `waits_for`: the operation that it stands at, if it waits.
+
+    `progress`: the thread that may advance it while the program computes, or None.
     """
 
     __slots__ = (
@@ -35,21 +178,21 @@ class Strand:
         self.world, self.task, self.progress = world, Task(coroutine), progress
         self.waits_for: PendingOp | Pair | Postponed | Strand | None = None
         self.done = False
-        """Whether it is over, as far as the program knows. What a thread has done counts when it is waited for."""
+        """True when it is over for the program: a thread's work counts when it is waited for."""
         self.taken = False
-        """Whether the program advances it now, so that the thread must not."""
+        """True if the program advances it now, so that the thread must not."""
         if progress is None:
             return
         self.modes = Modes()
         self._lines: list[Event] = []
-        """What it did in the thread, for the trace."""
+        """Lines for the trace, of its operations in the thread."""
         self._awaited: list[Strand] = []
-        """What it has waited for in the thread."""
+        """Strands that it has waited for in the thread."""
 
     # ------------------------------------------------------------------ the program
 
     def wait(self) -> Any:
-        """What the coroutine returns, once it has."""
+        """The value of the coroutine, once it is over."""
         if self.progress is None:
             self.advance(block=True)
             return self.task.result()
@@ -71,7 +214,6 @@ class Strand:
         self.done = self.done or self.world.in_program
 
     def _answered(self) -> tuple[Any, Exception | None]:
-        """What it waits for, once that is finished."""
         value, error = None, None
         try:
             value = None if self.waits_for is None else self.waits_for.wait()
@@ -88,7 +230,7 @@ class Strand:
         return answer
 
     def _tell(self) -> None:
-        """Let the waiter know what happened in the thread, as if it had happened now."""
+        """Report the thread's operations to the waiter, as if they had happened now."""
         lines, self._lines = self._lines, []
         for event in lines:
             self.world.write(event)
@@ -102,25 +244,25 @@ class Strand:
 
     @property
     def is_message(self) -> bool:
-        """Whether the thread may go on with what waits for this strand: it is over."""
+        """True if the thread may go on with strands that wait for this one: it is over."""
         return self.task.done
 
     def arrive(self) -> None:
-        """It is over."""
+        """Do nothing: it is over."""
 
     @property
     def awaits_message(self) -> bool:
-        """Whether it stands at something for which the thread may wait."""
+        """True if it stands at something that the thread may wait for."""
         return self.waits_for is not None and self.waits_for.is_message
 
     def await_message(self) -> None:
-        """Wait for what it stands at."""
+        """Wait for its operation."""
         assert self.awaits_message
         assert not isinstance(self.waits_for, Postponed | None)
         self.waits_for.arrive()
 
     def advance_by_messages(self) -> None:
-        """Its message has come: run until it waits for the next one, or for what only the program begins."""
+        """Run on with a message until it waits for the next one, or for an operation that only the program begins."""
         if isinstance(self.waits_for, Strand):
             self._awaited += [self.waits_for, *self.waits_for._awaited]
         with self.modes.set():

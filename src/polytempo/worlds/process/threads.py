@@ -1,7 +1,7 @@
 """Threads that must be over before Python is.
 
-A thread that asks for Python's lock after Python has ended is unwound in the middle of what it does; where torch's C++
-is on its way, the process aborts ("terminate called without an active exception").
+A thread that asks for Python's lock after Python has ended is unwound in the middle of its work; if that is in torch's
+C++, the process aborts ("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from typing import Protocol
 
 _END_S = 2.0
-"""How long the end waits for a thread: one that waits for other ranks may have to be left behind."""
+"""Seconds that the end waits for a thread: a thread that waits for other ranks may have to be left behind."""
 
 
 class Closable(Protocol):

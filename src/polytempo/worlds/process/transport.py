@@ -11,13 +11,13 @@ over when all of its messages have met their other ends. Ranks that each receive
 wait for each other for ever. So a message is held until it is awaited; then its batch is, of its channel,
 
     awaited receive   all held sends, and as many held receives: the awaited one, then the oldest
-                      without held sends the awaited one alone: the others may answer what this rank sends later
+                      without held sends the awaited one alone: the others may answer a later message of this rank
     awaited send      all held sends
 
 All messages are batches, a single one, too: NCCL gives a batch another communicator than a message without one. Only
 the stream waits for a batch, so a launched coroutine goes on to its end, and the next one's batches follow its own.
-That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`). An exchange
-in which ranks receive from more others than they send to may not end.
+That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`). If
+ranks receive from more others than they send to, an exchange may not end.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Transport:
         self.rank, self.size, self.group = rank, size, group
         self._groups: dict[tuple[int, ...], Any] = {}
         self.batched = frozenset({"cuda"})
-        """The devices whose messages travel in batches (see `MessageBatches`)."""
+        """Devices with messages that travel in batches (see `MessageBatches`)."""
         self._batches: MessageBatches | None = None
 
     def share_groups(self, other: Transport) -> None:
-        """Use the groups that `other` has made, and leave it those that are made here."""
+        """Use the groups that `other` has made, and share the groups that are made here with it."""
         self._groups = other._groups
 
     def forget(self) -> None:
@@ -154,7 +154,7 @@ class Transport:
                 return self._reduce_scatter(group, ranks, op)
             case AllToAll():
                 return self._all_to_all(group, ranks, op)
-        raise TypeError(f"rank {self.rank} awaited {op!r}, which is no collective of a world")
+        raise TypeError(f"rank {self.rank} awaited {op!r}, which is not a collective of a world")
 
     def _all_gather(self, group: Any, ranks: list[int], op: AllGather) -> Begun:
         gathered = [torch.empty_like(op.buffer) for _ in ranks]
@@ -216,7 +216,7 @@ def _none() -> None:
 
 
 def _batching(group: Any, device: torch.device) -> Any:
-    """What batches messages between devices: torch's backend of `group`, also behind our own."""
+    """The object that batches messages between devices: torch's backend of `group`, also behind our own."""
     backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
     return getattr(backend, "_cuda", backend)
 
@@ -238,7 +238,7 @@ def _alone(op: Collective[Any]) -> Any:
             return None
         case AllReduce(buffer) | ReduceScatter(buffer) | Broadcast(buffer, _):
             return buffer
-    raise TypeError(f"{op!r} is no collective of a world")
+    raise TypeError(f"{op!r} is not a collective of a world")
 
 
 def group_timeout_s(group: Any = None) -> float:
@@ -268,13 +268,13 @@ def wire_tag(channel: int, tag: int) -> int:
         where = "in a group of a mesh " if group else ""
         raise ValueError(f"tags {where}run from 0 to {num_tags - 1}, got {tag}")
     if group >= MOST_GROUPS:
-        raise ValueError("a group of a mesh that lies within a group of a mesh sends no messages; lay out one mesh")
+        raise ValueError("a group of a mesh within a group of a mesh sends no messages; make one mesh")
     place = MOST_GROUPS + group if group else 0
     return (place * CHANNELS_OF_A_GROUP + path) * num_tags + tag
 
 
 class Held:
-    """A message that waits for its batch, or is under way. What `PendingOp` needs of torch's Work."""
+    """A message that waits for its batch, or is under way: the part of torch's Work for `PendingOp`."""
 
     __slots__ = ("_batches", "begin", "channel", "is_send", "work")
 
@@ -283,18 +283,18 @@ class Held:
         self.work: Any = None
 
     def start(self) -> None:
-        """Begin the batch that it belongs to, if it is held."""
+        """Begin its batch, if it is held."""
         if self.work is None:
             self._batches.start(self)
 
     def wait(self, *limit: Any) -> None:
-        """Until its batch is over. On CUDA the stream waits, not the caller."""
+        """Wait until its batch is over. On CUDA the stream waits, not the caller."""
         self.start()
         self.work.wait(*limit)
 
 
 class MessageBatches:
-    """The messages of one rank that are held. `backend`: torch's, which begins and ends batches."""
+    """The held messages of one rank. `backend`: torch's, which begins and ends batches."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend

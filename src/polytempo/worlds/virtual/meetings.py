@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -11,7 +12,7 @@ from polytempo.cluster import Cluster
 from polytempo.cluster.speeds import COLLECTIVE
 from polytempo.core import Mismatch
 from polytempo.core.arithmetic.kernel_use import KernelUse
-from polytempo.core.op import AllReduce, Collective
+from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 from polytempo.worlds.collective import (
     empty_answers,
     member_bytes,
@@ -21,14 +22,68 @@ from polytempo.worlds.collective import (
     message_bytes,
     num_rounds,
 )
-from polytempo.worlds.virtual.clockwork import Clockwork
+from polytempo.worlds.virtual.clockwork import Asymmetric, Clockwork, Flight, VirtualStrand
 from polytempo.worlds.virtual.network import Network
 from polytempo.worlds.virtual.processors import Processors
-from polytempo.worlds.virtual.virtual_operations import Asymmetric, Flight, Meeting, facts, signature
 
 _MOST_TUPLES = 4096
 _Key = tuple[int, int, int]
 """A group's number, a channel, and how many collectives there were before."""
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """A collective that some members have reached. `clash`: why it can never take place."""
+
+    first_rank: int
+    first: Collective[Any]
+    facts: tuple[object, ...]
+    arrived: dict[int, tuple[Flight, Collective[Any]]] = field(default_factory=dict)
+    clash: Exception | None = None
+
+
+def facts(op: Collective[Any]) -> tuple[object, ...]:
+    """The facts that all members of a collective must agree on, to compare."""
+    match op:
+        case AllReduce(buffer) | AllGather(buffer) | ReduceScatter(buffer):
+            return type(op), buffer.shape, buffer.dtype
+        case Broadcast(buffer, source):
+            return Broadcast, buffer.shape, buffer.dtype, source
+        case AllToAll(pieces, _):
+            return AllToAll, pieces[0].dtype
+    return (type(op),)
+
+
+def signature(op: Collective[Any]) -> str:
+    """The same facts, to read."""
+    match op:
+        case AllReduce(buffer) | AllGather(buffer) | ReduceScatter(buffer):
+            return f"{op.kind}({tuple(buffer.shape)} {buffer.dtype})"
+        case Broadcast(buffer, source):
+            return f"broadcast({tuple(buffer.shape)} {buffer.dtype} from rank {source})"
+        case AllToAll(pieces, _):
+            return f"all_to_all({pieces[0].dtype})"
+        case Barrier():
+            return "barrier()"
+    raise TypeError(f"{op!r} is not a collective of a world")
+
+
+def who_waits_for_what(now_s: float, strands: Sequence[Sequence[VirtualStrand]], meetings: Iterable[Meeting]) -> str:
+    """The text of a deadlock: a line for each of the ranks' unfinished strands."""
+    absent = {
+        id(flight): sorted(set(meeting.first.members) - set(meeting.arrived))
+        for meeting in meetings
+        for flight, _ in meeting.arrived.values()
+    }
+    lines = [f"deadlock at {now_s:.6f} s: no rank can go on."]
+    for rank, of_rank in enumerate(strands):
+        for flight in (strand.waits_for for strand in of_rank):
+            if flight is not None:
+                without = f", without ranks {absent[id(flight)]}" if id(flight) in absent else ""
+                lines.append(
+                    f"  rank {rank} waits for {flight}{without} (step {flight.step}, since {flight.started_s:.6f} s)"
+                )
+    return "\n".join(lines)
 
 
 class Meetings:
@@ -43,10 +98,10 @@ class Meetings:
         self._calls: dict[_Key, int] = defaultdict(int)
         self._groups: dict[tuple[int, ...], int] = {}
         self._tuples: dict[int, tuple[tuple[int, ...], int]] = {}
-        """By identity: a tuple, which stays as long as its entry, and its group's number."""
+        """(id of a tuple) -> the tuple, which stays as long as its entry, and its group's number."""
 
     def join(self, flight: Flight, op: Collective[Any]) -> tuple[Meeting, bool]:
-        """One more member is there. Also says whether all are now."""
+        """Add a member to its collective. The second value is True when all are there."""
         group = self._group(op.members)
         mine = (group, op.channel, flight.rank)
         call = self._calls[mine]
@@ -67,12 +122,12 @@ class Meetings:
         return meeting, complete
 
     def without(self, rank: int) -> list[Flight]:
-        """`rank` is gone: what it will never come to is over. The flights of those who wait there."""
+        """Drop the collectives that `rank` can no longer come to, and return the operations that wait there."""
         gone = [key for key, meeting in self._open.items() if rank in meeting.first.members]
         return [flight for key in gone for flight, _ in self._open.pop(key).arrived.values()]
 
     def open(self) -> Iterable[Meeting]:
-        """Those that some members have not reached."""
+        """Collectives that some members have not reached."""
         return self._open.values()
 
     def _group(self, members: tuple[int, ...]) -> int:
@@ -102,7 +157,7 @@ class Collectives:
         self._meetings = Meetings(acting)
 
     def join(self, flight: Flight, op: Collective[Any]) -> None:
-        """One member calls."""
+        """Let one member call."""
         world = self._world
         if self._acting is not None and len(op.members) != len(self._hosts):
             raise Asymmetric(f"{op} of {len(self._hosts)}")
@@ -116,22 +171,22 @@ class Collectives:
             self._settle(meeting)
 
     def lose(self, rank: int) -> None:
-        """`rank` is gone: fail what waits for it."""
+        """Fail the operations that wait for a lost rank."""
         for flight in self._meetings.without(rank):
             self._world.fail(flight, rank)
 
     def open(self) -> Iterable[Meeting]:
-        """Those that some members have not reached."""
+        """Collectives that some members have not reached."""
         return self._meetings.open()
 
     def _answers(self, ops: Sequence[Collective[Any]]) -> list[Any]:
-        """Of the ranks that act. What they sum has in it what those sum for which they act."""
+        """Answers of the acting ranks. Their sums contain the sums of the ranks that they act for."""
         first = ops[0]
         if self._acting is None or (isinstance(first, AllReduce) and not first.buffer.is_meta):
             return members_answers(ops)
         given = getattr(first, "buffer", None)
         if given is not None and not given.is_meta:
-            raise Asymmetric(f"{first}, of whose values each rank has others")
+            raise Asymmetric(f"{first}, with other values on each rank")
         return empty_answers(ops, len(first.members))
 
     def _sent_bytes(self, ops: Sequence[Collective[Any]]) -> list[int]:
@@ -158,7 +213,7 @@ class Collectives:
         busy_s = members_seconds(ops, 0.0, link.bytes_per_s, self._acting)
         end_s = self._network.meet(members, waiting_s, busy_s, self._world.now_s)
         kind, sent = meeting.first.kind, self._sent_bytes(ops)
-        left = 1  # what has to be over before the collective is: its messages, and what handles them
+        left = 1  # parts of the collective that are not over: its messages, and the kernels that handle them
 
         def over() -> None:
             nonlocal left

@@ -14,7 +14,7 @@ import msgspec
 from polytempo.cluster import Cluster, Link
 
 End = int
-"""A number: of a rank's end of its host's memory the rank's, and behind all of those a host's end of the network."""
+"""A rank's number for its end of its host's memory; behind all of these, a host's end of the network."""
 
 
 class Contended(Exception):
@@ -25,43 +25,43 @@ class Passage(msgspec.Struct, frozen=True):
     """A message on its way."""
 
     left_s: float
-    """When its last byte has left the sender's end."""
+    """The time when its last byte has left the sender's end."""
     reaches_s: float
-    """When its first byte is at the receiver's end."""
+    """The time when its first byte is at the receiver's end."""
     busy_s: float
-    """How long it keeps an end busy."""
+    """Seconds that it keeps an end busy."""
     into: End
     against_s: float = 0.0
-    """How long it keeps the other direction of its ends busy."""
+    """Seconds that it keeps the other direction of its ends busy."""
 
 
 class Network:
-    """Until when each end of each link is taken. The ways out and in are separate, but for `Link.duplex`."""
+    """The times that the ends of links are free from. The ways out and in are separate, but for `Link.duplex`."""
 
     def __init__(self, cluster: Cluster, hosts: Sequence[int]) -> None:
         self.cluster, self.hosts = cluster, hosts
         self._host_ends = [len(hosts) + host for host in hosts]
-        """Of each rank its host's."""
+        """The end of each rank's host."""
         self._out_s = [0.0] * (max(self._host_ends, default=0) + 1)
         self._in_s = list(self._out_s)
         self._reserved_s = self._taken_s = 0.0
         self._on_their_way = 0
 
     def idle(self, now_s: float) -> bool:
-        """Whether no message is on its way, and no end is taken."""
+        """True if no message is on its way, and no end is taken."""
         return not self._on_their_way and self._taken_s <= now_s
 
     def reserve(self, until_s: float) -> None:
-        """Messages that are not sent one by one take the ends until then; to need one earlier raises `Contended`."""
+        """Reserve the ends for messages that are not sent one by one; a message before `until_s` raises `Contended`."""
         self._reserved_s = until_s
 
     def check(self, now_s: float) -> None:
         """Raise `Contended` where ends are reserved."""
         if now_s < self._reserved_s:
-            raise Contended(f"a message at {now_s} s meets those of a whole sum, which ends at {self._reserved_s} s")
+            raise Contended(f"a message at {now_s} s meets a whole sum's, which ends at {self._reserved_s} s")
 
     def send(self, sender: int, receiver: int, num_bytes: int, now_s: float) -> Passage:
-        """Take the sender's end for a message, after those that stand there already."""
+        """Take the sender's end for a message, after messages that stand there already."""
         if now_s < self._reserved_s:
             self.check(now_s)
         link, out, into = self._link(sender, receiver)
@@ -76,7 +76,7 @@ class Network:
         return Passage(begin_s + busy_s, begin_s + link.latency_s, busy_s, into, against_s)
 
     def receive(self, passage: Passage, now_s: float) -> float:
-        """Take the receiver's end for a message whose first byte is there; returns when its last byte is."""
+        """Take the receiver's end for a message with its first byte there; returns when its last byte is."""
         end_s = max(now_s, self._in_s[passage.into]) + passage.busy_s
         self._in_s[passage.into] = end_s
         self._on_their_way -= 1

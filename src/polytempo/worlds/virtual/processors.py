@@ -18,17 +18,14 @@ from typing import Any, NamedTuple
 from polytempo.cluster import Cluster, CorrelatedStragglers, Stragglers, constant
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Alone, Compute
-from polytempo.worlds.virtual.clockwork import Clockwork
-from polytempo.worlds.virtual.virtual_operations import Flight
+from polytempo.worlds.virtual.clockwork import Clockwork, Flight
 
 Begun = Callable[[float], None]
-"""Told when something begins."""
+"""Called with the begin of a computation."""
 Over = Callable[[], None]
 
 
 class _Waiting(NamedTuple):
-    """What a rank computes next."""
-
     full_speed_s: float
     varies: bool
     begun: Begun
@@ -38,7 +35,7 @@ class _Waiting(NamedTuple):
 class Processors:
     """Computations run when they are asked for, and end `Cluster.computing_s` times the straggler's factor later.
 
-    Where a machine has fewer `Cluster.cores` than ranks they take longer, while more ranks compute than it has cores.
+    A machine with more ranks than `Cluster.cores` is slower while more ranks compute than it has cores.
     """
 
     def __init__(self, world: Clockwork, cluster: Cluster, hosts: Sequence[int], seed: int) -> None:
@@ -46,31 +43,31 @@ class Processors:
         self._first_server = len(hosts) - cluster.servers
         self._pace = Pace(cluster.stragglers, hosts, seed)
         self._free_s = [0.0] * len(hosts)
-        """When each rank with a processor of its own is done."""
+        """The end of the computations of each rank with a processor of its own."""
         cores = cluster.cores
         self._machines = [host // cluster.hosts_per_machine for host in hosts]
         crowded = [] if cores is None else [each for each, ranks in Counter(self._machines).items() if ranks > cores]
         self._cores = {machine: Cores(world, cores or 1) for machine in crowded}
         self._waiting: dict[int, deque[_Waiting]] = defaultdict(deque)
-        """Of each rank without one; the first is under way."""
+        """Computations of each rank without one; the first is under way."""
         self._alone: dict[int, deque[tuple[Flight, Alone[Any]]]] = defaultdict(deque)
-        """Those that want to be alone on a host, in the order in which they asked; the first one is."""
+        """Computations that must be alone on a host, in the order of asking; the first one is under way."""
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks of some machine share its cores: then how long one computes depends on the others."""
+        """True if ranks of some machine share its cores: then the time of a computation depends on the others."""
         return bool(self._cores)
 
     def begin_step(self, rank: int, step: int) -> None:
-        """Rank `rank` marks `step`: its factor is drawn anew."""
+        """Draw another factor for a rank that marks `step`."""
         self._pace.begin(rank, step, self._world.now_s)
 
     def begin_step_alike(self, step: int) -> bool:
-        """All ranks mark `step`. Whether they are equally fast in it."""
+        """Mark `step` for all ranks. True if they are equally fast in it."""
         return self._pace.begin_all(step, self._world.now_s)
 
     def compute(self, flight: Flight, op: Compute[Any], after: Over | None = None) -> None:
-        """Compute after what the rank computes already, and then do what comes `after`."""
+        """Compute after the rank's other computations, and then call `after`."""
         world, rank = self._world, flight.rank
         value, error = None, None
 
@@ -89,15 +86,15 @@ class Processors:
             error = raised
 
     def handle(self, rank: int, use: KernelUse, over: Over) -> None:
-        """Take a rank's processor for what it does besides computations, on a cluster whose kernels were measured.
+        """Take a rank's processor for work other than its computations, on a cluster with measured kernels.
 
-        No straggler's factor counts: it is that of a step's computations, in which a delay of some milliseconds is a
-        large factor where steps are short, and would be taken again for each of many messages.
+        No straggler's factor counts. It is drawn for a step's computations: a delay of some milliseconds is a large
+        factor where steps are short, and would be taken again for each of many messages.
         """
         self._occupy(rank, self._cluster.computing_s(0.0, (use,)), lambda start_s: None, over, varies=False)
 
     def handle_beside(self, rank: int, use: KernelUse, over: Over) -> None:
-        """Take a part of the cores that the rank's machine shares for what other threads of the rank do meanwhile.
+        """Take a part of the cores that the rank's machine shares for work of other threads of the rank.
 
         Nothing where ranks have processors of their own, or where the kernel was not measured.
         """
@@ -119,7 +116,7 @@ class Processors:
             self._begin_first(rank, cores)
 
     def _begin_first(self, rank: int, cores: Cores) -> None:
-        """Let the rank's core, or its part of one, compute what stands first."""
+        """Let the rank's core, or its part of one, begin the first computation."""
         queue, now_s = self._waiting[rank], self._world.now_s
         first = queue[0]
         first.begun(now_s)
@@ -155,7 +152,7 @@ class Processors:
 
 
 _DONE_S = 1e-12
-"""What is left of a computation that is over, by rounding."""
+"""The rest of a computation that is over, by rounding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,18 +168,18 @@ class Cores:
         self._world, self._cores = world, cores
         self._running: list[_Computation] = []
         self._since_s = 0.0
-        """Until when what is left of the computations is known."""
+        """The time of the last update of the rests."""
         self._plan = 0
-        """The number of the last plan of what ends next; those before are void."""
+        """The number of the last plan of the next end; earlier plans are void."""
 
     def run(self, seconds: float, then: Callable[[], None]) -> None:
-        """Compute something that takes `seconds` on a core of its own; `then` is called when it is over."""
+        """Compute for `seconds` on a core of its own; `then` is called at the end."""
         self._pass()
         self._running.append(_Computation(seconds, then))
         self._look_ahead()
 
     def _pass(self) -> None:
-        """What has been computed until now."""
+        """Subtract the work that has been done until now."""
         now_s = self._world.now_s
         if self._running:
             done_s = (now_s - self._since_s) * self._rate()
@@ -194,7 +191,7 @@ class Cores:
         return min(1.0, self._cores / len(self._running))
 
     def _look_ahead(self) -> None:
-        """Come back when the next computation ends, unless another one begins before."""
+        """Plan the end of the next computation; another begin changes the plan."""
         self._plan += 1
         if self._running:
             plan, soonest_s = self._plan, max(0.0, min(each.left_s for each in self._running))
@@ -229,12 +226,12 @@ class Pace:
         self._factors = [1.0] * len(hosts)
 
     def begin(self, rank: int, step: int, now_s: float) -> None:
-        """Rank `rank` marks `step`. To mark it again changes nothing."""
+        """Mark `step` for a rank. To mark it again changes nothing."""
         if self._varies and self._steps[rank] != step:
             self._steps[rank], self._factors[rank] = step, self._drawn(rank, now_s)
 
     def begin_all(self, step: int, now_s: float) -> bool:
-        """All ranks mark `step`. Whether they are equally fast in it."""
+        """Mark `step` for all ranks. True if they are equally fast in it."""
         if not self._varies:
             return True
         for rank in range(len(self._hosts)):
@@ -242,7 +239,7 @@ class Pace:
         return len(set(self._factors)) == 1
 
     def factor(self, rank: int, now_s: float) -> float:
-        """For a computation that begins now."""
+        """The factor of a computation that begins now."""
         if not self._varies:
             return 1.0
         return self._drawn(rank, now_s) if self._steps[rank] is None else self._factors[rank]

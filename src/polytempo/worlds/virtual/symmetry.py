@@ -1,12 +1,12 @@
-"""A world whose ranks all do the same, or the same with parts of two sizes, by the programs of a few of them.
+"""A world of ranks that all do the same, or the same with parts of two sizes, by the programs of a few of them.
 
     ranks    0   1   …   b - 1 │ b   …   N/2   …   N - 1        parts of a vector that N does not divide: the first b
              ▲   ▲             │          ▲          ▲          ranks have one number more
                                                                 ▲ these act
 
-What the first ranks have in common all before b have, and what the last ones have all behind it; b is found by halving.
-Ranks may compute, and take part in collectives of all ranks. A message, a collective of some ranks, a computation
-alone, and ranks that are not equally fast: then all of them have to act.
+All ranks before b have the first ranks' events, and all from b on the last ones'; b is found by halving. Ranks may
+compute, and take part in collectives of all ranks. A message, a collective of some ranks, a computation alone, and
+ranks that are not equally fast: then all of them have to act.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 from polytempo.cluster import Cluster
 from polytempo.core import Deadlock, Port
 from polytempo.worlds.trace import Event, Trace
+from polytempo.worlds.virtual.clockwork import Asymmetric
 from polytempo.worlds.virtual.network import Contended
-from polytempo.worlds.virtual.virtual_operations import Asymmetric
 from polytempo.worlds.virtual.virtual_world import Outcome, VirtualWorld
 
 T = TypeVar("T")
 
 _LEAST_RANKS = 8
-"""For fewer it is no less work."""
+"""Fewer ranks are not worth it."""
 
 
 Life = list[tuple[Any, ...]]
@@ -39,9 +39,9 @@ def run_priced(
     seed: int = 0,
     alike: bool = True,
 ) -> Outcome[T]:
-    """What `VirtualWorld(cluster, num_ranks, seed=seed).run(program)` leaves, by the shortest way that is exact.
+    """The outcome of `VirtualWorld(cluster, num_ranks, seed=seed).run(program)`, by the shortest way that is exact.
 
-    `program` is of tensors without values, and may be run more than once. `alike`: ranks may be alike (`run_alike`).
+    `program` has tensors without values, and may be run more than once. `alike`: ranks may be alike (`run_alike`).
     """
     found = run_alike(cluster, num_ranks, program, seed=seed) if alike else None
     if found is not None:
@@ -55,9 +55,9 @@ def run_priced(
 def run_alike(
     cluster: Cluster, num_ranks: int, program: Callable[[Port], Coroutine[Any, Any, T]], *, seed: int = 0
 ) -> Outcome[T] | None:
-    """What `VirtualWorld(cluster, num_ranks, seed=seed).run(program)` leaves; None where ranks are not alike.
+    """The outcome of `VirtualWorld(cluster, num_ranks, seed=seed).run(program)`; None where ranks are not alike.
 
-    The same times, bytes and events; the results of ranks that do not act are None. For tensors without values.
+    Times, bytes and events are the same; the results of ranks that do not act are None. For tensors without values.
     Cost: the programs of four ranks, where parts have two sizes log₂N times, and a line in the trace for each event of
     each rank.
     """
@@ -90,7 +90,6 @@ def run_alike(
 
 
 def _of_all(acted: Trace, first: Life, last: Life, below: int, num_ranks: int) -> Trace:
-    """The trace of all ranks: up to rank `below` the first one's life, then the last one's."""
     trace = Trace(timed=True)
     for early, late in zip(first, last, strict=True):
         for rank in range(num_ranks):

@@ -1,7 +1,7 @@
 """The virtual world: a heap of events and a clock that jumps. One thread, any number of ranks.
 
-Every rank is a coroutine. When it awaits an operation, the world works out when that operation ends,
-puts its end on the heap, and goes on with whatever ends next:
+Every rank is a coroutine. When it awaits an operation, the world computes the end of that operation, puts it on the
+heap, and goes on with the next end:
 
     heap  (0.0012 s, rank 3: recv)  (0.0013 s, rank 0: compute)  ...
             │ pop the earliest, set the clock to it, resume its rank until the next await
@@ -39,26 +39,24 @@ from polytempo.core.op import (
     Work,
 )
 from polytempo.worlds.trace import Line, Trace
-from polytempo.worlds.virtual.agenda import Agenda
-from polytempo.worlds.virtual.mailbox import NodeMailbox
-from polytempo.worlds.virtual.meetings import Collectives
+from polytempo.worlds.virtual.clockwork import Agenda, Asymmetric, Flight, VirtualStrand
+from polytempo.worlds.virtual.meetings import Collectives, who_waits_for_what
 from polytempo.worlds.virtual.network import Network
 from polytempo.worlds.virtual.processors import Processors
 from polytempo.worlds.virtual.rare_collection import collecting_rarely
-from polytempo.worlds.virtual.virtual_messages import Messages
-from polytempo.worlds.virtual.virtual_operations import Asymmetric, Flight, VirtualStrand, who_waits_for_what
+from polytempo.worlds.virtual.virtual_messages import Messages, NodeMailbox
 from polytempo.worlds.virtual.whole_sums import WholeSums
 
 T = TypeVar("T")
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """What a virtual run left."""
+    """The outcome of a virtual run."""
 
     results: list[T | None]
-    """What each rank's program returned; None for a rank that died."""
+    """The value of each rank's program; None for a rank that died."""
     seconds: float
-    """Virtual time at which the last rank finished."""
+    """Virtual time until the last rank has finished."""
     trace: Trace
     errors: dict[int, BaseException]
     """The uncaught error of each rank that had one."""
@@ -128,14 +126,14 @@ class VirtualWorld:
             **dict.fromkeys((Recv, LentRecv), self._messages.recv),
             **dict.fromkeys(COLLECTIVES, self._collectives.join),
         }
-        """What performs each kind of operation."""
+        """The method that performs each kind of operation."""
         if self._whole_sums is not None:
             self._issuing[WholeSum] = self._whole_sums.join
 
     # ------------------------------------------------------------------ running
 
     def port(self, rank: int) -> Port:
-        """The door of world rank `rank`."""
+        """The port of world rank `rank`."""
         return world_port(rank, self.hosts, self._clock)
 
     def run(self, program: Callable[[Port], Coroutine[Any, Any, T]], *, raises: bool = True) -> Outcome[T]:
@@ -184,7 +182,6 @@ class VirtualWorld:
         self._resume(strand, None, None)
 
     def _resume(self, strand: VirtualStrand, value: Any, error: Exception | None) -> None:
-        """Run a coroutine until it has to wait."""
         strand.waits_for = None
         if strand.flight.rank not in self.lost and strand.task.resume(strand.begin, value, error):
             self._finish(strand)
@@ -254,7 +251,7 @@ class VirtualWorld:
     # ------------------------------------------------------------------ operations
 
     def _alike(self, op: Op[Any]) -> bool:
-        """Whether an operation takes all ranks as long as those that act for them."""
+        """True if an operation takes all ranks as long as the acting ones."""
         computes = isinstance(op, Compute) and not isinstance(op, Alone)
         return not self._processors.crowded and (computes or isinstance(op, Collective))
 
@@ -263,16 +260,13 @@ class VirtualWorld:
         if perform is None:
             raise _unknown(rank, op)
         flight = Flight(op, rank, self._step[rank], self.now_s)
-        if op.timeout_s is not None and not isinstance(op, SendReceive):  # whose halves have the deadline
-            self._limit(flight, op, op.timeout_s)
+        if op.timeout_s is not None and not isinstance(op, SendReceive):  # its halves have the deadline
+            late = TimedOut(rank, flight.step, str(op), op.timeout_s)
+            self.at_deadline(self.now_s + op.timeout_s, flight, lambda: self.land(flight, None, late))
         if not self._all_act and not self._alike(op):
             raise Asymmetric(f"{op} of rank {rank}")
         perform(flight, op)
         return flight
-
-    def _limit(self, flight: Flight, op: Op[Any], timeout_s: float) -> None:
-        late = TimedOut(flight.rank, flight.step, str(op), timeout_s)
-        self.at_deadline(self.now_s + timeout_s, flight, lambda: self.land(flight, None, late))
 
     def _send_receive(self, flight: Flight, op: SendReceive) -> None:
         """Two messages with a line each in the trace; the pair is over when both are."""
@@ -322,7 +316,7 @@ class VirtualWorld:
         if self._all_act:
             self._processors.begin_step(rank, step)
         elif not self._processors.begin_step_alike(step):
-            raise Asymmetric(f"step {step}, in which ranks are not equally fast")
+            raise Asymmetric(f"step {step} with ranks that are not equally fast")
         for fault in self.cluster.faults:
             if fault.rank != rank or fault.step != step:
                 continue
@@ -343,18 +337,18 @@ class VirtualWorld:
             self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """A rank is gone: ranks that need it hear of it `detection_s` after its death."""
+        """Note a lost rank: ranks that need it hear of it `detection_s` after its death."""
         self.lost[rank] = self.now_s
         self._mail.close(rank)
         self._messages.lose(rank)
         self._collectives.lose(rank)
 
     def fail(self, flight: Flight, peer: int) -> None:
-        """`flight` needs `peer`, which is gone; its rank hears of it when the death is detected."""
+        """Let `flight` fail, for it needs `peer`, which is gone; its rank hears of it when the death is detected."""
         error = PeerLost(flight.rank, flight.step, str(flight.op), peer)
         known_s = max(self.now_s, self.lost[peer] + self.cluster.detection_s)
         self.at_deadline(known_s, flight, lambda: self.land(flight, None, error))
 
 
 def _unknown(rank: int, op: Op[Any]) -> TypeError:
-    return TypeError(f"rank {rank} awaited {op!r}, which is no operation of a world")
+    return TypeError(f"rank {rank} awaited {op!r}, which is not an operation of a world")

@@ -25,15 +25,14 @@ from polytempo.collectives.invariant import Invariant, invariant_rounds
 from polytempo.collectives.ring import IntArray, Round, ring_rounds
 from polytempo.core.op import WholeSum
 from polytempo.worlds.trace import Event, Trace
-from polytempo.worlds.virtual.clockwork import Clockwork
+from polytempo.worlds.virtual.clockwork import Asymmetric, Clockwork, Flight
 from polytempo.worlds.virtual.network import Contended, Network
-from polytempo.worlds.virtual.virtual_operations import Asymmetric, Flight
 
 FloatArray = NDArray[np.float64]
 
 
 class Played:
-    """What a sum by a route leaves: for each rank when it ends, what it has sent, and in how many messages."""
+    """The result of a sum by a route: each rank's end, sent bytes, and numbers of messages."""
 
     def __init__(self, begin_s: FloatArray) -> None:
         num_ranks = len(begin_s)
@@ -44,7 +43,7 @@ class Played:
 
 
 def played(op: WholeSum, hosts: Sequence[int], cluster: Cluster, begin_s: FloatArray) -> Played | None:
-    """The sum of ranks on these `hosts`, each of which begins at its `begin_s`; None where only messages tell."""
+    """The sum of ranks on these `hosts`, from each rank's `begin_s`; None where only messages tell."""
     num_ranks, numel, itemsize = len(hosts), op.buffer.numel(), op.buffer.element_size()
     if op.route is star:
         return _star(hosts, cluster, numel * itemsize, begin_s)
@@ -85,7 +84,7 @@ def _one_a_host(rounds: Iterator[Round], itemsize: int, link: Link, begin_s: Flo
 
 
 def _arrival(to: IntArray) -> Callable[[FloatArray], FloatArray]:
-    """From what senders have to what receivers get, where rank r sends to `to[r]`."""
+    """Map the senders' values to their receivers, where rank r sends to `to[r]`."""
     by = int(to[0])
     if by and (to[:-by] == np.arange(by, len(to))).all() and (to[-by:] == np.arange(by)).all():
         return lambda sent: np.concatenate((sent[-by:], sent[:-by]))  # a rotation, without an index
@@ -96,7 +95,7 @@ def _arrival(to: IntArray) -> Callable[[FloatArray], FloatArray]:
 def _several_a_host(
     rounds: Iterator[Round], itemsize: int, hosts: NDArray[np.int64], cluster: Cluster, begin_s: FloatArray
 ) -> Played | None:
-    """Ranks share the ends of hosts' links: arrays by end, first those of hosts, then those of ranks' memory."""
+    """Ranks share the ends of hosts' links: arrays by end, first hosts' ends, then ranks' ends of memory."""
     num_ranks, first = len(hosts), int(hosts.max()) + 1
     ranks, found = np.arange(num_ranks), Played(begin_s)
     out_s, in_s = (np.zeros(first + num_ranks) for _ in range(2))
@@ -154,8 +153,8 @@ class WholeSums:
         self._asking: dict[int, Flight] = {}
 
     def join(self, flight: Flight, op: WholeSum) -> None:
-        """One member asks. It hears False at once where messages are on their way, a link's directions share it, or a
-        message takes the processor of the rank that receives it."""
+        """Let one member ask. It hears False now if messages are on their way, a link's directions share it, or
+        messages take the receivers' processors."""
         world = self._world
         if self._op is None:
             self._network.check(world.now_s)
@@ -177,7 +176,7 @@ class WholeSums:
         if self._acting is not None and len(op.members) < len(network.hosts):
             raise Asymmetric(f"{op} of {len(network.hosts)}")
         if self._acting is not None and op.buffer.numel() % len(op.members):
-            raise Asymmetric(f"{op}, whose parts are not equal")
+            raise Asymmetric(f"{op} with parts that are not equal")
         hosts = [network.hosts[member] for member in op.members]
         now_s = self._world.now_s
         begin_s = np.array([flights[rank].started_s if rank in flights else now_s for rank in op.members])

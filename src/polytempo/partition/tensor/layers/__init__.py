@@ -1,1 +1,1 @@
-"""Layers of which each rank holds a part."""
+"""Layers with a part on each rank."""

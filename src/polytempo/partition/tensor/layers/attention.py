@@ -1,4 +1,4 @@
-"""Attention of which each rank computes some heads: `nn.MultiheadAttention`, split."""
+"""`nn.MultiheadAttention` with some heads on each rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class SplitAttention(SplitLayer):
-    """Whole heads on each rank: projections of the inputs by column, that of the output by row.
+    """Whole heads on each rank: projections of the inputs by column, the output's projection by row.
 
-    Takes what `nn.MultiheadAttention` takes, but `bias_k` and `add_zero_attn`. Dropout draws the masks of all heads.
+    Takes the arguments of `nn.MultiheadAttention`, but `bias_k` and `add_zero_attn`. Dropout draws the masks of all
+    heads.
 
     Cost of N ranks, for P positions: forward a sum of P · E; backward one of each different tensor among query, key and
     value. The heads' weights are summed, or gathered, where they are asked for.
@@ -41,7 +42,7 @@ class SplitAttention(SplitLayer):
             cutter.group, {"in_proj_weight": packed, "in_proj_bias": packed, **dict.fromkeys(_PROJECTIONS, rows)}
         )
         if whole.bias_k is not None or whole.add_zero_attn:
-            raise ValueError(f"{name} has bias_k or add_zero_attn, of which no head is the owner; leave them out")
+            raise ValueError(f"{name} has bias_k or add_zero_attn, and no head is their owner; leave them out")
         if cutter.group.sequence and not whole.batch_first:
             raise ValueError(f"{name} has its positions first; with sequence=True make it with batch_first=True")
         self.embed_dim, self.num_heads, self.head_dim, self.heads = (
@@ -66,7 +67,7 @@ class SplitAttention(SplitLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `nn.MultiheadAttention`: the output, the same on all ranks, and the weights of all heads."""
+        """The answer of `nn.MultiheadAttention`: the output, the same on all ranks, and the weights of all heads."""
         batched = query.dim() == 3
         q, k, v = self._heads_first(self._projected(query, key, value), batched)
         mask = self._mask(attn_mask, key_padding_mask, q, k)
@@ -113,7 +114,7 @@ class SplitAttention(SplitLayer):
         return [each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in whole]
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """What is added to the scores of this rank's heads: (batch or 1, heads or 1, queries, keys)."""
+        """Numbers to add to the scores of this rank's heads: (batch or 1, heads or 1, queries, keys)."""
         found: Tensor | None = None
         if attn is not None:
             if attn.dim() == 3:  # a mask for each head of each sample

@@ -1,4 +1,4 @@
-"""Convolutions of which each rank holds some output channels (column) or some input channels (row).
+"""Convolutions with some output channels on each rank (column) or some input channels (row).
 
     column     y_r = x ∗ W_r + b_r         rank r has some filters                x ──▶ [y_0 │ y_1]
     row        y = Σ_r x_r ∗ W_r + b       rank r takes some of the channels      [x_0 │ x_1] ──▶ y
@@ -24,7 +24,8 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def convolve(module: Convolution) -> Convolve:
-    """What the layer computes, of a weight with any number of channels. ValueError for groups, and other padding."""
+    """The layer's function of inputs, a weight with any number of channels, and a bias. ValueError for groups and
+    padding."""
     if module.groups > 1 or module.padding_mode != "zeros":
         raise ValueError(
             f"it has groups={module.groups} and padding_mode={module.padding_mode!r}; convolutions are split that have "
@@ -35,7 +36,7 @@ def convolve(module: Convolution) -> Convolve:
 
 
 def channel_dim(module: Convolution) -> int:
-    """The dimension of channels, counted from the end of what the layer takes and makes."""
+    """The dimension of channels in inputs and outputs, counted from the end."""
     return -len(module.kernel_size) - 1
 
 
@@ -59,7 +60,7 @@ class ColumnConvolution(SplitLayer):
 
 
 class RowConvolution(SplitLayer):
-    """Input channels of a convolution. It takes this rank's channels, or all of them, of which it uses its own.
+    """Input channels of a convolution. It takes this rank's channels, or all of them and uses its own.
 
     Cost of N ranks: forward a sum of the outputs; where it takes all inputs, backward a gather of them.
     """
@@ -90,5 +91,5 @@ _FUNCTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv2d: functional.conv2d,
     nn.Conv3d: functional.conv3d,
 }
-"""By exact class: a subclass may compute something else."""
+"""Functions by exact class: a subclass may compute something else."""
 CONVOLUTIONS = frozenset(_FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Dropout on tensors of which each rank has a part: each draws the whole tensor's mask, and uses its own slice."""
+"""Dropout on tensors with a part on each rank: each draws the whole tensor's mask, and uses its own slice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from polytempo.partition.tensor.model_group import ModelGroup
 
 
 def sliced_dropout(part: Tensor, p: float, begin: int, total: int, dim: int) -> Tensor:
-    """Dropout as on the whole tensor, with `total` indices along `dim`, of which `part` begins at `begin`.
+    """Dropout as on the whole tensor, with `total` indices along `dim`; `part` begins at `begin`.
 
-    Ranks with the same random state drop what one process would, which draws in the order of memory. Cost: memory for
+    Ranks with the same random state drop the same as one process, which draws in the order of memory. Cost: memory for
     the whole mask, for a moment.
     """
     shape = list(part.shape)
@@ -27,7 +27,7 @@ def sliced_dropout(part: Tensor, p: float, begin: int, total: int, dim: int) -> 
 
 
 class SplitDropout(SplitLayer):
-    """`nn.Dropout` on a part along `dim`. How that is divided is asked of the other ranks once."""
+    """`nn.Dropout` on a part along `dim`. The ranks exchange their sizes once."""
 
     def __init__(self, group: ModelGroup, p: float, dim: int) -> None:
         super().__init__(group)
@@ -60,7 +60,7 @@ class SplitDropout(SplitLayer):
 class CheckedDropout(nn.Module):
     """A dropout that no rule names: it is the same on all ranks, which is true where they give it the same tensor.
 
-    The first time, in training, the ranks compare what they give it. ValueError where they differ.
+    The first time, in training, the ranks compare their tensors. ValueError where they differ.
     """
 
     def __init__(self, group: ModelGroup, whole: nn.Module, name: str) -> None:
@@ -69,7 +69,7 @@ class CheckedDropout(nn.Module):
         self.whole = whole
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """As of the dropout itself."""
+        """The dropout's answer."""
         if self.training and not self._checked:
             self._checked = True
             if not same_everywhere(self.group, tensor):
@@ -82,7 +82,7 @@ class CheckedDropout(nn.Module):
 
 
 def same_everywhere(group: ModelGroup, tensor: Tensor) -> bool:
-    """Whether all ranks have a tensor of this shape and these values, as far as sums tell. Cost: four numbers."""
+    """True if all ranks have a tensor of this shape and these values, as far as sums tell. Cost: four numbers."""
     value = tensor.detach().double()
     at = torch.arange(1, value.numel() + 1, dtype=torch.float64, device=value.device)
     sums = torch.stack([value.sum(), value.abs().sum(), (value.reshape(-1) * at).sum()])

@@ -1,4 +1,4 @@
-"""`SplitLayer`: a layer of which this rank holds a part, or which it applies to its positions of a sequence.
+"""`SplitLayer`: a layer with a part on each rank, or applied by each rank to its positions of a sequence.
 
 `Cutter` makes the parameters of a part.
 """
@@ -22,12 +22,12 @@ class SplitLayer(nn.Module):
         super().__init__()
         self.group = group
         self.parts = parts or {}
-        """How the parameters of these names are cut; of the others every rank has the whole."""
+        """The cut of the parameters of these names; every rank has the whole of the others."""
         self.shown: str | None = None
-        """The layer's name in the model; None within another split layer, which counts what both send."""
+        """The layer's name in the model; None within another split layer, which counts the bytes of both."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; what is sent meanwhile is counted for this layer."""
+        """Call the module, and count sent bytes for this layer."""
         with self.group.of_layer(self.shown):
             return super().__call__(*args, **kwargs)
 
@@ -38,10 +38,10 @@ class Cutter:
     def __init__(self, group: ModelGroup) -> None:
         self.group = group
         self.made: dict[int, tuple[nn.Parameter, Division, nn.Parameter, str]] = {}
-        """By identity: the whole parameter, how it is cut, this rank's part, and the first name."""
+        """(id of the whole parameter) -> it, its cut, this rank's part, and the first name."""
 
     def cut_if_any(self, name: str, whole: Tensor | None, parts: Division) -> nn.Parameter | None:
-        """`cut` of what a layer may lack, such as a bias."""
+        """`cut` for a parameter that a layer may lack, such as a bias."""
         return None if whole is None else self.cut(name, whole, parts)
 
     def cut(self, name: str, whole: Tensor, parts: Division) -> nn.Parameter:
@@ -77,7 +77,7 @@ class SequenceLayer(SplitLayer):
 
 
 class ScatterLayer(SplitLayer):
-    """A layer that all ranks compute alike, of whose answer each goes on with its positions.
+    """A layer that all ranks compute alike; each goes on with its positions of the answer.
 
     Cost of N ranks: backward a gather of the answer's size.
     """

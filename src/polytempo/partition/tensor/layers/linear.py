@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of which each rank holds a part.
+"""Linear layers and embeddings with a part on each rank.
 
     column     y_r = x · W_rᵀ + b_r            rank r has some of the outputs          x ──▶ [y_0 │ y_1]
     row        y = Σ_r x_r · W_rᵀ + b          rank r takes some of the inputs         [x_0 │ x_1] ──▶ y
@@ -28,7 +28,9 @@ class ColumnLinear(SplitLayer):
     `sequence`, a gather of P · inputs forward and a reduction of as many backward instead of the sum.
     """
 
-    def __init__(self, cutter: Cutter, name: str, whole: nn.Linear, outputs: Division, *, gathers: bool) -> None:
+    def __init__(
+        self, cutter: Cutter, name: str, whole: nn.Linear, outputs: Division, *, gathers: bool = False
+    ) -> None:
         super().__init__(cutter.group, {"weight": outputs, "bias": outputs})
         self.in_features, self.out_features = whole.in_features, whole.out_features
         self.outputs, self.gathers = outputs, gathers
@@ -42,11 +44,11 @@ class ColumnLinear(SplitLayer):
 
 
 class VocabularyLinear(ColumnLinear):
-    """An output layer whose logits stay divided by class: see `split_cross_entropy`."""
+    """An output layer with logits that stay divided by class: see `split_cross_entropy`."""
 
 
 class RowLinear(SplitLayer):
-    """Input features of a linear layer. It takes this rank's inputs, or all of them, of which it uses its own.
+    """Input features of a linear layer. It takes this rank's inputs, or all of them and uses its own.
 
     Cost of N ranks, for P positions: forward a sum of P · outputs; where it takes all inputs, backward a gather of
     P · inputs. With `sequence`, a reduction of P · outputs forward and a gather of as many backward instead.
