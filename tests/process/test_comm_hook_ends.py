@@ -17,8 +17,7 @@ from polytempo.aggregation import low_rank
 from polytempo.compression import all_gather, bf16, feedback, natural
 from polytempo.core import NotFinite, PeerLost, Promise, stateless
 from polytempo.interop.backend import create
-from polytempo.interop.ddp_hook import comm_hook
-from polytempo.interop.transport import leave, transport_like
+from polytempo.interop.ddp_hook import comm_hook, leave, transport_like
 from polytempo.strategies import sync_sgd
 from polytempo.worlds import ProcessWorld
 from process.hooked import FED, SIZE, SMALL_BUCKETS, Net, ddp, inputs, told, train

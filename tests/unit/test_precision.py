@@ -18,8 +18,7 @@ from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision, parse_precision
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.precision import masters as module_of_masters
-from polytempo.training.precision.loss_scaling import LossScaling
-from polytempo.training.precision.masters import Masters
+from polytempo.training.precision.masters import LossScaling, Masters
 
 BF16 = pt.precision("bf16")
 FP16 = pt.precision("fp16", loss_scale=256)

@@ -109,7 +109,7 @@ def test_each_push_is_a_step_of_the_parameters_that_it_has(rule: str, optimizer:
     torch.testing.assert_close(found, plain(optimizer, steps), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("rule", [softsync(1), hardsync()], ids=str)
+@pytest.mark.parametrize("rule", [softsync(1), hardsync()], ids=["softsync", "hardsync"])
 def test_a_restored_shard_goes_on_alike(rule: Rule) -> None:
     assert torch.equal(served(rule, "adamw", native=False, saves=True), served(rule, "adamw", native=False))
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from polytempo.core import NotFinite
 from polytempo.core.state import Scalar
 from polytempo.spec.precision import Precision
 from polytempo.training.checkpoint.optimizer_state import plain_step, steps_each_by_itself
 from polytempo.training.hooks.weak_hook import KeepingHook, WeakHook
 from polytempo.training.model.parted_parameters import EPSILON
-from polytempo.training.precision.loss_scaling import LossScaling
 from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
 
 SCALING = "loss scaling"
@@ -317,3 +317,50 @@ def _take_back(gradients: Sequence[_Gradient]) -> None:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient._values()
+
+
+_FIRST = 2.0**16
+_GROWTH_INTERVAL = 2000
+_MOST = 2.0**24
+_LEAST = 2.0**-14
+"""A gradient that overflows even so is beyond 10^9."""
+
+
+class LossScaling(NamedTuple):
+    """A loss scale and its history; the same on all workers of a run."""
+
+    scale: float
+    dynamic: bool
+    good_steps: int = 0
+    """Since the scale changed last."""
+    skipped: int = 0
+
+    @classmethod
+    def of(cls, precision: Precision) -> LossScaling:
+        """The scaling before the first step."""
+        if precision.is_dynamic:
+            return cls(_FIRST, dynamic=True)
+        return cls(1.0 if precision.loss_scale is None else float(precision.loss_scale), dynamic=False)
+
+    def after(self, *, overflowed: bool) -> LossScaling:
+        """The scaling after a step with finite gradients, or that was left out because they `overflowed`."""
+        if not self.dynamic:
+            return self
+        if overflowed:
+            return self._replace(scale=self.scale / 2, good_steps=0, skipped=self.skipped + 1)
+        if self.good_steps + 1 < _GROWTH_INTERVAL:
+            return self._replace(good_steps=self.good_steps + 1)
+        return self._replace(scale=min(2 * self.scale, _MOST), good_steps=0)
+
+    def check(self, step: int) -> None:
+        """Raise NotFinite where no scale is small enough: then it is not the scale that overflows."""
+        if self.scale < _LEAST:
+            raise NotFinite(
+                "",
+                None,
+                float("inf"),
+                "the gradient",
+                step=step,
+                advice=f"at a loss scale of {2 * self.scale:g}, too, and {self.skipped} steps were left out; look at "
+                "the batch, the loss and the learning rate, or use bf16, which has the range of float32",
+            )
