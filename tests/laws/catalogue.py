@@ -10,6 +10,7 @@ from polytempo import strategies as s
 from polytempo.compression import bf16, feedback, qsgd
 from polytempo.core import Strategy
 from polytempo.partition.schedules import pipemare, spectrain
+from polytempo.server.rules.staleness import power
 
 ROUTES = [
     collectives.native,
@@ -124,20 +125,25 @@ ROWS = [
 SERVED = [
     Row("async_sgd", s.async_sgd),
     Row("async_sgd", lambda: s.async_sgd(shards=2)),
+    Row("async_sgd", lambda: s.async_sgd(scale=power(2))),
     Row("async_sgd", lambda: s.async_sgd(codec=feedback(bf16()), pull_codec=bf16())),  # small tensors are exact
     Row("backup_workers", lambda: s.backup_workers(backups=0), joined=True),
     Row("backup_workers", s.backup_workers, drops=True),
     Row("backup_workers", lambda: s.backup_workers(scale="linear"), drops=True),
     Row("dc_asgd", s.dc_asgd),
+    Row("dc_asgd", lambda: s.dc_asgd(scale="inverse")),
     Row("downpour", lambda: s.downpour(1, 1, optimizer="job", overlap=False)),
     Row("downpour", s.downpour, alone="downpour", pushes_every=5),
+    Row("downpour", lambda: s.downpour(scale=power(2)), alone="downpour", pushes_every=5),
     Row("downpour", lambda: s.downpour(codec=feedback(bf16())), alone="downpour", pushes_every=5),
     Row("easgd", s.easgd, alone="easgd", pushes_every=4),
     Row("softsync", s.softsync),
     Row("softsync", lambda: s.softsync(n=4, scale="inverse")),
     Row("ssp", s.ssp),
     Row("ssp", lambda: s.ssp(bound=0)),
+    Row("ssp", lambda: s.ssp(scale=power(2))),
     Row("staleness_aware", s.staleness_aware),
+    Row("staleness_aware", lambda: s.staleness_aware(scale=power(2))),
 ]
 """Strategies with a parameter server, which the others' harness does not start."""
 

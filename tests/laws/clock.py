@@ -268,7 +268,7 @@ def repeated(updates: Sequence[Sequence[Gradient]], promise: Promise, setting: S
     local = promise.decays_at_worker and setting.optimizer != "adamw"
     decay = 0.0 if local else setting.decay
     make = OPTIMIZERS[setting.optimizer]
-    optimizer = Adagrad([weight], eps=1e-8) if promise.adagrad else make([weight], LR, decay)
+    optimizer = Adagrad([weight], eps=0.0) if promise.adagrad else make([weight], LR, decay)
     history = [weight.item()]
     for gradients in updates:
         rates, parts, counts = list[float](), list[float](), list[float]()
@@ -298,7 +298,7 @@ def downpour_alone(every: int, setting: Setting, dealt: Dealt) -> float:
     """One worker: its own steps, and Adagrad on each sum of g + λ w; fetched weights are used a step later."""
     weight, server = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
     optimizer = OPTIMIZERS[setting.optimizer]([weight], LR, setting.decay)
-    adagrad = Adagrad([server], eps=1e-8, foreach=False)
+    adagrad = Adagrad([server], eps=0.0, foreach=False)
     accrued, rates, arrived = 0.0, list[float](), None
     for ticket in dealt.tickets:
         rates.append(dealt.rate(ticket))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from polytempo import strategies as s
 from polytempo.core import Strategy
+from polytempo.server.rules.staleness import power
 
 SEED = 31
 """Another seed chooses other rows, which cover the pairs as well."""
@@ -48,7 +49,7 @@ FAMILIES: dict[str, Callable[[], Strategy]] = {
     "one_bit": lambda: s.one_bit_sgd(exact_below=0),
     "power": lambda: s.power_sgd(1, exact_below=0),
     "backup": lambda: s.backup_workers(backups=0),
-    "downpour": lambda: s.downpour(2, 2),
+    "downpour": lambda: s.downpour(2, 2, scale=power(2)),
 }
 """The exchanges of replicas of a model, or of a part of it."""
 

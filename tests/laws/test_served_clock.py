@@ -23,6 +23,7 @@ from laws.clock import (
 from polytempo import strategies
 from polytempo.cluster import Crash
 from polytempo.core import Strategy
+from polytempo.server.rules.staleness import power
 from some_cases import some_of
 
 WORKERS = 4
@@ -44,8 +45,12 @@ PROMISES = {
 }
 """The docstrings' promises; easgd's server makes no step."""
 
+SCALES = {"'inverse'": inverse, "power(p=2.0)": lambda tau: inverse(tau) ** 2}
+"""Other factors by staleness; the job's rate is taken as it is with them."""
+
 SEVERAL = [
     Row("softsync", lambda: strategies.softsync(n=1, scale="inverse")),
+    Row("softsync", lambda: strategies.softsync(n=2, scale=power(2))),
     Row("staleness_aware", lambda: strategies.staleness_aware(n=2, shards=2)),
 ]
 """Updates of several gradients, each with a staleness of its own."""
@@ -60,8 +65,9 @@ def promise_of(row: Row, strategy: Strategy) -> Promise:
     named = strategy.server.optimizer
     if "scale='linear'" in str(strategy):
         promise = promise._replace(factor=lambda workers: workers - 1)
-    scale = inverse if "inverse" in str(strategy) else promise.scale
-    return promise._replace(scale=scale, adagrad=named is not None and named.kind == "adagrad")
+    if (scale := next((known for name, known in SCALES.items() if f"scale={name}" in str(strategy)), None)) is not None:
+        promise = promise._replace(scale=scale, factor=lambda workers: 1.0)
+    return promise._replace(adagrad=named is not None and named.kind == "adagrad")
 
 
 def settings(optimizer: str) -> list[Setting]:

@@ -39,8 +39,8 @@ class Law(NamedTuple):
     strategy: Strategy
     together: int = 1
     """Gradients of an update; the update's rate is this number over the workers' number."""
-    inverse: bool = False
-    """True where a gradient that is τ updates old has 1/τ of the rate."""
+    power: int = 0
+    """p, where a gradient that is τ updates old has 1/τᵖ of the rate."""
     strength: float = 0.0
     mean_square: float | None = None
     evenly: bool = False
@@ -50,9 +50,12 @@ class Law(NamedTuple):
 LAWS = [
     Law(s.async_sgd()),
     Law(s.ssp(bound=2), evenly=True),
-    Law(s.staleness_aware(), inverse=True),
+    Law(s.staleness_aware(), power=1),
     Law(s.softsync(1), together=3),
-    Law(s.softsync(1, scale="inverse"), together=3, inverse=True),
+    Law(s.softsync(1, scale="inverse"), together=3, power=1),
+    Law(s.async_sgd(scale=pt.power(2)), power=2),
+    Law(s.ssp(bound=2, scale=pt.power(2)), power=2, evenly=True),
+    Law(s.dc_asgd(0.5, scale=pt.power(2)), strength=0.5, power=2),
     Law(s.dc_asgd(0.5), strength=0.5),
     Law(s.dc_asgd(2.0, mean_square=0.95), strength=2.0, mean_square=0.95),
 ]
@@ -101,7 +104,7 @@ def by_hand(law: Law, optimizer: str, pushes: Iterable[PushSeen]) -> nn.Module:
             square = square if law.mean_square is None else law.mean_square * square + (1 - law.mean_square) * found**2
             divisor = 1.0 if law.mean_square is None else (square + 1e-7).sqrt()
             found = found + law.strength / divisor * found**2 * (versions[-1] - versions[push.basis])
-        waiting.append((found, 1 / max(1, tau) if law.inverse else 1.0))
+        waiting.append((found, 1 / max(1, tau) ** law.power))
         if len(waiting) == law.together:
             weights = [weight for _, weight in waiting]
             mean = torch.stack([each * weight for each, weight in waiting]).sum(0) / sum(weights)
@@ -109,7 +112,7 @@ def by_hand(law: Law, optimizer: str, pushes: Iterable[PushSeen]) -> nn.Module:
                 model.parameters(), mean.split([p.numel() for p in model.parameters()]), strict=True
             ):
                 parameter.grad = part.view_as(parameter)
-            rate = sum(weights) / law.together if law.inverse else law.together / WORKERS
+            rate = sum(weights) / law.together if law.power else law.together / WORKERS
             steps.param_groups[0]["lr"] = 0.02 * rate
             steps.step()
             versions.append(parameters_to_vector(model.parameters()).detach().clone())

@@ -395,7 +395,8 @@ def test_covered_with_a_bound_is_within_for_what_closes_and_makes_one_update_of_
         (constant, "constant", (1, 1, 1, 1)),
         (inverse, "inverse", (1, 1, 1 / 2, 1 / 4)),
         (power(0.5), "power(p=0.5)", (1, 1, 2**-0.5, 1 / 2)),
-        (power(1), "power(p=1)", (1, 1, 1 / 2, 1 / 4)),
+        (power(1), "power(p=1.0)", (1, 1, 1 / 2, 1 / 4)),
+        (power(2), "power(p=2.0)", (1, 1, 1 / 4, 1 / 16)),
         (exponential(0.5), "exponential(rate=0.5)", (1, math.exp(-0.5), math.exp(-1), math.exp(-2))),
         (cutoff(2), "cutoff(limit=2)", (1, 1, 1, 0)),
     ],
@@ -403,6 +404,25 @@ def test_covered_with_a_bound_is_within_for_what_closes_and_makes_one_update_of_
 def test_functions_of_staleness(scale: Staleness, name: str, factors: tuple[float, ...]) -> None:
     assert [scale(tau) for tau in (0, 1, 2, 4)] == pytest.approx(factors)
     assert on_arrival(scale).name == f"on_arrival(scale={name})"
+
+
+@pytest.mark.parametrize(
+    ("p", "factors"), [(1, (1, 1, 1 / 2, 1 / 5)), (2, (1, 1, 1 / 4, 1 / 25)), (3, (1, 1, 1 / 8, 1 / 125))]
+)
+def test_whole_powers_are_exact(p: int, factors: tuple[float, ...]) -> None:
+    assert tuple(power(p)(tau) for tau in (0, 1, 2, 5)) == factors
+
+
+def test_the_first_power_is_the_inverse_to_the_bit() -> None:
+    """τ ** -1.0 is not 1/τ for 27 of these."""
+    assert all(power(1)(tau) == inverse(tau) for tau in range(20_000))
+
+
+def test_a_factor_that_no_float_holds_drops_the_gradient() -> None:
+    assert power(300)(5) > 0
+    assert power(500)(5) == 0
+    _, actions = on_arrival(power(500)).receive({}, push(1), Situation(9, (0, 1)))
+    assert actions == [Drop(1, "stale"), Answer(1)]
 
 
 def test_clip_shortens_what_is_longer() -> None:
@@ -443,7 +463,7 @@ def test_compensation_adapts_to_the_size_of_gradients() -> None:
         (lambda: within(-1), "bound >= 0 steps, got -1"),
         (lambda: elastic(1.0), "0 < alpha < 1, got 1.0"),
         (lambda: covered(0), "slices >= 1 and bound >= 0, got slices=0 and bound=0"),
-        (lambda: power(-1), "p >= 0, got -1"),
+        *[(lambda p=p: power(p), f"finite p > 0, got {p}") for p in (-1, 0, math.inf, math.nan)],
         (lambda: exponential(-1), "rate >= 0, got -1"),
         (lambda: cutoff(-1), "limit >= 0 updates, got -1"),
         (lambda: clip(0), "norm > 0, got 0"),

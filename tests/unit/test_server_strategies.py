@@ -12,6 +12,7 @@ from polytempo import strategies as s
 from polytempo.core import Strategy, identity
 from polytempo.core.rule import Arrival, Rule, Situation, UpdateRule
 from polytempo.spec.text.catalogue import parse_strategy
+from polytempo.spec.text.declaration import declared
 
 
 class Row(NamedTuple):
@@ -61,6 +62,9 @@ ROWS = [
 ]
 NAMES = [row.name.partition("(")[0] for row in ROWS]
 
+SCALED = ("async_sgd", "dc_asgd", "downpour", "softsync", "ssp", "staleness_aware")
+"""Strategies whose rates a function of the staleness may scale."""
+
 every_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 every_name = pytest.mark.parametrize("name", NAMES)
 
@@ -96,6 +100,7 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
         "downpour(optimizer=sgd, lr=1, warm_start=20, overlap=false)",
         "softsync(n=4, scale=inverse)",
         "staleness_aware(n=4)",
+        *[f"{name}(scale={scale})" for name in SCALED for scale in ("inverse", "constant", "power(2)", "power(p=0.5)")],
         "easgd(period=10, alpha=0.1)",
         "backup_workers(backups=2, replicas=2)",
         "flexrr(helpers=2, grain=0.025, bound=3)",
@@ -105,6 +110,27 @@ def test_shards_and_replicas_are_for_all(name: str) -> None:
 def test_as_the_command_line_writes_them(written: str) -> None:
     strategy = parse_strategy(written)
     assert parse_strategy(strategy.name).name == strategy.name
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_python_and_text_name_the_same_power(name: str) -> None:
+    made = getattr(s, name)(scale=pt.power(2))
+    assert str(parse_strategy(f"{name}(scale=power(2))")) == str(made)
+    assert "scale=power(p=2.0)" in _rule(made)
+    declared().strategy(f"{name}(scale=power(2))")  # as the command line checks it, without torch
+
+
+def test_a_scale_that_is_a_number_stays_one() -> None:
+    assert "inner=sign_sgd(feedback=False, exact_below=1024, scale=0.5)" in str(
+        parse_strategy("gpipe(stages=2, inner=sign_sgd(scale=0.5))")
+    )
+
+
+def test_python_gets_an_error_for_a_scale_that_is_no_function() -> None:
+    with pytest.raises(TypeError, match=r"write scale=power\(2\)"):
+        s.async_sgd(scale=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"one of constant, inverse, power\(p\), got 'linear'"):
+        s.softsync(scale="linear")
 
 
 def test_what_is_written_reaches_the_server() -> None:
@@ -131,6 +157,11 @@ def test_what_is_written_reaches_the_server() -> None:
         ("softsync(n=1)", [1, 1, 1]),
         ("softsync(n=4)", [1, 1 / 2, 2 / 8]),
         ("softsync(n=4, scale=inverse)", [1, 1, 1]),
+        ("async_sgd(scale=inverse)", [1, 1, 1]),
+        ("async_sgd(scale=power(2))", [1, 1, 1]),
+        ("async_sgd(scale=power(2), rate=0.5)", [0.5, 0.5, 0.5]),
+        ("ssp(scale=power(0.5))", [1, pytest.approx(2**-0.5), pytest.approx(8**-0.5)]),
+        ("softsync(n=4, scale=power(0.5))", [1, pytest.approx(2**-0.5), 1 / 2]),
     ],
 )
 def test_the_jobs_learning_rate_is_shared_among_the_workers_unless_told_otherwise(
@@ -169,7 +200,18 @@ def _rule(strategy: Strategy) -> str:
         ("downpour(lr=0)", "above 0, got lr=0"),
         ("downpour(optimizer=job, lr=0.1)", "leave out lr"),
         ("softsync(n=0)", "n >= 1, got 0"),
-        ("softsync(scale=linear)", "scale must be one of constant, inverse, got 'linear'"),
+        *[
+            (f"{name}(scale={scale})", said)
+            for name in SCALED
+            for scale, said in [
+                ("linear", "there is no scale 'linear'.*; there are: constant, inverse, power"),
+                ("power(0)", "power needs a finite p > 0, got 0.0"),
+                ("power(-1)", "power needs a finite p > 0, got -1.0"),
+                ("power(inf)", "power needs a finite p > 0, got inf"),
+                ("power", "missing a required argument: 'p'"),
+                ("2", "scale must be one of these names: constant, inverse, power"),
+            ]
+        ],
         ("staleness_aware(n=0)", "n >= 1, got 0"),
         ("ssp(bound=-1)", "bound >= 0 steps, got -1"),
         ("flexrr(bound=-1)", "slices >= 1 and bound >= 0, got slices=80 and bound=-1"),

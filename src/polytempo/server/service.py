@@ -53,7 +53,7 @@ def _check_sums(service: Service) -> None:
     if not service.rule.adds_sums:
         raise ValueError(
             f"hierarchical=True sums the gradients of a host's workers before they are pushed, and {service.rule.name} "
-            "treats each by its own staleness; leave hierarchical out, or take async_sgd, downpour, or softsync with "
+            "treats each by its own staleness; leave hierarchical out, or take async_sgd, downpour or softsync with "
             'scale="constant"'
         )
     if service.codec is not None:

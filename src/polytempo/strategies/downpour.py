@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.core.rule import Service, UpdateRule
+from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.rule import Service, Staleness, UpdateRule
 from polytempo.server.rules.asynchronous import on_arrival
+from polytempo.server.rules.staleness import scale_of
 from polytempo.server.service import choice, served
 from polytempo.server.worker.transforms import pull, push
 
@@ -21,6 +23,7 @@ def downpour(
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
     hierarchical: bool = False,
+    scale: str | Staleness = "constant",
 ) -> Strategy:
     """Every worker: w ← w - α g alone; Σ g pushed every `push_every` steps; w fetched every `pull_every` steps.
 
@@ -41,15 +44,17 @@ def downpour(
 
     `hierarchical`: the workers of a host add up their sums before one of them pushes that, as in `async_sgd`.
 
+    `scale`: the factor of γ by the staleness τ of a sum, in updates, as in `async_sgd`. γ is not changed otherwise.
+
     Cost: a gradient each `push_every` steps, the parameters each `pull_every`; memory for two sums and a residual.
 
     Source: J. Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and the client of its appendix.
     There the local step is plain SGD; here it is the job's own optimizer's. There a fetch may end in the middle of one.
     """
     return served(
-        call_name(downpour, locals()),
+        call_name(downpour, locals(), brief=(*BRIEF, "scale")),
         Service(
-            on_arrival(),
+            on_arrival(scale_of(scale)),
             shards=shards,
             replicas=replicas,
             optimizer=_rule(optimizer, lr),

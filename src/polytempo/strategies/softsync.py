@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.core.rule import Service
+from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import softsync as rule
-from polytempo.server.rules.staleness import constant, inverse, rate_of
-from polytempo.server.service import choice, served
+from polytempo.server.rules.staleness import rate_of, scale_of
+from polytempo.server.service import served
 
 
 def softsync(
     n: int = 1,
     shards: int = 1,
     replicas: int = 0,
-    scale: str = "constant",
+    scale: str | Staleness = "constant",
     rate: float | None = None,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
@@ -24,11 +24,13 @@ def softsync(
     Between synchronous (but n = 1 is not: a fast worker may be in an update twice) and asynchronous (n = λ). The mean
     staleness is (λ - 1)/c, about n. c is at least 1: with n > λ every gradient is an update, as with n = λ.
 
-    `scale` is s: "constant" (1), or "inverse" (1/τ), which makes it staleness-aware. It scales the learning rate, as
-    `staleness_aware` says for optimizers other than plain SGD: a step has the mean of the gradients' rates.
+    `scale` is s: "constant" (1), "inverse" (1/τ), which makes it staleness-aware, or `pt.power(p)` (1/τᵖ). It
+    scales the learning rate, as `staleness_aware` says for optimizers other than plain SGD: a step has the mean of the
+    gradients' rates.
 
     ρ = `rate` multiplies the job's learning rate η. Without it ρ = c/λ, about 1/n, λ the workers that the run starts
-    with: a gradient counts as much as in the synchronous step. With "inverse", which looks after that, ρ = 1.
+    with: a gradient counts as much as in the synchronous step. With "inverse", which looks after that, ρ = 1;
+    for other powers see `async_sgd`.
 
     `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
@@ -40,14 +42,13 @@ def softsync(
     Source: S. Gupta, W. Zhang and F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning", 2015,
     section 3 (Rudra). The paper divides the learning rate by the mean staleness, which is about n.
     """
-    scales = {"constant": constant, "inverse": inverse}
     return served(
         call_name(softsync, locals()),
         Service(
-            rule(n, choice("scale", scale, scales)),
+            rule(n, scale_of(scale)),
             shards=shards,
             replicas=replicas,
-            rate=rate_of(1.0 if rate is None and scale == "inverse" else rate, lambda workers: max(1, workers // n)),
+            rate=rate_of(rate, lambda workers: max(1, workers // n), scale),
             codec=codec,
             pull_codec=pull_codec,
             hierarchical=hierarchical,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.core.rule import Service
+from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import within
-from polytempo.server.rules.staleness import rate_of
+from polytempo.server.rules.staleness import rate_of, scale_of
 from polytempo.server.service import served
 
 
@@ -16,12 +17,14 @@ def ssp(
     rate: float | None = None,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
+    scale: str | Staleness = "constant",
 ) -> Strategy:
     """Every worker pulls, computes, pushes, as in `async_sgd`; at most `bound` steps ahead of the slowest worker.
 
     A pull after step c waits until every worker has pushed step c - s (s = `bound`), so the pulled parameters hold all
     gradients up to there. s = 0 is a barrier in every step. A short delay of one worker costs the others nothing.
     `rate` multiplies the job's learning rate, as in `async_sgd`: without it one over the number of workers.
+    `scale`: the factor of the rate by the staleness, as in `async_sgd`.
 
     `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
@@ -32,14 +35,14 @@ def ssp(
     as 1/√t; here that is left to the job's schedule.
     """
     return served(
-        call_name(ssp, locals()),
+        call_name(ssp, locals(), brief=(*BRIEF, "scale")),
         Service(
-            within(bound),
+            within(bound, scale_of(scale)),
             shards=shards,
             replicas=replicas,
             deals="evenly",
             waits=True,
-            rate=rate_of(rate),
+            rate=rate_of(rate, scale=scale),
             codec=codec,
             pull_codec=pull_codec,
         ),

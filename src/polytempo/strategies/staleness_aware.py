@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from polytempo.core import Codec, Strategy, call_name
-from polytempo.core.rule import Service
+from polytempo.core.calls.call_name import BRIEF
+from polytempo.core.rule import Service, Staleness
 from polytempo.server.rules.asynchronous import on_arrival, softsync
-from polytempo.server.rules.staleness import inverse
+from polytempo.server.rules.staleness import scale_of
 from polytempo.server.service import served
 
 
@@ -15,6 +16,7 @@ def staleness_aware(
     replicas: int = 0,
     codec: Codec | None = None,
     pull_codec: Codec | None = None,
+    scale: str | Staleness = "inverse",
 ) -> Strategy:
     """Every worker pulls, computes, pushes; θ ← θ - (1/c) Σ (η/τᵢ) gᵢ, c = ⌊λ/n⌋; η where τᵢ = 0.
 
@@ -32,6 +34,9 @@ def staleness_aware(
     With momentum take a smaller rate than synchronous SGD's: a gradient that is not stale steps with the whole η, and
     with it goes the history that stale ones built up.
 
+    `scale` is another factor s(τ) in place of 1/τ: `pt.power(2)` is 1/τ². The job's rate is not changed
+    otherwise.
+
     `codec` encodes pushes, and `pull_codec` pulls, as in `downpour`.
 
     Cost: as `softsync`.
@@ -40,9 +45,9 @@ def staleness_aware(
     2016, section 3.
     """
     return served(
-        call_name(staleness_aware, locals()),
+        call_name(staleness_aware, locals(), brief=(*BRIEF, "scale")),
         Service(
-            on_arrival(inverse) if n is None else softsync(n, inverse),
+            on_arrival(scale_of(scale)) if n is None else softsync(n, scale_of(scale)),
             shards=shards,
             replicas=replicas,
             codec=codec,

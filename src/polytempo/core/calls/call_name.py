@@ -9,11 +9,14 @@ from functools import lru_cache
 
 from polytempo.core.codec import Codec
 
+BRIEF = ("codec", "pull_codec", "hierarchical")
+"""Arguments that most strategies' names leave out where they have their defaults."""
+
 
 def call_name(
     function: Callable[..., object],
     arguments: Mapping[str, object],
-    brief: Collection[str] = ("codec", "pull_codec", "hierarchical"),
+    brief: Collection[str] = BRIEF,
 ) -> str:
     """The call of `function` with these arguments as a person writes it: `local_sgd(period=8, route=native)`.
 

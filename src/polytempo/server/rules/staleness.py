@@ -8,10 +8,12 @@ constant 1/τ would cancel, and weight decay would not be divided.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp
+from math import exp, isfinite, log2
 
 from polytempo.core.calls.call_name import call_name
 from polytempo.core.rule import Add, Arrival, Drop, Rate, Situation, Staleness
+
+__all__ = ["power"]
 
 
 def constant(tau: int) -> float:
@@ -29,12 +31,21 @@ def inverse(tau: int) -> float:
 
 
 def power(p: float) -> Staleness:
-    """1/τᵖ, and 1 for τ = 0: milder than `inverse` with p < 1, sterner with p > 1."""
-    if p < 0:
-        raise ValueError(f"power needs p >= 0, got {p}; with p < 0 stale gradients would count more than fresh ones")
+    """1/τᵖ, and 1 for τ = 0: an argument `scale` of asynchronous strategies, such as `async_sgd(scale=power(2))`.
+
+    p < 1 divides the rate by less than `inverse`, p > 1 by more; `power(1)` is `inverse` to the bit. A factor below
+    10⁻³⁰⁰ is 0: rules drop such a gradient.
+
+    Errors: ValueError unless p is positive and finite.
+    """
+    if not (p > 0 and isfinite(p)):
+        raise ValueError(f"power needs a finite p > 0, got {p}; scale=constant has one rate for every staleness")
+    p = float(p)
 
     def scale(tau: int) -> float:
-        return float(tau**-p) if tau > 0 else 1.0
+        if tau <= 1:
+            return 1.0
+        return 1 / tau**p if p * log2(tau) < _MOST_BITS else 0.0
 
     return _named(scale, call_name(power, locals()))
 
@@ -73,10 +84,29 @@ def weighed(arrival: Arrival, situation: Situation, scale: Staleness) -> Add | D
     return Add(arrival.worker, rate=rate) if rate else Drop(arrival.worker, "stale")
 
 
+_MOST_BITS = 1_000
+"""The largest exponent of 2 in τᵖ: a float holds 1,023."""
+_NAMED: dict[str, Staleness] = {"constant": constant, "inverse": inverse}
+
+
 def _named(scale: Staleness, name: str) -> Staleness:
     """`scale` with a name, which a rule's name shows."""
     scale.__name__ = name
     return scale
+
+
+def scale_of(given: str | Staleness) -> Staleness:
+    """The function that a strategy's `scale` names: "constant", "inverse", or a function such as `power(2)`.
+
+    Errors: ValueError for another name; TypeError for what is neither.
+    """
+    if callable(given):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"scale is a name or a function of the staleness, got {given!r}; write scale=power({given})")
+    if given not in _NAMED:
+        raise ValueError(f"scale must be one of {', '.join(_NAMED)}, power(p), got {given!r}")
+    return _NAMED[given]
 
 
 def alone(workers: int) -> int:
@@ -84,13 +114,23 @@ def alone(workers: int) -> int:
     return 1
 
 
-def rate_of(rate: float | None, together: Callable[[int], int] = alone) -> Rate:
+def rate_of(rate: float | None, together: Callable[[int], int] = alone, scale: str | Staleness = constant) -> Rate:
     """`rate` for any number of workers; without it c/λ, where an update is of c = `together`(λ) gradients.
 
     A synchronous step of λ workers moves the weights by η times the mean of λ gradients: each of them by η/λ. Where c
     gradients are an update there are λ/c of them meanwhile, so with c/λ each gradient counts as in the synchronous
     step, and the learning rate of a job is good for both. With one worker it is 1.
+
+    The staleness that is usual is about m = ⌈λ/c⌉, and there s = `scale` divides the rate already. So the factor is
+    c/λ / s(m), at most 1: 1 for `inverse`, and 1/√λ for `power(0.5)` where each gradient is an update.
     """
     if rate is not None and not rate > 0:
         raise ValueError(f"rate multiplies the job's learning rate, so it must be above 0, got {rate}")
-    return lambda workers: together(workers) / workers if rate is None else rate
+    factor = scale_of(scale)
+
+    def shared(workers: int) -> float:
+        gradients = together(workers)
+        share = gradients / workers
+        return share / max(share, factor(-(-workers // gradients)))
+
+    return shared if rate is None else lambda workers: rate

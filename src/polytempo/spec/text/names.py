@@ -123,6 +123,7 @@ def names(load: Load) -> Names:
     stragglers = {name: clusters[name] for name in _STRAGGLERS}
     strategies = load("strategies")
     aggregation, schedules = load("aggregation"), load("partition.schedules")
+    powers = load("server.rules.staleness")
     scheduled = load("partition.scheduled")
     return Names(
         strategies={name: strategies[name] for name in sorted(strategies)},
@@ -137,6 +138,7 @@ def names(load: Load) -> Names:
         arguments={
             **_arguments(load("collectives"), aggregation, codecs, stragglers),
             "correction": {name: Factory(schedules[name]) for name in ("pipemare", "spectrain")},
+            "scale": {"constant": "constant", "inverse": "inverse", "power": Factory(powers["power"])},
         },
     )
 

@@ -72,7 +72,7 @@ def _called(
     def argument(name: str, given: object) -> object:
         where = f"{call.name}({name}={given!r})"
         optional = name in signature.parameters and signature.parameters[name].default is None
-        if name in names and not (given is None and optional):
+        if name in names and not (given is None and optional) and not _is_plain(hints.get(name)):
             return _looked_up(where, name, given, functions, names)
         if isinstance(given, Call):
             given = resolve(given, functions, names)
@@ -122,7 +122,7 @@ def _looked_up(
 def _typed(where: str, hint: Any, given: object) -> object:
     """`given`, checked against `hint`; types that are not plain are not checked. Names are text, ints are floats."""
     allowed = _members(hint)
-    if hint is None or not all(kind in _PLAIN or kind is NoneType for kind in allowed):
+    if not _is_plain(hint):
         if isinstance(given, Name):
             raise ValueError(f"{where}: this argument takes no such name; text is written in quotes: '{given}'")
         return given
@@ -142,6 +142,11 @@ def _hints(function: Function) -> dict[str, Any]:
         return inspect.get_annotations(function, eval_str=True)
     except NameError:
         return {}
+
+
+def _is_plain(hint: Any) -> bool:
+    """True for numbers and text: their values are written as they are, and no table has a meaning for them."""
+    return hint is not None and all(kind in _PLAIN or kind is NoneType for kind in _members(hint))
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
