@@ -1,4 +1,4 @@
-"""Batches that grow while a run goes on: after epochs that are given, and where the gradients' noise says so.
+"""Batches that grow while a run goes on: after epochs that are given, at a geometric rate, and where the gradients' noise says so.
 
 Two virtual workers train digits at one rate. Each sample counts once an epoch in every run; larger batches make fewer
 steps of them.
@@ -12,6 +12,7 @@ from polytempo.jobs.digits import job
 RULES: dict[str, pt.RunOptions] = {
     "as it was": pt.RunOptions(),
     "x 5 after 8 epochs": pt.RunOptions(batch_growth={8: 5}),
+    "x 1.005 after each step": pt.RunOptions(batch_growth=pt.geometric(ratio=1.005)),
     "where the norm test fails": pt.RunOptions(batch_growth=pt.norm_test(theta=0.7)),
 }
 

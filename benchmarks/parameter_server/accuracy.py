@@ -33,6 +33,8 @@ STRATEGIES = [
     pt.strategies.async_sgd(shards=SHARDS, rate=1.0),
     pt.strategies.dc_asgd(shards=SHARDS),
     pt.strategies.staleness_aware(shards=SHARDS),
+    pt.strategies.staleness_aware(shards=SHARDS, scale=pt.power(2)),
+    pt.strategies.async_sgd(shards=SHARDS, scale=pt.power(0.5)),
     *[pt.strategies.downpour(shards=SHARDS, lr=lr) for lr in (0.01, 0.02)],
     pt.strategies.easgd(shards=SHARDS),
 ]

@@ -30,6 +30,7 @@ from polytempo.runs.programs.run_schedule import schedule as schedule
 from polytempo.runs.run import run as run
 from polytempo.runs.simulated.simulate import simulate as simulate
 from polytempo.server.rules.staleness import power as power
+from polytempo.spec.batch_growth import geometric as geometric
 from polytempo.spec.batch_growth import norm_test as norm_test
 from polytempo.spec.explanation import explain as explain
 from polytempo.spec.job import Data as Data

@@ -1,5 +1,7 @@
 """Zhang et al. 2016: with many stale gradients a fixed rate learns nothing; divided by τ it learns as if alone.
 
+Divided by √τ it learns nothing either; divided by τ² it learns more slowly.
+
 Digits, a perceptron 64 - 64 - 10, 30 learners with 8 samples a gradient, 40 epochs; plain SGD with α₀ = 1 is near the
 edge of synchronous training (with a small α₀ everything would learn, and the test would show nothing).
 """
@@ -15,7 +17,7 @@ import pytest
 from polytempo import data
 from polytempo.core.rule import Staleness
 from polytempo.server.rules.asynchronous import softsync
-from polytempo.server.rules.staleness import constant, inverse
+from polytempo.server.rules.staleness import constant, inverse, power
 from virtual.learners import Desk, simulate
 
 Array = npt.NDArray[np.float32]
@@ -83,4 +85,11 @@ def trained_error(scale: Staleness, seed: int) -> float:
 def test_a_fixed_rate_fails_and_the_rate_over_tau_learns(seed: int) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         assert trained_error(constant, seed) > 0.8
+        assert trained_error(power(0.5), seed) > 0.8
     assert trained_error(inverse, seed) <= 0.03
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_rate_over_the_square_of_tau_learns_more_slowly(seed: int) -> None:
+    """4.7, 5.8 and 6.4 % where 1/τ has 1.9, 1.7 and 1.4 %: a step has 1/29 of the rate that 1/τ leaves."""
+    assert 0.03 < trained_error(power(2), seed) <= 0.08

@@ -1,10 +1,10 @@
-"""Growth of a run's batches: after given epochs, or by a test of the gradients' noise."""
+"""Growth of a run's batches: after given epochs, at a geometric rate, or by a test of the gradients' noise."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from math import inf
+from math import ceil, inf
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
@@ -24,7 +24,21 @@ class NormTest(NamedTuple):
         return f"norm_test(theta={self.theta!r}, every={self.every})"
 
 
-BatchGrowth = Mapping[int, float] | NormTest
+class Geometric(NamedTuple):
+    """A batch grows by the same factor every few steps; see `geometric`."""
+
+    ratio: float
+    every: int
+
+    def __str__(self) -> str:
+        return f"geometric(ratio={self.ratio!r}, every={self.every})"
+
+    def after(self, batch: int) -> int:
+        """⌈γ b⌉, the batch that follows `batch`; products are rounded to nine decimals, so 1.1 × 10 is 11."""
+        return ceil(round(self.ratio * batch, 9))
+
+
+BatchGrowth = Mapping[int, float] | NormTest | Geometric
 """`{5: 4}`: after epoch 5 the batch is multiplied by 4."""
 _FACTORS = dict[Count, Annotated[float, Meta(ge=1, le=sys.float_info.max)]]
 
@@ -50,22 +64,56 @@ def norm_test(theta: float = 0.5, every: int = 8) -> NormTest:
     return NormTest(float(theta), every)
 
 
+def geometric(ratio: float = 1.1, every: int = 1) -> Geometric:
+    """An option `batch_growth`: the batch grows at a geometric rate, to the whole training set (dynamic sampling).
+
+        b₀ = the first batch        bₖ₊₁ = min(⌈γ bₖ⌉, N)        N samples
+
+    `ratio`: γ. `every`: steps between bₖ and bₖ₊₁.
+
+    The mean gradient of b samples, drawn without repetition, has the error e, E ‖e‖² = (N - b) / (N b) S², S² the
+    variance of a sample's gradient. Where f is μ-strongly convex with an L-Lipschitz gradient, plain SGD with the rate
+    1/L has
+
+        f(xₖ₊₁) - f* ≤ (1 - μ/L) (f(xₖ) - f*) + ‖eₖ‖² / 2L
+
+    With a constant batch the last term stays, and f stalls. With `every` = 1 and γ > 1 it falls by γ a step: f - f*
+    falls as fast as the larger of (1 - μ/L)ᵏ and γ⁻ᵏ, times k where they are equal.
+
+    Deviations: each sample still counts once an epoch. What is left of an epoch is divided into equal batches of at
+    least bₖ samples; the last of them may have bₖ₋₁.
+
+    Errors: ValueError unless γ is above 1 and finite, and there is at least one step between two batches.
+    Source: M. P. Friedlander and M. Schmidt, "Hybrid deterministic-stochastic methods for data fitting", SIAM Journal
+    on Scientific Computing 34(3), 2012. `docs/tuning-a-batch.md` derives the inequality.
+    """
+    if not 1 < ratio < inf or every < 1:
+        raise ValueError(f"ratio is a finite number above 1 and every at least 1, got {ratio} and {every}")
+    return Geometric(float(ratio), every)
+
+
+_RULES = {"norm_test": norm_test, "geometric": geometric}
+
+
 def parse_growth(text: str) -> BatchGrowth:
-    """Read `"5:4,10:2"` or `"norm_test(theta=0.5)"`. `ValueError` for other texts."""
+    """Read `"5:4,10:2"`, `"norm_test(theta=0.5)"` or `"geometric(ratio=1.1)"`. `ValueError` for other texts."""
     if "(" in text or text.strip().isidentifier():
-        found = resolve(parse_call(text), {"norm_test": norm_test}, {}, what="rule by which batches grow")
-        assert isinstance(found, NormTest)
+        found = resolve(parse_call(text), _RULES, {}, what="rule by which batches grow")
+        assert isinstance(found, NormTest | Geometric)
         return found
     pairs = [part.partition(":") for part in text.split(",")]
     try:
         return {int(epoch): float(times) for epoch, _, times in pairs}
     except ValueError:
         raise ValueError(
-            "must be written EPOCH:TIMES, with commas between, as in 5:4,10:2, or norm_test(theta=0.5)"
+            "must be written EPOCH:TIMES, with commas between, as in 5:4,10:2, or norm_test(theta=0.5), or "
+            "geometric(ratio=1.1)"
         ) from None
 
 
 def growth_of(given: object) -> BatchGrowth:
     """The value of an option `batch_growth`, also from text. ValueError where nothing could grow."""
     growth = parse_growth(given) if isinstance(given, str) else given
+    if isinstance(growth, Geometric):
+        return geometric(*growth)
     return norm_test(*growth) if isinstance(growth, NormTest) else converted(growth, _FACTORS)

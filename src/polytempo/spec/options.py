@@ -108,11 +108,11 @@ class RunOptions:
     batch_growth: Annotated[BatchGrowth, Option(TRAINING, "RULE", ONE_STRATEGY, read=growth_of)] = field(
         default_factory=dict
     )
-    """Let the global batch grow: by 4 after 5 epochs and by 2 after 10 with 5:4,10:2; by its gradients' noise with
-    'norm_test(theta=0.5)'.
+    """Let the global batch grow: by 4 after 5 epochs and by 2 after 10 with 5:4,10:2; by 1.1 after each step with
+    'geometric(ratio=1.1)'; by its gradients' noise with 'norm_test(theta=0.5)'.
 
-    As text, `{5: 4, 10: 2}`, or `pt.norm_test(theta=0.5)`. A worker computes its part in pieces of at most its first
-    batch. Schedules go by epochs, as if the batch had not grown.
+    As text, `{5: 4, 10: 2}`, `pt.geometric(ratio=1.1)`, or `pt.norm_test(theta=0.5)`. A worker computes its part in
+    pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown.
     """
 
     threads: Annotated[NumThreads | None, Option(PROCESS, "T")] = None

@@ -16,7 +16,7 @@ import msgspec
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
-from polytempo.spec.batch_growth import NormTest
+from polytempo.spec.batch_growth import Geometric, NormTest
 from polytempo.spec.job import Job, check_job
 from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision
@@ -189,6 +189,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "one worker": measured and strategy.server is None and workers // strategy.groups < 2,
         "batch growth": bool(growth),
         "norm test": isinstance(growth, NormTest),
+        "growth by steps": isinstance(growth, Geometric),
         "job schedule": job.schedule is not None,
     }
     refuse(

@@ -38,7 +38,7 @@ from polytempo.training.hooks.preemption import PreemptionWatch
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import Evaluation, average_of
 from polytempo.training.job.gradients import StepGradients
-from polytempo.training.job.growth import norm_growth
+from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
@@ -117,7 +117,7 @@ class Trainer:
             average=average_of(self.model, options),
             unchecked=unfinite_names(self.model),
             first_steps=len(shard) if options.batch_growth else 0,
-            growth=norm_growth(spec, part.replica, shard),
+            growth=norm_growth(spec, part.replica, shard) or geometric_growth(spec, shard),
         )
 
     def fit(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:

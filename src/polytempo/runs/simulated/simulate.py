@@ -39,7 +39,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import average_of, evaluation_of
-from polytempo.training.job.growth import norm_growth
+from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.ports import ports_of
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
@@ -244,6 +244,7 @@ def _context(
         average=average_of(model, spec.options),
         unchecked=unfinite_names(model),
         first_steps=len(shard) if spec.options.batch_growth else 0,
+        growth=geometric_growth(spec, shard),
     )
 
 

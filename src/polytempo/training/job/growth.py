@@ -4,6 +4,8 @@ epochs     0 … 4      5 … 9        10 …          {5: 4, 10: 2}
 batch      B          4 B          8 B           over all workers
 pieces     1          4            8             of a worker's part, one backward pass after the other
 
+At a geometric rate (`GeometricGrowth`) the number of steps says how large the next batch is.
+
 With a norm test (`NormGrowth`) a batch grows in the same step of every rank and of every run:
 
 take a step ── was it looked at? ──▶ rows of all ranks ──▶ averages ──▶ does the test fail? ──▶ a larger batch
@@ -12,7 +14,7 @@ take a step ── was it looked at? ──▶ rows of all ranks ──▶ avera
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polytempo.core import Port
 from polytempo.data.shard import DataShard
 from polytempo.large_batch.noise_scale import dynamic_batch
-from polytempo.spec.batch_growth import BatchGrowth, NormTest
+from polytempo.spec.batch_growth import BatchGrowth, Geometric, NormTest
 from polytempo.spec.job import Job
 from polytempo.spec.objective import part_weights
 from polytempo.spec.run_spec import RunSpec
@@ -75,7 +77,7 @@ def next_pieces(job: Job, shard: DataShard, batches: Iterator[Any], seed: int, s
 
 def times_by(growth: BatchGrowth, epoch: float) -> float:
     """The factor of a rule of epochs for the first batch in this epoch."""
-    assert not isinstance(growth, NormTest), "that goes by steps"
+    assert isinstance(growth, Mapping), "other rules go by steps"
     return prod(factor for after, factor in growth.items() if epoch >= after)
 
 
@@ -91,7 +93,7 @@ def grown(spec: RunSpec, size: int, num_samples: int, epoch: int) -> tuple[int, 
 def grow(spec: RunSpec, shard: DataShard) -> None:
     """Let the shard's coming epoch, or the rest of it, have the batch that the options give it by epochs."""
     growth = spec.options.batch_growth
-    if growth and not isinstance(growth, NormTest) and shard.num_samples is not None:
+    if growth and isinstance(growth, Mapping) and shard.num_samples is not None:
         shard.grow(*grown(spec, shard.size, shard.num_samples, shard.epoch))
 
 
@@ -160,7 +162,8 @@ class NormGrowth:
     def restore(self, text: str, step: int, shard: DataShard) -> None:
         """Go on from `saved` after so many steps, perhaps with other workers and another first batch."""
         state = json.loads(text)
-        self._watch.restore(state["watch"], step)
+        if "watch" in state:  # else the run had another rule so far
+            self._watch.restore(state["watch"], step)
         self._set(-(-state["batch"] // self._first) * self._first, shard)
 
 
@@ -171,3 +174,51 @@ def norm_growth(spec: RunSpec, replica: Replica, shard: DataShard) -> NormGrowth
         return None
     assert replica.noise is not None, "the options ask for looks"
     return NormGrowth(test, replica.noise, shard)
+
+
+class GeometricGrowth:
+    """One rank's batch, as `spec.batch_growth.geometric` says; all ranks compute the same.
+
+        rest of the epoch    100 samples, bₖ = 30 wanted     100 // 30 = 3 batches: 34 now
+                              66 samples, bₖ₊₁ = 33 wanted   2 batches: 33 now
+
+    `shard`: its batch is the first one, and none of a rank's pieces is larger than its part of that.
+    """
+
+    def __init__(self, rule: Geometric, shard: DataShard) -> None:
+        self._rule, self._steps = rule, 0
+        self._first = self._wanted = self.global_batch_size = shard.global_batch_size
+
+    async def grows(self, data: Port, shard: DataShard) -> bool:
+        """Return True after a step if the shard has another batch from now on."""
+        assert shard.num_samples is not None
+        self._steps += 1
+        if self._steps % self._rule.every == 0:
+            self._wanted = max(self._first, min(self._rule.after(self._wanted), shard.num_samples))
+        return self._deal(shard, shard.num_samples)
+
+    def _deal(self, shard: DataShard, num_samples: int) -> bool:
+        rest = num_samples - shard.consumed or num_samples
+        batch = -(-rest // max(1, rest // self._wanted))
+        if batch == self.global_batch_size or batch < shard.size:
+            return False
+        self.global_batch_size = batch
+        shard.grow(batch, min(-(-batch // self._first), batch // shard.size))
+        return True
+
+    def saved(self) -> str:
+        """All that a resumed run needs, as text."""
+        return json.dumps({"batch": self._wanted, "steps": self._steps})
+
+    def restore(self, text: str, step: int, shard: DataShard) -> None:
+        """Go on from `saved`, perhaps with other workers and another first batch."""
+        state = json.loads(text)
+        self._wanted, self._steps = max(self._first, state["batch"]), state.get("steps", step)
+        assert shard.num_samples is not None
+        self._deal(shard, shard.num_samples)
+
+
+def geometric_growth(spec: RunSpec, shard: DataShard) -> GeometricGrowth | None:
+    """A rank's batch at a geometric rate; None for options without it."""
+    rule = spec.options.batch_growth
+    return GeometricGrowth(rule, shard) if isinstance(rule, Geometric) else None

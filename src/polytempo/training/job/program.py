@@ -27,7 +27,7 @@ from polytempo.spec.job_calls import next_batch
 from polytempo.spec.options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Score, check_goals
-from polytempo.training.job.growth import NormGrowth, Pieces, follow, grow, next_pieces
+from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, follow, grow, next_pieces
 from polytempo.training.job.sliced_step import next_slices
 from polytempo.training.model.ports import Ports, ports_of
 from polytempo.training.model.randomness import seed_step
@@ -116,8 +116,8 @@ class TrainingContext:
     """True if all ranks save and leave after so many steps, because one was asked to; asked after each step."""
     first_steps: int = 0
     """Steps of an epoch before its batches have grown."""
-    growth: NormGrowth | None = None
-    """Lets batches grow while an epoch goes on, where the options have a test for it."""
+    growth: NormGrowth | GeometricGrowth | None = None
+    """Lets batches grow while an epoch goes on, where the options have a rule for it."""
     saved_step: int = -1
     """The last step with a checkpoint, written or under way."""
     record: Callable[[dict[str, Any]], None] = field(default=lambda row: None)
