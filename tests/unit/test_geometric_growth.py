@@ -94,7 +94,7 @@ def test_a_batch_is_at_least_what_the_step_before_wanted() -> None:
 
 
 class Point(nn.Module):
-    """x, of which sample c has the loss ½ (x - c)ᵀ H (x - c)."""
+    """x; the loss of sample c is ½ (x - c)ᵀ H (x - c)."""
 
     def __init__(self) -> None:
         super().__init__()

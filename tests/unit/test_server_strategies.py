@@ -63,7 +63,7 @@ ROWS = [
 NAMES = [row.name.partition("(")[0] for row in ROWS]
 
 SCALED = ("async_sgd", "dc_asgd", "downpour", "softsync", "ssp", "staleness_aware")
-"""Strategies whose rates a function of the staleness may scale."""
+"""Strategies with an argument `scale`, a function of the staleness."""
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 every_name = pytest.mark.parametrize("name", NAMES)

@@ -80,8 +80,8 @@ def geometric(ratio: float = 1.1, every: int = 1) -> Geometric:
     With a constant batch the last term stays, and f stalls. With `every` = 1 and γ > 1 it falls by γ a step: f - f*
     falls as fast as the larger of (1 - μ/L)ᵏ and γ⁻ᵏ, times k where they are equal.
 
-    Deviations: each sample still counts once an epoch. What is left of an epoch is divided into equal batches of at
-    least bₖ samples; the last of them may have bₖ₋₁.
+    Deviations: each sample still counts once an epoch. The rest of an epoch is divided into equal batches of at least
+    bₖ samples; the last of them may have bₖ₋₁.
 
     Errors: ValueError unless γ is above 1 and finite, and there is at least one step between two batches.
     Source: M. P. Friedlander and M. Schmidt, "Hybrid deterministic-stochastic methods for data fitting", SIAM Journal

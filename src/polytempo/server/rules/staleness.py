@@ -98,7 +98,7 @@ def _named(scale: Staleness, name: str) -> Staleness:
 def scale_of(given: str | Staleness) -> Staleness:
     """The function that a strategy's `scale` names: "constant", "inverse", or a function such as `power(2)`.
 
-    Errors: ValueError for another name; TypeError for what is neither.
+    Errors: ValueError for another name; TypeError for other values.
     """
     if callable(given):
         return given
