@@ -1,4 +1,4 @@
-"""Batches that grow while a run goes on: after given epochs, at a geometric rate, and by a test of the gradients' noise.
+"""Batches that grow while a run goes on: after given epochs, at a geometric rate, and by a test of gradients' noise.
 
 Two virtual workers train digits at one rate. Each sample counts once an epoch in every run; larger batches make fewer
 steps of them.
