@@ -64,4 +64,5 @@ def test_every_strategy_has_an_example() -> None:
     of_families = ("compressed_sgd.py", "layers_in_parts.py", "pipeline_strategies.py")
     families = [ROOT / "examples" / name for name in of_families]
     named = {name for each in families for name in re.findall(r"strategies\.(\w+)\(", each.read_text(encoding="utf-8"))}
-    assert strategies <= {path.stem for path in EXAMPLES} | named
+    missing = strategies - {path.stem for path in EXAMPLES} - named
+    assert not missing, f"write examples/NAME.py for {sorted(missing)}, or a line in one of {', '.join(of_families)}"

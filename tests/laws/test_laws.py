@@ -69,7 +69,11 @@ ALONE["slowmo"] = slowmo_by_name
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED, *PARTED, *GROUPED]} == set(strategies.__all__)
+    rows = {row.name for row in [*ROWS, *SERVED, *HELPED, *STAGED, *PARTED, *GROUPED]}
+    assert rows == set(strategies.__all__), (
+        f"give tests/laws/catalogue.py a row for {sorted(rows ^ set(strategies.__all__))}, or export it in "
+        "strategies/__init__.py (CONTRIBUTING.md, Adding a strategy)"
+    )
     assert {row.make().server is None for row in ROWS} == {True}
     assert {row.make().server is None for row in [*SERVED, *HELPED]} == {False}
     assert {row.make().schedule is None for row in ROWS} == {True}

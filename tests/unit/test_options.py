@@ -20,7 +20,7 @@ from polytempo.spec.table.option import entries
 
 def test_the_keywords_are_those_of_the_table() -> None:
     """`make fmt` writes them."""
-    assert option_keywords.FILE.read_text(encoding="utf-8") == option_keywords.written()
+    assert option_keywords.FILE.read_text(encoding="utf-8") == option_keywords.written(), "run `make fmt`"
     assert list(OptionKeywords.__annotations__) == list(entries(pt.RunOptions))
 
 

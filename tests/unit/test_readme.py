@@ -92,7 +92,8 @@ def test_a_command_is_understood(document: str, command: str, tmp_path: Path, mo
     answer = CliRunner().invoke(app, [*words, *extra])
     expected = read(document).partition(f"$ {command}\n")[2].partition("\n")[0]
     if expected.startswith("error: "):
-        assert (answer.exit_code, answer.stderr.strip()) == (2, expected)
+        assert answer.exit_code == 2, answer.output
+        assert answer.stderr.strip() == expected, f"copy the command's error into {document}: {answer.stderr}"
     else:
         assert answer.exit_code == 0, answer.output
 
@@ -179,8 +180,13 @@ def test_every_strategy_is_in_the_table() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", read("docs/strategies/index.md"), flags=re.MULTILINE)
     wrong = set(listed) ^ set(strategies.__all__)
     assert sorted(listed) == sorted(strategies.__all__), f"docs/strategies/index.md: {wrong or 'a row is there twice'}"
-    for first_page in (README, read("docs/index.md")):
-        assert f"with {len(strategies.__all__)} distributed strategies" in first_page
+    number = len(strategies.__all__)
+    for page, text in (
+        ("README.md", f"with {number} distributed strategies"),
+        ("README.md", f"lists the {number} "),
+        ("docs/index.md", f"with {number} distributed strategies"),
+    ):
+        assert text in read(page), f"{page} does not say {text!r}: correct the number of strategies there"
 
 
 def test_every_page_is_in_a_contents() -> None:
