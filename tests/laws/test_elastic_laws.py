@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +68,14 @@ def test_each_strategy_is_taken_or_refused_by_name(name: str) -> None:
     else:
         check_elastic(strategy)  # a new strategy that is refused here goes into REFUSED, with the code
         assert name in AGREE + MEET, f"elastic runs take {name}: put it into AGREE or MEET, and into docs/elastic.md"
+
+
+@pytest.mark.parametrize("name", sorted(pt.strategies.__all__))
+def test_the_page_says_whether_a_strategy_is_taken(name: str) -> None:
+    """Refused ones stand below the table, others in it."""
+    page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text(encoding="utf-8")
+    taken, _, refused = page.partition("## Which strategies")[2].partition("**Steps between")[0].partition("Refused, ")
+    assert re.search(rf"`{name}\b", refused if name in REFUSED else taken), f"docs/elastic.md lacks {name} there"
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_every_strategy_is_in_the_table() -> None:
     """The page that lists them has one row for each."""
     listed = re.findall(r"^\| `(\w+)` \|", read("docs/strategies/index.md"), flags=re.MULTILINE)
     wrong = set(listed) ^ set(strategies.__all__)
-    assert sorted(listed) == sorted(strategies.__all__), f"docs/strategies/index.md: {wrong or 'a row is there twice'}"
+    assert sorted(listed) == sorted(strategies.__all__), f"docs/strategies/index.md: one row each for {wrong or 'all'}"
     number = len(strategies.__all__)
     for page, text in (
         ("README.md", f"with {number} distributed strategies"),
