@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polytempo.engines.launch import launch
 from torch import Tensor
 
 import polytempo as pt
@@ -28,6 +27,7 @@ from polytempo.bench.tables import markdown
 from polytempo.core import NotFinite
 from polytempo.data import scheduled as data
 from polytempo.engines.join.init import init
+from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.scheduled import factorization, lasso, lda, logistic, performed
 from polytempo.partition.scheduled.program import added

@@ -239,7 +239,7 @@ def test_workers_without_the_native_core(update: str, monkeypatch: pytest.Monkey
         ({"labels": np.zeros(0, np.float32)}, "0 labels need at least one row"),
         ({"starts": SMALL.starts[::-1].copy()}, "starts must rise from 0 to the 2400 entries"),
         ({"values": SMALL.values[:-1]}, "2400 columns need as many values, got 2399"),
-        ({"num_columns": 50}, "columns must lie in 0 to 49"),
+        ({"num_columns": 50}, "columns must be from 0 to 49"),
         ({"columns": np.zeros_like(SMALL.columns)}, "columns must rise within a row"),
         ({"values": SMALL.values.astype(np.float64)}, "values must be a contiguous array of float32, got float64"),
         ({"labels": 2 * SMALL.labels}, "labels must be -1 or 1"),

@@ -76,15 +76,15 @@ def sgd(**options: Any) -> Optimizer:
 @pytest.mark.parametrize(
     ("options", "optimizer", "expected"),
     [
-        ({}, sgd(), UpdateRule("adagrad")),
-        ({}, sgd(weight_decay=0.1), UpdateRule("adagrad")),  # the push contains it
+        ({}, sgd(), UpdateRule("adagrad", eps=0.0)),
+        ({}, sgd(weight_decay=0.1), UpdateRule("adagrad", eps=0.0)),  # the push contains it
         ({"optimizer": "sgd", "lr": 0.5}, sgd(maximize=True), UpdateRule("sgd", 0.5, maximize=True)),
         ({"optimizer": "job"}, sgd(momentum=0.9, weight_decay=0.1), UpdateRule("sgd", momentum=0.9)),
         ({"optimizer": "job"}, AdamW(parameters(), weight_decay=0.1), UpdateRule("adamw", weight_decay=0.1)),
         ({"optimizer": "adamw"}, AdamW(parameters(), weight_decay=0.1), UpdateRule("adamw", weight_decay=0.1)),
         ({"optimizer": "adamw"}, sgd(weight_decay=0.1), UpdateRule("adamw")),
-        ({}, AdamW(parameters(), weight_decay=0.0), UpdateRule("adagrad")),
-        ({}, RMSprop(parameters()), UpdateRule("adagrad")),  # which workers alone need to know
+        ({}, AdamW(parameters(), weight_decay=0.0), UpdateRule("adagrad", eps=0.0)),
+        ({}, RMSprop(parameters()), UpdateRule("adagrad", eps=0.0)),  # which workers alone need to know
     ],
 )
 def test_what_the_shards_apply(options: dict[str, Any], optimizer: Optimizer, expected: UpdateRule) -> None:

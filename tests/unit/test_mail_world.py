@@ -11,6 +11,7 @@ import torch
 from polytempo.core import Deadlock, Program, TimedOut
 from polytempo.core.op import Op, Pull, Push, Work
 from polytempo.server.message import Beat
+from polytempo.worlds.process.lock import HostLock
 from polytempo.worlds.process.mail import MailWorld
 
 
@@ -230,7 +231,7 @@ def test_coroutines_that_wait_for_each_other_are_found_out() -> None:
         own.drive(program())
 
 
-class Turnstile:
+class Turnstile(HostLock):
     """A lock that lets in as often as `times`."""
 
     def __init__(self, times: int) -> None:

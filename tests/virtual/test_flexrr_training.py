@@ -188,7 +188,7 @@ def normed(frozen: bool = False) -> Job:
 
 def test_a_batch_norm_would_see_slices_and_is_refused() -> None:
     remedy = (
-        r"flexrr\(.*\) computes a batch in up to 80 slices \(grain=0.0125\), and BatchNorm1d '1' would normalise each "
+        r"flexrr\(.*\) computes a batch in up to 80 slices, and BatchNorm1d '1' would normalise each "
         r"slice separately; .*flexrr\(grain=1.0, first_offer=1.0, later_offers=1.0\).*GroupNorm.*"
         r"backup_workers\(backups=0\)"
     )

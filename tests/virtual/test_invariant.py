@@ -117,7 +117,7 @@ def test_the_same_data_by_another_rank_keeps_batches_and_slices() -> None:
 @pytest.mark.parametrize(
     ("body", "match"),
     [
-        (lambda: nn.BatchNorm1d(6), "running statistics of BatchNorm1d '1' would depend on which worker"),
+        (lambda: nn.BatchNorm1d(6), "running statistics of BatchNorm1d '1' would depend on a worker's slices"),
         (lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), "buffer '1.weight_u' changes in each of them"),
     ],
 )
@@ -144,7 +144,7 @@ def test_what_is_impossible_is_refused() -> None:
         pt.parse_strategy("local_sgd(route=invariant)")
     with pytest.raises(ValueError, match="slices must be at least 1, got 0"):
         invariant(slices=0)
-    with pytest.raises(ValueError, match="come as rows; use sparse=False"):
+    with pytest.raises(ValueError, match="has gradients by rows; use sparse=False"):
         pt.simulate(job(lambda: nn.Sequential(nn.Tanh(), _Table())), INVARIANT, 2, steps=1)
 
 

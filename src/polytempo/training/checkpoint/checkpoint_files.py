@@ -7,7 +7,7 @@
         manifest.json           every file's size, sha256 and place in the mesh, and its own sha256
       .step-00000120.partial/   being written (see `checkpoint_folders` for all names)
 
-Pure file work: nothing here communicates, and no link is followed (see `core.system.files`). Every rank calls `write_part`;
+Pure file work: nothing communicates, and no link is followed (see `core.system.files`). Every rank calls `write_part`;
 rank 0 then calls `commit` with the hashes of all ranks. Nothing is parsed before its size and hash are checked, and
 nothing is unpickled.
 """
