@@ -92,6 +92,22 @@ def test_indices_that_one_rank_has_recorded_are_told_in_a_commit() -> None:
     assert sampler.state_dict() == {"epoch": 1, "processed_indices": []}
 
 
+def test_the_number_of_processed_samples_and_a_state_of_horovods_sampler() -> None:
+    """Horovod notes how many samples have been processed; our state says which."""
+    sampler = ElasticSampler(range(20), seed=3)
+    sampler.set_epoch(2)
+    sampler.deal_to(0, 2)
+    order = list(sampler.remaining_indices)
+    sampler.record_batch(0, 4)
+    assert sampler.processed_num == 8
+    other = ElasticSampler(range(20), seed=3)
+    other.load_state_dict({"epoch": 2, "processed_num": 8})
+    assert other.state_dict() == sampler.state_dict() == {"epoch": 2, "processed_indices": sorted(order[:8])}
+    assert other.remaining_indices == order[8:]
+    sampler.set_epoch(3)
+    assert sampler.processed_num == 0
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_epochs_have_other_orders_and_seeds_too(seed: int) -> None:
     sampler = ElasticSampler(range(20), seed=seed)

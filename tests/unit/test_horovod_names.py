@@ -20,6 +20,7 @@ from polytempo.horovod.negotiation.autotuner import AutotuneOptions
 from polytempo.horovod.plain_values import decoded, encoded
 from polytempo.horovod.runtime.link import RankLink
 from polytempo.horovod.runtime.settings import LOG, HorovodSettings, begin_log
+from polytempo.horovod.torch import mpi_ops
 
 PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
 ROWS = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -29,6 +30,10 @@ NAMES = {name for names, _ in ROWS for name in re.findall(r"`(\w+)`", names) if 
 def test_the_table_lists_every_name_that_there_is_and_no_other() -> None:
     settings = {name for name in NAMES if name.startswith("HOROVOD_")}
     assert set(NAMES) - settings == set(hvd.__all__)
+
+
+def test_the_module_mpi_ops_has_the_same_functions() -> None:
+    assert [name for name in hvd.__all__ if getattr(mpi_ops, name, None) is not getattr(hvd, name)] == []
 
 
 def test_the_page_lists_the_variables_that_are_read_and_those_that_are_not() -> None:

@@ -62,6 +62,11 @@ class ElasticSampler(Sampler[int]):
         return {*self._before, *self.remaining_indices[: self._count], *self._alone}
 
     @property
+    def processed_num(self) -> int:
+        """The number of these. Horovod counts samples that two ranks got once for each."""
+        return len(self.processed_indices)
+
+    @property
     def recorded_alone(self) -> frozenset[int]:
         """The samples of `record_indices` since the last commit."""
         return frozenset(self._alone)
@@ -113,8 +118,13 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there; the remaining samples are dealt again."""
-        self.epoch, self._before = int(state_dict["epoch"]), frozenset(state_dict["processed_indices"])
+        """Go on from there; the remaining samples are dealt again.
+
+        A state of Horovod's own sampler has `processed_num`: the first samples of the epoch's order, which is the same.
+        """
+        self.epoch = int(state_dict["epoch"])
+        processed = state_dict.get("processed_indices")
+        self._before = frozenset(self._order()[: state_dict["processed_num"]] if processed is None else processed)
         self._count, self._alone, self.remaining_indices = 0, set(), []
         self.reset()
 
@@ -132,11 +142,14 @@ class ElasticSampler(Sampler[int]):
 
     # ------------------------------------------------------------------ dealing
 
-    def _deal(self) -> None:
+    def _order(self) -> list[int]:
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        self.remaining_indices = [index for index in order if index not in self._before]
+        return order
+
+    def _deal(self) -> None:
+        self.remaining_indices = [index for index in self._order() if index not in self._before]
 
     def _part(self) -> list[int]:
         """This rank's samples."""
