@@ -142,7 +142,7 @@ def moved(**options: Any) -> list[list[float]]:
         ({"backward_passes_per_step": 2, "average_aggregated_gradients": True}, [[0.0] * 3, [-2.0, -2.0, 0.0]]),
         ({"compression": hvd.Compression.top_k(0.5)}, [[-1.5, -0.75, 0.0], [-4.0, -2.75, 0.0]]),
     ],
-    ids=str,
+    ids=["mean", "sum", "predivided", "fp16", "two passes", "mean of passes", "codec"],
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 def test_gradients_are_reduced_as_the_arguments_say(options: dict[str, Any], expected: list[list[float]]) -> None:
