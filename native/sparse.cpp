@@ -1,10 +1,12 @@
 // Hogwild! (B. Recht, C. Re, S. Wright, F. Niu, 2011) on sparse rows, and the paper's two comparisons.
 //
-// Weights are read and written by relaxed atomic operations of 4 aligned bytes: on every machine that we know plain
-// moves, so nobody sees half a number. Load, add and store are three steps, so of two workers that write one weight
-// at the same time one may be lost. That is the algorithm: where rows are sparse it is rare, and it costs little.
+// Weights are read and written by relaxed atomic operations of 4 or 8 aligned bytes: on every machine that we know
+// plain moves, so nobody sees half a number. Load, add and store are three steps, so of two workers that write one
+// weight at the same time one may be lost. Where rows are sparse that is rare. The paper assumes that an addition is
+// one step: PT_ATOMIC makes it one by compare-exchange, which costs more and loses nothing.
 //
-// Relaxed is enough. No weight tells anything about another; what a worker sees may be old, in any order.
+// Relaxed is enough for both. No weight tells anything about another; what a worker sees may be old, in any order. A
+// compare-exchange of any ordering replaces the newest value of its own weight, and that is all that a sum needs.
 #include "sparse.h"
 
 #include <algorithm>
@@ -21,14 +23,26 @@ enum Status : int32_t { FINE = 0, LATE = 2, MISMATCH = 3, NO_MEMORY = 5 };
 constexpr int LOOKS = 256; // at a word before the core is yielded: a neighbour holds it for less than this takes
 constexpr double YIELD_S = 0.002; // before sleeping: whoever is awaited has no core, and yielding takes from all
 constexpr long SLEEP_NS = 50'000;
+constexpr int64_t AHEAD = 8; // rows
 
-inline float load(const float* from) {
-    float value;
+template <typename T> T load(const T* from) {
+    T value;
     __atomic_load(from, &value, __ATOMIC_RELAXED);
     return value;
 }
 
-inline void store(float* to, float value) { __atomic_store(to, &value, __ATOMIC_RELAXED); }
+// weight = next(weight); the new value. With ATOMIC it is one step: where another worker has written in between, `next`
+// is computed again from its value. An exchange fails only where another's succeeds (or, weak, by chance), so workers
+// together always advance. Bits are compared, so NaN equals itself. Relaxed in both cases: see above.
+template <bool ATOMIC, typename T, typename Next> T replace(T* weight, Next next) {
+    T old = load(weight), now = next(old);
+    if constexpr (ATOMIC) {
+        while (!__atomic_compare_exchange(weight, &old, &now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) now = next(old);
+    } else {
+        __atomic_store(weight, &now, __ATOMIC_RELAXED);
+    }
+    return now;
+}
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -103,17 +117,17 @@ struct Epoch {
         return slope(row.label, product(row, [this](int32_t column) { return load(problem.weights + column); }));
     }
 
-    void write(const Row& row, float factor) const {
-        for (int64_t i = 0; i < row.count; ++i) {
-            float* weight = problem.weights + row.columns[i];
-            store(weight, stepped(load(weight), factor * row.values[i], row.columns[i]));
-        }
+    template <bool ATOMIC> void write(const Row& row, float factor) const {
+        for (int64_t i = 0; i < row.count; ++i)
+            replace<ATOMIC>(problem.weights + row.columns[i], [&](float weight) {
+                return stepped(weight, factor * row.values[i], row.columns[i]);
+            });
     }
 
-    Status free() const {
+    template <bool ATOMIC> Status unlocked() const {
         for (int64_t position = begin; position < end; position += stride) {
             const Row row = row_at(problem, order[position]);
-            write(row, slope_at(row));
+            write<ATOMIC>(row, slope_at(row));
         }
         return FINE;
     }
@@ -144,7 +158,7 @@ struct Epoch {
             const Row row = row_at(problem, order[position]);
             const float factor = slope_at(row);
             if (lock(row) != FINE) return LATE;
-            write(row, factor);
+            write<false>(row, factor);
             unlock(row, row.count);
         }
         return FINE;
@@ -158,7 +172,7 @@ struct Epoch {
                 return __atomic_load_n(problem.turn, __ATOMIC_ACQUIRE) == static_cast<uint64_t>(position);
             };
             if (wait_until(ours, timeout_s) != FINE) return LATE;
-            write(row, factor);
+            write<false>(row, factor);
             __atomic_store_n(problem.turn, static_cast<uint64_t>(position) + 1, __ATOMIC_RELEASE);
         }
         return FINE;
@@ -181,14 +195,12 @@ struct Window {
         for (int64_t i = 0; i < num_columns; ++i) mine[i] = base[i] = load(epoch.problem.weights + i);
     }
 
-    void exchange() const {
+    template <bool ATOMIC> void exchange() const {
         for (int64_t i = 0; i < num_columns; ++i) {
-            float now = load(epoch.problem.weights + i);
-            if (mine[i] != base[i]) {
-                now = now == base[i] ? mine[i] : now + (mine[i] - base[i]);
-                store(epoch.problem.weights + i, now);
-            }
-            mine[i] = base[i] = now;
+            float* weight = epoch.problem.weights + i;
+            mine[i] = base[i] = mine[i] == base[i] ? load(weight) : replace<ATOMIC>(weight, [this, i](float now) {
+                return now == base[i] ? mine[i] : now + (mine[i] - base[i]);
+            });
         }
     }
 
@@ -199,24 +211,43 @@ struct Window {
             mine[row.columns[i]] = epoch.stepped(mine[row.columns[i]], factor * row.values[i], row.columns[i]);
     }
 
-    void run(int64_t length) const {
+    template <bool ATOMIC> void run(int64_t length) const {
         begin();
         int64_t rows = 0;
         for (int64_t position = epoch.begin; position < epoch.end; position += epoch.stride) {
             learn(row_at(epoch.problem, epoch.order[position]));
-            if (++rows % length == 0) exchange();
+            if (++rows % length == 0) exchange<ATOMIC>();
         }
-        exchange();
+        exchange<ATOMIC>();
     }
 };
 
-Status windows(const Epoch& epoch, int64_t length) {
+template <bool ATOMIC> Status learn(const Epoch& epoch, int64_t length) {
+    if (length <= 1) return epoch.unlocked<ATOMIC>();
     const int64_t count = epoch.problem.num_columns;
     auto* memory = static_cast<float*>(std::calloc(2 * static_cast<size_t>(count) + 1, sizeof(float)));
     if (!memory) return NO_MEMORY;
-    Window{epoch, count, memory, memory + count}.run(length);
+    Window{epoch, count, memory, memory + count}.run<ATOMIC>(length);
     std::free(memory);
     return FINE;
+}
+
+template <bool ATOMIC, typename T>
+void scatter_add(T* table, int64_t width, const int64_t* rows, const T* values, int64_t count, T scale) {
+    for (int64_t i = 0; i < count; ++i) {
+        // A compare-exchange waits for its cache line, and later ones wait for it: ask for the lines of later rows now.
+        if (ATOMIC && i + AHEAD < count) __builtin_prefetch(table + rows[i + AHEAD] * width, 1);
+        T* row = table + rows[i] * width;
+        for (int64_t j = 0; j < width; ++j, ++values)
+            if (!ATOMIC || *values != 0) replace<ATOMIC>(row + j, [=](T weight) { return weight + scale * *values; });
+    }
+}
+
+template <typename T>
+void scatter_add(
+    void* table, int64_t width, const int64_t* rows, const void* values, int64_t count, double scale, bool atomic) {
+    auto* add = atomic ? scatter_add<true, T> : scatter_add<false, T>;
+    add(static_cast<T*>(table), width, rows, static_cast<const T*>(values), count, static_cast<T>(scale));
 }
 
 } // namespace
@@ -231,16 +262,16 @@ extern "C" int32_t pt_logistic_epoch(
     *updates = begin < end ? (end - begin + stride - 1) / stride : 0;
     if (update == PT_LOCKED) return epoch.locked();
     if (update == PT_IN_TURN) return epoch.in_turn();
-    return window > 1 ? windows(epoch, window) : epoch.free();
+    return update == PT_ATOMIC ? learn<true>(epoch, window) : learn<false>(epoch, window);
 }
 
 extern "C" int32_t pt_scatter_add(
-    float* table, int64_t num_rows, int64_t width, const int64_t* rows, const float* values, int64_t count, float scale) {
+    int32_t dtype, void* table, int64_t num_rows, int64_t width, const int64_t* rows, const void* values, int64_t count,
+    double scale, int32_t atomic) {
+    if (dtype != 0 && dtype != 1) return MISMATCH;
     for (int64_t i = 0; i < count; ++i)
         if (rows[i] < 0 || rows[i] >= num_rows) return MISMATCH;
-    for (int64_t i = 0; i < count; ++i) {
-        float* row = table + rows[i] * width;
-        for (int64_t j = 0; j < width; ++j) store(row + j, load(row + j) + scale * values[i * width + j]);
-    }
+    auto* add = dtype == 0 ? scatter_add<float> : scatter_add<double>;
+    add(table, width, rows, values, count, scale, atomic != 0);
     return FINE;
 }

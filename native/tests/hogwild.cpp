@@ -49,7 +49,7 @@ void learn(Problem& problem, int num_workers, int32_t update, int64_t window) {
     for (const uint32_t lock : problem.locks) CHECK(lock == 0);
 }
 
-void add(int num_workers) {
+void add(int num_workers, int32_t atomic) {
     std::vector<float> table(30 * 7);
     std::vector<std::thread> workers;
     for (int worker = 0; worker < num_workers; ++worker)
@@ -57,12 +57,17 @@ void add(int num_workers) {
             for (int64_t round = 0; round < 50; ++round) {
                 const int64_t rows[] = {round % 30, 3, 3, 29};
                 const std::vector<float> values(4 * 7, 1.0f);
-                CHECK(pt_scatter_add(table.data(), 30, 7, rows, values.data(), 4, 0.5f) == 0);
+                CHECK(pt_scatter_add(0, table.data(), 30, 7, rows, values.data(), 4, 0.5, atomic) == 0);
             }
         });
     for (std::thread& worker : workers) worker.join();
     const float most = 0.5f * 50 * 2 * static_cast<float>(num_workers) + 2 * static_cast<float>(num_workers);
-    for (const float value : table) CHECK(value >= 0 && value <= most); // some may be lost, none comes from nowhere
+    float sum = 0;
+    for (const float value : table) {
+        CHECK(value >= 0 && value <= most); // some may be lost, none comes from nowhere
+        sum += value;
+    }
+    if (atomic) CHECK(sum == 0.5f * 50 * 4 * 7 * static_cast<float>(num_workers)); // none is lost
 }
 
 } // namespace
@@ -70,11 +75,11 @@ void add(int num_workers) {
 int main(int count, char** arguments) {
     const Random random{seed_from(count, arguments)};
     for (int num_workers = 1; num_workers <= 4; ++num_workers) {
-        for (const auto& [update, window] : {std::pair<int32_t, int64_t>{PT_FREE, 1}, {PT_FREE, 16}, {PT_LOCKED, 1},
-                                            {PT_IN_TURN, 1}}) {
+        for (const auto& [update, window] : {std::pair<int32_t, int64_t>{PT_FREE, 1}, {PT_FREE, 16}, {PT_ATOMIC, 1},
+                                            {PT_ATOMIC, 16}, {PT_LOCKED, 1}, {PT_IN_TURN, 1}}) {
             Problem problem(random);
             learn(problem, num_workers, update, window);
         }
-        add(num_workers);
+        for (const int32_t atomic : {0, 1}) add(num_workers, atomic);
     }
 }

@@ -180,3 +180,17 @@ def test_ctrl_c_before_anything_was_found(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(search.Trials, "run", stopped)
     out, err = asked(capsys, "digits", *TARGET, *SMALL, code=130)
     assert (out, err) == ("", "interrupted\n")
+
+
+def test_the_limit_of_workers_is_said_with_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four workers cost more than they bring on links with a latency of a tenth of a second."""
+    target = ("--until", "accuracy=0.9", "--cluster", "ethernet(latency_us=100000)")
+    space = ("--workers", "1,4", "--batch-sizes", "32", "--strategies", "sync_sgd")
+    found = json.loads(asked(capsys, "digits", *target, *space, "--limit", "--json")[0])
+    assert (found["limit"]["workers"], found["limit"]["reason"]) == (1, "communication")
+    assert found["sentences"][-1].startswith("The limit is 1 worker: 4 are 0.")
+    out, _ = asked(capsys, "digits", *target, *space, "--limit")
+    lines = out.splitlines()
+    header = ["workers", "faster", "dearer", "samples", "computing", "communication", "cores", "stragglers"]
+    assert next(lines[i + 1] for i, line in enumerate(lines) if line.split() == header).startswith("1 to 4 ")
+    assert "leave one out" in asked(capsys, "digits", *target, "--limit", "--quote", code=2)[1]

@@ -83,7 +83,7 @@ ROWS = [
         meets=lambda step: True,
     ),
     Row("shared_memory", s.shared_memory, joined=True, meets=lambda step: True),
-    *[Row("hogwild", lambda update=update: s.hogwild(update)) for update in ("free", "locked", "in_turn")],
+    *[Row("hogwild", lambda update=update: s.hogwild(update)) for update in ("free", "atomic", "locked", "in_turn")],
     Row("adasum", s.adasum, meets=lambda step: True),
     Row("adasum", lambda: s.adasum(of="updates"), meets=lambda step: True),
     Row("robust_sgd", s.robust_sgd, meets=lambda step: True),

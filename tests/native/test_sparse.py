@@ -21,6 +21,7 @@ from polytempo.data import SparseRows, libsvm_rows
 from polytempo.data.rows import random_rows
 from polytempo.native.kernels import sparse
 from polytempo.native.kernels.sparse import (
+    ATOMIC,
     FREE,
     IN_TURN,
     LOCKED,
@@ -106,7 +107,7 @@ def problem_of(rows: SparseRows, l2: float = 0.0) -> Problem:
 
 
 @settings(max_examples=examples(20))
-@given(st.integers(0, 2**16), st.sampled_from([0.0, 0.01]), st.sampled_from([FREE, LOCKED, IN_TURN]))
+@given(st.integers(0, 2**16), st.sampled_from([0.0, 0.01]), st.sampled_from([FREE, ATOMIC, LOCKED, IN_TURN]))
 def test_a_pass_equals_its_twin(seed: int, l2: float, update: int) -> None:
     rows = random_rows(30, 20, density=0.2, seed=seed)
     order = np.random.default_rng(seed).permutation(30)
@@ -128,7 +129,7 @@ def test_alone_a_window_changes_no_bit(window: int) -> None:
     assert direct.weights.tobytes() == held.weights.tobytes()
 
 
-@pytest.mark.parametrize("update", [FREE, LOCKED, IN_TURN])
+@pytest.mark.parametrize("update", [FREE, ATOMIC, LOCKED, IN_TURN])
 def test_alone_every_update_is_the_same_serial_descent(update: int) -> None:
     order = np.random.default_rng(0).permutation(SMALL.num_rows)
     free, other = problem_of(SMALL), problem_of(SMALL)
@@ -216,7 +217,7 @@ def test_workers_reach_the_serial_loss_within_two_percent(workers: int, more: di
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
+@pytest.mark.parametrize("update", ["free", "atomic", "locked", "in_turn"])
 def test_real_data(update: str, data_root: Path) -> None:
     rows = libsvm_rows(data_root / "a9a" / "a9a")
     if update == "in_turn":
@@ -226,7 +227,7 @@ def test_real_data(update: str, data_root: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
+@pytest.mark.parametrize("update", ["free", "atomic", "locked", "in_turn"])
 def test_workers_without_the_native_core(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "load", lambda: None)
     alone, fit = (fit_logistic(SMALL, workers=n, update=update, epochs=5) for n in (1, 2))
@@ -254,10 +255,10 @@ def test_rows_that_native_code_must_not_see(change: dict[str, Any], text: str) -
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"update": "often"}, "update must be one of free, locked, in_turn, got 'often'"),
+        ({"update": "often"}, "update must be one of free, atomic, locked, in_turn, got 'often'"),
         ({"workers": 0}, "workers must be a positive whole number, got 0"),
         ({"l2": -1.0}, "l2 must be finite and not negative, got -1.0"),
-        ({"window": 4, "update": "locked"}, "only update='free' has one"),
+        ({"window": 4, "update": "locked"}, "only free and atomic updates have one"),
     ],
 )
 def test_settings_that_cannot_be(change: dict[str, Any], text: str) -> None:
@@ -334,7 +335,7 @@ def final_loss(bag: Bag) -> float:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("turn", ["free", "locked", "in_turn"])
+@pytest.mark.parametrize("turn", ["free", "atomic", "locked", "in_turn"])
 def test_workers_train_one_copy_of_a_torch_model(turn: Any) -> None:
     reference, bag = bag_on_one_copy(), bag_on_one_copy()
     learn(reference, slice(None), lambda optimizer: None, 480)

@@ -174,7 +174,7 @@ def other_memory(net: nn.Sequential, optimizer: Optimizer) -> None:
 CHANGES: list[tuple[Any, str, list[Strategy]]] = [
     (other_layer, r"the optimizer was given other parameters", STRATEGIES),
     (other_dtype, r"another dtype than at attach", [s.sync_sgd(), s.local_sgd(), s.gossip(), s.power_sgd(1)]),
-    (other_memory, r"a parameter was given other memory", [s.hogwild(), s.hogwild("in_turn")]),
+    (other_memory, r"a parameter was given other memory", [s.hogwild(), s.hogwild("atomic"), s.hogwild("in_turn")]),
 ]
 
 

@@ -113,7 +113,7 @@ def lines(free: threading.Event | None = None, last: int = 0, epochs: int = 4) -
     )
 
 
-@pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
+@pytest.mark.parametrize("update", ["free", "atomic", "locked", "in_turn"])
 def test_hogwild_does_not_wait_for_a_score(update: Any, tmp_path: Path) -> None:
     """The first score ends after training: all rows are there, late scores too, and the report draws them."""
 

@@ -181,7 +181,7 @@ def late_by(delay: int, num_ranks: int, num_steps: int) -> Tensor:
     return history[-1]
 
 
-@pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
+@pytest.mark.parametrize("update", ["free", "atomic", "locked", "in_turn"])
 def test_one_worker_is_serial_descent_to_the_bit(update: str) -> None:
     assert torch.equal(trained(update, 1, 12)[0], late_by(0, 1, 12))
 
@@ -194,7 +194,7 @@ def test_in_turn_is_sequential_descent_whose_gradients_are_a_round_old(num_ranks
         assert torch.equal(parameters, late_by(num_ranks - 1, num_ranks, 8)), f"seed {seed}"
 
 
-@pytest.mark.parametrize("update", ["free", "locked"])
+@pytest.mark.parametrize("update", ["free", "atomic", "locked"])
 def test_a_seed_is_an_interleaving(update: str) -> None:
     first, again, other = (trained(update, 4, 12, seed) for seed in (1, 1, 2))
     assert torch.equal(first[0], again[0])
@@ -204,7 +204,7 @@ def test_a_seed_is_an_interleaving(update: str) -> None:
     assert sorted(first[1]) == sorted(list(range(4)) * 12)
 
 
-@pytest.mark.parametrize("update", ["free", "locked", "in_turn"])
+@pytest.mark.parametrize("update", ["free", "atomic", "locked", "in_turn"])
 def test_a_simulation_repeats_and_learns(update: Any) -> None:
     first, again, other = (simulate(JOB, strategies.hogwild(update), 4, seed=seed) for seed in (0, 0, 1))
     assert first == again
@@ -240,7 +240,7 @@ def test_only_the_time_of_a_large_run() -> None:
 def test_it_needs_one_host() -> None:
     with pytest.raises(ValueError, match=r"one copy of the parameters .* 4 workers are on 4 hosts; use .* one_host"):
         simulate(JOB, strategies.hogwild(), 4, cluster.ethernet())
-    with pytest.raises(ValueError, match="expected 'free' or 'locked' or 'in_turn', not 'often'"):
+    with pytest.raises(ValueError, match="expected 'free' or 'atomic' or 'locked' or 'in_turn', not 'often'"):
         strategies.hogwild("often")  # type: ignore[arg-type]
 
 

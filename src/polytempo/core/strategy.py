@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from polytempo.core.rule import Service
 from polytempo.core.transform import Transform, identity
 
-Turn = Literal["together", "free", "locked", "in_turn"]
-"""Writers to one copy of the parameters: all ranks by one update, each rank at any time, one after the other, or in the
-order of ranks, each once."""
+Turn = Literal["together", "free", "atomic", "locked", "in_turn"]
+"""Writers to one copy of the parameters: all ranks by one update, each rank at any time (component by component, by
+loads and stores or by atomic additions), one after the other, or in the order of ranks, each once."""
 
 
 class Staged(Protocol):

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """The answer of `pt_abi_version`; it changes with every function that is added, removed or called differently."""
 
 OFF_VARIABLE = "POLYTEMPO_NATIVE"
@@ -72,7 +72,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pt_plan_open": (_pointer, _pointer, _pointer),
     "pt_plan_close": (None, _pointer),
     "pt_logistic_epoch": (_i32, _pointer, _pointer, _i64, _i64, _i64, ctypes.c_float, _i32, _i64, _f64, _pointer),
-    "pt_scatter_add": (_i32, _pointer, _i64, _i64, _pointer, _pointer, _i64, ctypes.c_float),
+    "pt_scatter_add": (_i32, _i32, _pointer, _i64, _i64, _pointer, _pointer, _i64, _f64, _i32),
     "pt_step": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),
     "pt_norm": (_i32, _pointer, _pointer, _pointer, _f64, _pointer),
     "pt_layer_squares": (_i32, _pointer, _pointer, _pointer, _pointer, _i64, _pointer, _f64, _pointer),

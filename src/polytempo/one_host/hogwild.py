@@ -2,6 +2,7 @@
 
 free        rank 0  ──gradient──▶ update ──gradient──▶ update         whenever a gradient is there
             rank 1  ────gradient────▶ update ──gradient──▶ …
+atomic      the same, and each component is added to in one step, so no addition is lost
 locked      the same, but one update at a time
 in_turn     rank 0 updates, then rank 1, …, then rank 0 again: a baton goes round
 """
@@ -21,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from polytempo.core import Port, Strategy, Turn, Work
 from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.native.common import Common
-from polytempo.native.kernels.sparse import scatter_add_
+from polytempo.native.kernels.sparse import ADDED, scatter_add_
 from polytempo.one_host.one_copy import alias_parameters
 from polytempo.worlds import ProcessWorld
 
@@ -104,7 +105,8 @@ class TurnHooks:
     """Makes `optimizer.step()` of a real rank an update by its turn. The parameters must be the shared ones.
 
     Sparse gradients under plain SGD are added to the rows that they touch by `scatter_add_`, in single loads and
-    stores; all else is torch's own step on the shared memory.
+    stores; all else is torch's own step on the shared memory. If the turn is "atomic", all gradients under plain SGD
+    are added so, atomically; any other step is torch's own on a private copy, and its changes are added atomically.
     """
 
     def __init__(self, world: ProcessWorld, optimizer: Optimizer, turn: Turn, common: Common | None = None) -> None:
@@ -117,6 +119,7 @@ class TurnHooks:
         twice."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._homes = [(parameter, parameter.data_ptr()) for parameter in held]
+        self._private = _PrivateCopies(held) if turn == "atomic" else None
         self._inside = ExitStack()
         self._aside: list[tuple[Tensor, Tensor]] = []
         self.handles: list[RemovableHandle] = []
@@ -130,28 +133,32 @@ class TurnHooks:
         return self
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._updates:
+            return None
         if any(parameter.data_ptr() != home for parameter, home in self._homes):
             raise RuntimeError(
                 "a parameter was given other memory (`.data = …`, `model.to(…)`), so it is no longer the one copy; "
                 "write into it with `copy_`, or detach() and attach again"
             )
-        if self._updates:
-            return None
         self._updates = True
         replaced = _with_loss(args, kwargs) if type(self._optimizer) is SGD else None
         if self._turn == "locked":
             self._inside.enter_context(self._world.alone())
         elif self._turn == "in_turn":
             self._world.drive(self._baton.take(self._world.port))
-        self._aside = scatter_sparse_(self._optimizer)
+        self._aside = add_plain_(self._optimizer, atomic=self._private is not None)
         for parameter, _gradient in self._aside:
             parameter.grad = None  # torch's step passes over it
+        if self._private is not None:
+            self._private.enter(gradients_only=type(self._optimizer) is SGD)  # other steps may call a closure
         return replaced
 
     def _after_step(self, *_: Any) -> None:
         if not self._updates:
             return
         self._updates = False
+        if self._private is not None:
+            self._private.leave()
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -176,13 +183,56 @@ def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (args[0], lambda: loss), {}
 
 
-@torch.no_grad()
-def scatter_sparse_(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Do the part of a step of plain SGD that sparse gradients ask for: θ[rows] -= γ g, row by row.
+class _PrivateCopies:
+    """A step on a private copy of the parameters, and its changes, added atomically to the shared ones.
 
-    Plain is without momentum and weight decay. Returns the parameters that are done, with their gradients: float32
-    on the CPU with rows as gradients (embeddings). Cost: only the rows that the gradient names are touched, each as
-    often as it is named.
+    Memory: two copies of the parameters, kept from the first step on.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        other = next((p.dtype for p in parameters if p.dtype not in ADDED or p.device.type != "cpu"), None)
+        if other is not None:
+            raise ValueError(f"hogwild('atomic') adds to float32 and float64 on the CPU, not to {other}; use 'locked'")
+        self._parameters = parameters
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inside: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def enter(self, *, gradients_only: bool) -> None:
+        """Let all parameters, or only parameters with a gradient, be private copies of the shared ones."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is None and gradients_only:
+                continue
+            shared = parameter.data
+            mine, base = self._buffers.setdefault(number, (torch.empty_like(shared), torch.empty_like(shared)))
+            mine.copy_(base.copy_(shared))
+            parameter.data = mine
+            self._inside.append((parameter, shared, mine, base))
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Add the changes of the private copies to the shared parameters, and let these be the parameters again."""
+        for parameter, shared, mine, base in self._inside:
+            parameter.data = shared
+            _add_all_(shared, mine.sub_(base), 1.0)
+        self._inside.clear()
+
+
+def _add_all_(shared: Tensor, values: Tensor, scale: float) -> None:
+    """shared += scale · values, atomically. Both have the same strides, without gaps."""
+    numel = shared.numel()
+    if numel:
+        flat, added = (t.as_strided((1, numel), (numel, 1)) for t in (shared, values))
+        scatter_add_(flat, torch.zeros(1, dtype=torch.int64), added, scale, atomic=True)
+
+
+@torch.no_grad()
+def add_plain_(optimizer: Optimizer, *, atomic: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Do the part of a step of plain SGD that sparse gradients ask for, θ[rows] -= γ g; with `atomic` the whole step.
+
+    Plain is without momentum and weight decay. Returns the parameters that are done, with their gradients: float32 (or
+    float64, atomically) on the CPU. Cost: only the rows that the gradient names are touched, each as often as it is
+    named.
     """
     done: list[tuple[Tensor, Tensor]] = []
     if type(optimizer) is not SGD:
@@ -193,14 +243,20 @@ def scatter_sparse_(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         scale = float(group["lr"]) * (1.0 if group["maximize"] else -1.0)
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is not None and _is_rows(parameter, gradient):
-                scatter_add_(parameter.detach(), gradient._indices()[0], gradient._values(), scale)
-                done.append((parameter, gradient))
+            if gradient is None or parameter.dtype not in (ADDED if atomic else ADDED[:1]):
+                continue
+            if _is_rows(parameter, gradient):
+                scatter_add_(parameter.detach(), gradient._indices()[0], gradient._values(), scale, atomic=atomic)
+            elif atomic and gradient.layout == torch.strided and gradient.stride() == parameter.stride():
+                _add_all_(parameter.detach(), gradient, scale)
+            else:
+                continue
+            done.append((parameter, gradient))
     return done
 
 
 def _is_rows(parameter: Tensor, gradient: Tensor) -> bool:
-    plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
+    plain = parameter.device.type == "cpu" and parameter.is_contiguous()
     return plain and gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
 
 

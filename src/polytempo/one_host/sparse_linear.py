@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from polytempo.core import TimedOut
 from polytempo.data import SparseRows
-from polytempo.native.kernels.sparse import FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch
+from polytempo.native.kernels.sparse import ATOMIC, FREE, IN_TURN, LOCKED, Access, Problem, RowPart, logistic_epoch
 from polytempo.strategies.hogwild import Update
 
-_MODES = {"free": FREE, "locked": LOCKED, "in_turn": IN_TURN}
+_MODES = {"free": FREE, "atomic": ATOMIC, "locked": LOCKED, "in_turn": IN_TURN}
+_WINDOWED = ("free", "atomic")
 _LINE = 8
 """Numbers of 8 bytes in a cache line: writes of two workers do not share one."""
 _SHORTEST_CHEAP, _EXCHANGES_AN_EPOCH, _MOST_MOVEMENT = 128, 8, 320.0
@@ -55,8 +56,8 @@ class Settings:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 <= self.l2 < math.inf:
             raise ValueError(f"l2 must be finite and not negative, got {self.l2}")
-        if self.window is not None and self.update != "free":
-            raise ValueError(f"window={self.window}: only update='free' has one")
+        if self.window is not None and self.update not in _WINDOWED:
+            raise ValueError(f"window={self.window}: only {' and '.join(_WINDOWED)} updates have one")
 
 
 class Shared(NamedTuple):
@@ -144,7 +145,7 @@ def window_of(rows: SparseRows, settings: Settings) -> int:
     """
     if settings.window is not None:
         return settings.window
-    if settings.update != "free" or settings.workers == 1 or not len(rows.columns):
+    if settings.update not in _WINDOWED or settings.workers == 1 or not len(rows.columns):
         return 1
     cheap = max(_SHORTEST_CHEAP, 20 * rows.num_columns * rows.num_rows / len(rows.columns))
     often = rows.num_rows / (settings.workers * _EXCHANGES_AN_EPOCH)

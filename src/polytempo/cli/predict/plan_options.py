@@ -160,6 +160,8 @@ class PlanOptions:
     data: Data = None
     page: Annotated[Path | None, Option(OPTIONS, "FILE")] = None
     """Write a page with the picture."""
+    limit: Annotated[bool, Option(OPTIONS)] = False
+    """Find the last number of workers before further ones cost more than they bring, and why."""
     quote: Annotated[bool, Option(OPTIONS)] = False
     """Print only the commands that make the chosen runs."""
     json: Json = False
@@ -174,6 +176,8 @@ class PlanOptions:
             raise ValueError(
                 f"--strategies {self.strategies}: it says all strategies; leave out --{next(iter(self.axes))}"
             )
+        if self.limit and self.quote:
+            raise ValueError("--quote prints commands alone, without --limit; leave one out")
         if self.workers is None:
             object.__setattr__(self, "workers", _usual_workers(self.cluster))
         if self.price is None and self._file is not None:

@@ -20,6 +20,7 @@ from polytempo.planner.front import PlanLimits, Reversal
 from polytempo.planner.plan import NOT_CONSIDERED, RunPlan
 from polytempo.planner.search import plan_run as planned
 from polytempo.planner.search_space import SearchSpace, usual_strategies
+from polytempo.planner.worker_limit import CAUSES, WorkerLimit, worker_limit
 from polytempo.report.pages.plan_page import money_unit, plan_page, short_names
 from polytempo.report.pages.summary import human_seconds
 from polytempo.report.runs import plural
@@ -50,11 +51,15 @@ def plan_run(asked: PlanOptions) -> None:
                 seed=asked.seed,
                 say=show,
             )
+            limit = worker_limit(found.forecasts, limits, job, asked.data, cluster) if asked.limit else None
         finally:
             clear()
     plain = found.as_json()
     beyond = beyond_measured(asked.cluster, max(workers))
     commands, sentences = _commands(asked, found), [*_sentences(found, plain), *([] if beyond is None else [beyond])]
+    if limit is not None:
+        plain["limit"] = limit.as_json()
+        sentences.append(_limit(limit))
     if page is not None:
         files.replace(page, plan_page(plain, sentences, commands))
     if asked.json:
@@ -65,6 +70,8 @@ def plan_run(asked: PlanOptions) -> None:
         print("\n".join(commands))
     else:
         _show(plain, sentences)
+        if limit is not None:
+            _show_limit(limit)
         if page is not None:
             print(f"\nwritten to {page}")
     if found.interrupted:
@@ -188,6 +195,39 @@ def _other_limits(found: RunPlan, winner: RunForecast, names: Mapping[str, str],
             f"{less:.0%} of the price is saved by taking {human_seconds(cheaper[0].seconds)}: {told(cheaper[0])}."
         )
     return said
+
+
+def _limit(limit: WorkerLimit) -> str:
+    """The limit of workers, with the largest cause."""
+    end = limit.end
+    if not limit.steps:
+        return "The limit of workers is unknown: no run of two numbers of workers is known to reach the target."
+    if end is None:
+        last = limit.steps[-1]
+        return (
+            f"No limit of workers up to {last.after.run.workers}: from {last.before.run.workers} on they make the run "
+            f"{last.brings:.3g} times as fast, for {last.costs:.3g} times the price."
+        )
+    few, many = end.before, end.after
+    return (
+        f"The limit is {plural(few.run.workers, 'worker')}: {many.run.workers} are {end.brings:.3g} times as fast, for "
+        f"{end.costs:.3g} times the price. The largest cause is {CAUSES[end.reason]} "
+        f"({end.factors[end.reason]:.3g} times the seconds)."
+    )
+
+
+def _show_limit(limit: WorkerLimit) -> None:
+    print("\nMore workers: the price (seconds of all workers) rises by the product of the causes' factors.")
+    rows = [
+        (
+            f"{step.before.run.workers} to {step.after.run.workers}",
+            f"{step.brings:.3g}",
+            f"{step.costs:.3g}",
+            *(f"{step.factors[cause]:.3g}" for cause in CAUSES),
+        )
+        for step in limit.steps
+    ]
+    show_table(("workers", "faster", "dearer", *CAUSES), rows)
 
 
 def _size(workers: int, batch_size: int) -> str:

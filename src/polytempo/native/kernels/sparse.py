@@ -14,35 +14,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core import TimedOut
-from polytempo.native.library import load
+from polytempo.native.call import DTYPES
+from polytempo.native.library import load, why_not
 
-FREE, LOCKED, IN_TURN = 0, 1, 2
+FREE, LOCKED, IN_TURN, ATOMIC = 0, 1, 2, 3
+ADDED = (torch.float32, torch.float64)
+"""The dtypes of `scatter_add_`."""
 _WAITED_FOR = "an update of shared weights"
 _LATE, _MISMATCH, _NO_MEMORY = 2, 3, 5
 
 Floats = NDArray[np.float32]
 
 
-def scatter_add_(table: Tensor, rows: Tensor, values: Tensor, scale: float) -> None:
+def scatter_add_(table: Tensor, rows: Tensor, values: Tensor, scale: float, *, atomic: bool = False) -> None:
     """table[rows[i]] += scale · values[i] for every i, also where a row occurs several times.
 
-    Shapes: table (num_rows, …) contiguous float32, rows (count,) int64, values (count, …). With the native core each
-    element is one load and one store of 4 bytes, in the order of i, so processes may do this to one table at the same
-    time; without it torch's `index_add_` does the same.
-    Raises IndexError where a row is not in the table; then nothing was added.
+    Shapes: table (num_rows, …) contiguous float32 or float64, rows (count,) int64, values (count, …). With the native
+    core each element is one load and one store, in the order of i, so processes may do this to one table at the same
+    time, and of two additions to one element at the same moment one may be lost; with `atomic` none is. Without the
+    core torch's `index_add_` does the same for one process, and `atomic` is refused.
+    Errors: IndexError where a row is not in the table (then nothing was added), ValueError for other tables.
     """
-    if table.dtype != torch.float32 or not table.is_contiguous():
-        raise ValueError(f"scatter_add_ needs a contiguous table of float32, got {table.dtype}; use index_add_")
-    rows, values = rows.to(torch.int64).contiguous(), values.to(torch.float32).contiguous()
+    if table.dtype not in ADDED or not table.is_contiguous():
+        raise ValueError(f"scatter_add_ needs a contiguous table of float32 or float64, got {table.dtype}")
+    rows, values = rows.to(torch.int64).contiguous(), values.to(table.dtype).contiguous()
     library = load()
     if library is None:
+        if atomic:
+            raise ValueError(f"atomic additions need the native core: {why_not()}")
         table.index_add_(0, rows, values, alpha=scale)
         return
     width = table[0].numel() if len(table) else 1
     if values.numel() != len(rows) * width:
         raise ValueError(f"{len(rows)} rows of {width} need as many values, got {tuple(values.shape)}")
     status = library.pt_scatter_add(
-        table.data_ptr(), len(table), width, rows.data_ptr(), values.data_ptr(), len(rows), scale
+        *(DTYPES[table.dtype], table.data_ptr(), len(table), width, rows.data_ptr(), values.data_ptr(), len(rows)),
+        *(scale, atomic),
     )
     if status == _MISMATCH:
         raise IndexError(f"rows run from 0 to {len(table) - 1}, got {int(rows.min())} to {int(rows.max())}")
@@ -77,8 +84,9 @@ class RowPart(NamedTuple):
 class Access(NamedTuple):
     """A worker's way of writing to the shared weights.
 
-    FREE writes without locks, a `window` of rows at a time; LOCKED locks the row's columns (without the native core:
-    everything, by `lock`); IN_TURN waits until position - 1 is written. A lock or a turn comes within `timeout_s`.
+    FREE writes without locks, a `window` of rows at a time; ATOMIC does so and loses no addition; LOCKED locks the
+    row's columns (without the native core both lock everything, by `lock`); IN_TURN waits until position - 1 is
+    written. A lock or a turn comes within `timeout_s`.
     """
 
     update: int = FREE
@@ -140,7 +148,7 @@ def _twin_epoch(
         columns, gradient = _gradient(problem, int(order[position]))
         if update == IN_TURN and not _came(problem.turn, position, access.timeout_s):
             raise TimedOut(rank, None, _WAITED_FOR, access.timeout_s)
-        with lock if update == LOCKED and lock is not None else nullcontext():
+        with lock if update in (LOCKED, ATOMIC) and lock is not None else nullcontext():
             for column, value in zip(columns, gradient, strict=True):
                 decay = np.float32(0) if problem.decay is None else problem.decay[column]
                 problem.weights[column] -= step * (value + decay * problem.weights[column])

@@ -37,15 +37,16 @@ def fit_logistic(rows: SparseRows, settings: Settings | None = None, **more: Any
         fit = fit_logistic(rows, workers=2, epochs=5)
 
     Every epoch the samples are dealt in a new order, the step size is `lr` · `decay`ᵏ, and the workers, which are
-    processes, share one vector of weights in memory. `update`: "free" is Hogwild!, without locks; "locked" locks the
-    features of a sample while they are written (AIG); "in_turn" writes in the order of the samples. One worker is
-    serial gradient descent by the same code. λ is `l2`: a sample decays only its own features, by n/nᵥ times as much
-    for a feature that nᵥ samples have.
+    processes, share one vector of weights in memory. `update`: "free" is Hogwild!, without locks, where of two
+    additions to one weight at the same moment one may be lost; "atomic" loses none, as the paper assumes; "locked"
+    locks the features of a sample while they are written (AIG); "in_turn" writes in the order of the samples. One
+    worker is serial gradient descent by the same code. λ is `l2`: a sample decays only its own features, by n/nᵥ times
+    as much for a feature that nᵥ samples have.
 
-    `window`: the number of samples that a free worker learns from, on weights of its own, before it adds its changes to
-    the shared weights and reads them. With 1 every update is written immediately, as in the paper; but learning from a
-    sample takes less time than a cache line needs between two cores, so it gains little. None chooses a window
-    (`window_of`), and 1 for one worker.
+    `window`: the number of samples that a free or atomic worker learns from, on weights of its own, before it adds its
+    changes to the shared weights and reads them. With 1 every update is written immediately, as in the paper; but
+    learning from a sample takes less time than a cache line needs between two cores, so it gains little. None chooses a
+    window (`window_of`), and 1 for one worker.
 
     Cost: an update touches only the sample's features; memory 4 bytes a feature, and 8 more a worker where it has a
     window. Deviations from the paper: the window; and samples are dealt without repetition, as in its experiments.
