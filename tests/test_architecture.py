@@ -136,6 +136,7 @@ IMPORTED_LATE = {
     ("compression/codecs/top_k.py", "zstandard"): "an extra: only top_k(entropy=True) needs it",
     ("data/readers/spark_frame.py", "pyarrow"): "of the extra `spark`: only a task of Spark needs it",
     ("data/readers/spark_frame.py", "pyspark"): "an extra: only a task of Spark needs it",
+    ("interop/averaging_rounds.py", "dask"): "an extra: only partitions of dask need it",
     ("engines/on_kubernetes/api.py", "kubernetes"): "an extra: only the engine `kubernetes` needs it",
     ("engines/on_kubernetes/api.py", "urllib3.exceptions"): "of the extra `kubernetes`",
     ("engines/on_spark/spark_engine.py", "pyspark.sql"): "an extra: only the engine `spark` needs it",

@@ -15,6 +15,7 @@ CHAPTERS = {
     "PT15": "Noise scale and batches",
     "PT16": "Averages of weights, drift, threads",
     "PT17": "Strategies inside strategies",
+    "PT18": "Map and reduce",
 }
 HEAD = """# Refusals
 

@@ -10,10 +10,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import dask
+import dask.bag
 import pytest
 from distributed import Client, Future, LocalCluster
 
 import polytempo as pt
+from engines import averaging
 from engines.cluster_runs import (
     DETERMINISTIC,
     FAILS,
@@ -33,6 +36,7 @@ from engines.cluster_runs import (
 from polytempo.engines.on_dask.dask_engine import DaskStarter
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.engines.remote.ticket import AgentTicket
+from polytempo.interop import map_reduce
 from polytempo.wire.keys import make_keys
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
@@ -101,6 +105,18 @@ def test_a_job_that_fails_says_why(client: Client, tmp_path: Path) -> None:
     job = pt.jobs.find(f"{tmp_path}/own.py:job")
     with pytest.raises(WorkerDied, match="no such data on this node"):
         pt.run(job, pt.strategies.sync_sgd(), workers=2, engine=pt.engines.dask(client), epochs=1)
+
+
+@pytest.mark.parametrize("scheduler", ["distributed", "threads"])
+def test_rounds_on_a_bag_equal_rounds_on_lists(client: Client, scheduler: str) -> None:
+    """Tasks run on the client's workers, or on threads of this process."""
+    bag = dask.bag.from_sequence(averaging.rows(), npartitions=5)
+    lists = [part.compute() for part in bag.to_delayed()]
+    with dask.config.set(scheduler=scheduler):
+        found = map_reduce(averaging.JOB, bag, rounds=3)
+    averaging.check(found, map_reduce(averaging.JOB, lists, rounds=3))
+    with pytest.raises(ValueError, match="to_bag"):
+        map_reduce(averaging.JOB, dask.delayed(averaging.rows)())
 
 
 def test_a_cancelled_task_ends_its_agent(client: Client, mark: str) -> None:

@@ -17,8 +17,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 import polytempo as pt
+from engines import averaging
 from polytempo.core.errors import PolytempoError
 from polytempo.engines.on_spark.spark_engine import slots
+from polytempo.interop import map_reduce
 
 DIGITS = pt.jobs.find("digits")
 STEPS = 12
@@ -186,6 +188,25 @@ def test_partitions_that_do_not_fit_are_named(session: Any, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="different types or shapes"):
         pt.data.from_spark(frame, tmp_path / "set", inputs="x", target="y")
     assert not (tmp_path / "set" / "index.json").exists()
+
+
+# --- map and reduce
+
+
+def test_rounds_on_an_rdd_equal_rounds_on_lists(session: Any) -> None:
+    rdd = session.sparkContext.parallelize(averaging.rows(), 4)
+    found = map_reduce(averaging.JOB, rdd, rounds=3)
+    averaging.check(found, map_reduce(averaging.JOB, rdd.glom().collect(), rounds=3))
+
+
+def test_a_partition_that_fails_and_a_data_frame_are_named(session: Any) -> None:
+    rdd = session.sparkContext.parallelize([(1, 2, 3)], 2)
+    with pytest.raises(Exception, match=r"loss\(output, target\) needs batches that are pairs"):
+        map_reduce(averaging.JOB, rdd)
+    with pytest.raises(ValueError, match=r"frame\.rdd"):
+        map_reduce(averaging.JOB, session.range(2))
+    with pytest.raises(ValueError, match="no partition has a sample"):
+        map_reduce(averaging.JOB, rdd.filter(lambda _: False))
 
 
 # --- failures
