@@ -9,7 +9,7 @@ import ast
 from inspect import get_annotations
 from pathlib import Path
 
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.table import option_keywords
 from polytempo.spec.table.option import entries
 

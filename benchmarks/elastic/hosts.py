@@ -29,7 +29,7 @@ from main import table
 import polytempo as pt
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 WORKERS, MOST, SILENT_S = 4, 6, 5.0

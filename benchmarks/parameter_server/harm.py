@@ -29,9 +29,9 @@ from polytempo.data.ledger import Ledger
 from polytempo.engines.processes.fork import fork
 from polytempo.engines.processes.worker_processes import Child
 from polytempo.runs.served import run_served, served_program
+from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.served_run import ServedRun
-from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.message import Ask, Beat, Deal, Message, Outbox
 from polytempo.server.timing import Timing
 from polytempo.spec.result import parameters_sha256

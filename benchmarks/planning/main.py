@@ -33,7 +33,7 @@ from polytempo.planner.search_space import PlannedRun, SearchSpace
 from polytempo.runs.calibration.calibrate import calibrate
 from polytempo.runs.calibration.earlier import compared
 from polytempo.runs.calibration.job_pace import with_pace
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 
 STRATEGIES = (

@@ -44,7 +44,7 @@ from polytempo.report.pages.validation import typical_step_s
 from polytempo.report.runs import load_run
 from polytempo.runs.calibration.calibrate import calibrate
 from polytempo.runs.calibration.job_pace import with_pace
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 JOBS = {name: f"{Path(__file__).with_name('job.py')}:{name}" for name in ("job", "small")}
 s, c = pt.strategies, pt.collectives

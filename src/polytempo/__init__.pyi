@@ -37,9 +37,9 @@ from polytempo.spec.job import Data as Data
 from polytempo.spec.job import Job as Job
 from polytempo.spec.job import of_batch as of_batch
 from polytempo.spec.loss_divisor import divided_by as divided_by
-from polytempo.spec.options import RunOptions as RunOptions
 from polytempo.spec.precision import precision as precision
 from polytempo.spec.result import Result as Result
+from polytempo.spec.run_options import RunOptions as RunOptions
 from polytempo.spec.text.catalogue import parse_strategy as parse_strategy
 from polytempo.training.elastic.loop_state import ElasticState as ElasticState
 from polytempo.training.hooks.attached_models import no_sync as no_sync

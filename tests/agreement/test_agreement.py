@@ -16,7 +16,7 @@ from polytempo.engines.processes.worker import RankInfo, Result
 from polytempo.jobs import find
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulate_served import simulate_served
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.trainer import Trainer
 

@@ -30,7 +30,7 @@ from polytempo.runs.calibration.kernel_samples import _around, _exchanges, _pass
 from polytempo.runs.calibration.link_samples import collectives, links
 from polytempo.runs.calibration.server_samples import _job, pushes
 from polytempo.runs.frame.job_memory import estimated, measured_bytes
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.memory import keep_memory
 from polytempo.worlds import VirtualWorld

@@ -16,7 +16,7 @@ import polytempo as pt
 from laws.combinations import FAMILIES, LAYOUTS, SERVED, STAGED, WAITING, Combination
 from polytempo.core import Strategy
 from polytempo.data.plan import part, permutation
-from polytempo.spec.options import OptionKeywords
+from polytempo.spec.run_options import OptionKeywords
 from polytempo.worlds import ProcessWorld
 
 SAMPLES, GLOBAL_BATCH, STEPS = 71, 24, 6

@@ -22,7 +22,7 @@ from polytempo.data.plan import alike, global_batches, slices
 from polytempo.data.shard import DataShard
 from polytempo.runs.simulated.in_step import groups_in_step
 from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 EVEN = pt.cluster.ethernet(gflops=0.2)

@@ -20,7 +20,7 @@ from polytempo.core import NotFinite
 from polytempo.runs.simulated import simulate
 from polytempo.runs.simulated.in_step import groups_in_turn
 from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 

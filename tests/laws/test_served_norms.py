@@ -15,7 +15,7 @@ from laws.catalogue import ONE_WORKER, SERVED, Row, label
 from polytempo.cluster import Cluster, Link, lognormal
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 WORKERS, STEPS, MOMENTUM, FEATURES = 3, 12, 0.1, 2
 

@@ -14,8 +14,8 @@ from polytempo.cluster import Cluster, Link, lognormal
 from polytempo.runs.frame import run_page as shown
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import RunOptions
 
 WORKERS, STEPS, FEATURES = 3, 14, 3
 CLUSTER = Cluster(Link(1e-5, 1e9), flops_per_s=1e7, stragglers=lognormal(0.5))

@@ -13,7 +13,7 @@ import polytempo as pt
 from polytempo.aggregation import krum
 from polytempo.core import Strategy
 from polytempo.engines.processes.worker import Result
-from polytempo.training.step.bucketing import buckets
+from polytempo.training.step.bucket_cuts import buckets
 from polytempo.worlds import ProcessWorld
 from process.crew import batches, close, flat, loop, mine, small, squared, together
 

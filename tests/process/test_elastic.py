@@ -20,8 +20,8 @@ from polytempo.engines.processes.failures import WorkerDied
 from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.runs.run_collective import run_collective
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import parse_precision
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from waiting import soon
 

@@ -18,7 +18,7 @@ from polytempo.engines.ssh_engine import Ssh
 from polytempo.report.status.live_status import read_status
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from process.test_elastic import job, trains_with
 from process.test_remote_engine import agent_pids, children_of

@@ -20,8 +20,8 @@ from polytempo.core import Strategy
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, run_elastic
 from polytempo.runs.run_collective import run_collective
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.synchronization import every
 from waiting import soon

@@ -21,7 +21,7 @@ from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.runs.served import run_served
 from polytempo.runs.served.run_served import Launcher
 from polytempo.server.message import Ask, Message, Outbox
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.keys import make_keys
 

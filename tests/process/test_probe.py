@@ -20,7 +20,7 @@ from polytempo.runs.calibration import job_pace, kernel_samples, measurement, se
 from polytempo.runs.calibration.calibrate import calibrate
 from polytempo.runs.calibration.measurement import NO_EXCHANGE, small_job
 from polytempo.runs.calibration.probe import measure
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 pytestmark = pytest.mark.process

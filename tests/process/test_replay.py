@@ -22,9 +22,9 @@ from polytempo.core import Strategy
 from polytempo.replay.message_order import Stop
 from polytempo.replay.replay import Replayed, replay
 from polytempo.runs.served import run_served
+from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.served_run import ServedRun
-from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.message import Outbox
 
 pytestmark = pytest.mark.process

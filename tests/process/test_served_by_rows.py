@@ -13,7 +13,7 @@ from polytempo.cluster import ethernet
 from polytempo.runs.served.run_served import run_served
 from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.spec.job import Data, Job, most_likely
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 pytestmark = pytest.mark.process

@@ -22,8 +22,8 @@ from torch import Tensor
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
 from polytempo.report.status.metrics import read_metrics
+from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.served_run import ServedRun
-from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.chains import ShardLost
 from polytempo.server.message import Beat, Deal, Message, Outbox, Scored
 from process.harmed_runs import harm

@@ -7,7 +7,7 @@ from pathlib import Path
 from polytempo import strategies
 from polytempo.jobs import find
 from polytempo.runs.served.run_served import run_served
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 

@@ -20,13 +20,13 @@ from polytempo.core.rule import Service
 from polytempo.partition import schedules
 from polytempo.partition.staged_strategy import over_stages
 from polytempo.runs.served import run_served
+from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.served_run import ServedRun
-from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.server.message import Deal, Outbox
 from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from process.harmed_runs import harm
 from staged_job import plain

@@ -17,7 +17,7 @@ from branch_models import Towers, trained
 from polytempo.bench.thread_grid import GridSetting, grid
 from polytempo.partition.branches import ThreadedModel, Threads
 from polytempo.partition.branches.pool import Pool, PoolWork
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 PATIENCE_S = 20

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from polytempo.cli.main import app
 from polytempo.cli.options.command_options import CommandOptions, given_options, load_file
 from polytempo.core.system.url_path import UrlPath
-from polytempo.spec.options import RunOptions, parse_until
+from polytempo.spec.run_options import RunOptions, parse_until
 
 TOML = """
 job = "digits"

@@ -17,8 +17,8 @@ from polytempo.core import NotFinite
 from polytempo.runs import compare as comparison
 from polytempo.runs.compare import ComparisonIncomplete
 from polytempo.runs.frame.rehearsal import _rehearsed
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 JOB = pt.jobs.find("digits")

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.data.shard import DataShard
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic.elastic_strategies import check_elastic
 

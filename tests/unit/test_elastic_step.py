@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import polytempo as pt
 from polytempo.core import PeerLost, Port
 from polytempo.membership.message import GroupView
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.elastic import elastic_training
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point

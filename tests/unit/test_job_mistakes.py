@@ -21,7 +21,7 @@ from polytempo.core.errors import JobFailed
 from polytempo.runs.frame import rehearsal
 from polytempo.runs.frame.rehearsal import Rehearsed, _rehearsed, rehearse
 from polytempo.spec.objective import loss_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 CLASSES, FEATURES = 3, 4

@@ -11,7 +11,7 @@ import polytempo as pt
 from polytempo.jobs import find
 from polytempo.runs.frame.job_memory import estimated, estimated_stage
 from polytempo.spec.job_calls import data_of, model_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.parts.staged_training import cut_of
 

@@ -19,7 +19,7 @@ from polytempo.core.system.url_path import UrlPath
 from polytempo.engines.engine import EngineAddress
 from polytempo.runs.frame.launcher_files import PART_BYTES, FileAnswer, FileRequest, FileServer, OutFolder, served_files
 from polytempo.runs.frame.launcher_filesystem import URL, FileClient, LauncherFileSystem, checked, with_launcher_files
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, commit, read_part, write_part
 from polytempo.training.checkpoint.checkpoint_folders import latest

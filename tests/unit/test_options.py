@@ -14,7 +14,7 @@ from torch import nn
 import option_keywords
 import polytempo as pt
 from polytempo.cli.options.command_options import CommandOptions
-from polytempo.spec.options import OptionKeywords, with_keywords
+from polytempo.spec.run_options import OptionKeywords, with_keywords
 from polytempo.spec.table.option import entries
 
 

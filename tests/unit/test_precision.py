@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import polytempo as pt
 from polytempo.core import NotFinite
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision, parse_precision
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.precision import masters as module_of_masters
 from polytempo.training.precision.masters import LossScaling, Masters

@@ -12,7 +12,7 @@ import pytest
 import polytempo
 from polytempo.core.calls.refusals import Incompatible, Refusal, refusal_of, refusals, refuse
 from polytempo.spec import run_spec
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 SOURCE = Path(polytempo.__file__).parent

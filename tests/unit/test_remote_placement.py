@@ -27,7 +27,7 @@ from polytempo.engines.remote.messages import (
 )
 from polytempo.engines.remote.remote_engine import RemoteEngine, opened_remote
 from polytempo.engines.remote.ticket import AgentTicket, StartedAgent
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.wire.channel import ChannelClient
 

@@ -10,7 +10,7 @@ import pytest
 from polytempo.jobs.digits import job
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.run_page import show_rows
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 

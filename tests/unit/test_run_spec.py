@@ -11,7 +11,7 @@ import torch
 import polytempo as pt
 from polytempo.core import Strategy
 from polytempo.spec.job_calls import replica_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 DIGITS = pt.jobs.find("digits")  # lr 0.1, batch size 32, 15 epochs

@@ -11,7 +11,7 @@ from polytempo.core import PolytempoError
 from polytempo.engines.engine import Launch, parse_engine
 from polytempo.engines.on_slurm.allocation import Allocation, existing, granted
 from polytempo.engines.on_slurm.slurm_engine import Slurm, slurm_script, submit
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 TWO = Allocation("7", ("n1", "n2"), ("10.0.0.1", "10.0.0.2"))

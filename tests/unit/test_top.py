@@ -29,7 +29,7 @@ from polytempo.report.status.live_status import (
 )
 from polytempo.report.status.live_view import view
 from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 STATUS = LiveStatus(

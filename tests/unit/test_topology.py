@@ -6,7 +6,7 @@ import pytest
 
 import polytempo as pt
 from polytempo.core import Mesh
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 

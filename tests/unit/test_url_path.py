@@ -10,7 +10,7 @@ from object_store import bucket
 from polytempo.core.system import files
 from polytempo.core.system.url_path import UrlPath, place
 from polytempo.report.status.metrics import GrownObject, MetricsWriter, read_metrics
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from polytempo.data.ledger import Verdict
 from polytempo.data.plan import permutation
 from polytempo.runs.simulated.simulate_served import ServedSimulation
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from slices import verdicts
 

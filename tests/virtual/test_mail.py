@@ -10,7 +10,7 @@ import pytest
 
 from helpers import CLUSTER, payload
 from polytempo.cluster import Crash, Fault, KernelSpeed, Speeds
-from polytempo.cluster.speeds import MESSAGE
+from polytempo.cluster.computing_time import MESSAGE
 from polytempo.core import Deadlock, Port, Program, TimedOut
 from polytempo.core.op import Take
 from polytempo.worlds import VirtualWorld

@@ -15,8 +15,8 @@ from polytempo.core import Port, Strategy
 from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job_calls import replica_of
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import latest

@@ -28,8 +28,8 @@ from polytempo.runs.simulated.simulate_served import simulate_served
 from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import parameters_sha256
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_facts import staleness_of
 from polytempo.training.served.shard_rule import parameters_of, update_rule_of

@@ -39,7 +39,7 @@ from polytempo.server.service import served
 from polytempo.server.shard.node import Node
 from polytempo.server.shard.shard import Shard
 from polytempo.server.timing import Timing
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from virtual.compressed_shards import (
     BY_ROWS,

@@ -22,7 +22,7 @@ from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.layout import Parameter, Span, stage_spans
 from polytempo.server.rules.synchronous_step import hardsync
 from polytempo.server.service import served
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from staged_job import plain, points
 

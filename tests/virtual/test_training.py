@@ -14,7 +14,7 @@ from polytempo import cluster, data, strategies
 from polytempo.jobs import find
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 
 class Noisy(Dataset[Any]):

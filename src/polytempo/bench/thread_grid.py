@@ -29,7 +29,7 @@ from polytempo.partition.branches import BranchedModel, Threads
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of, next_batch, replica_of
 from polytempo.spec.objective import loss_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.hooks.attach import AttachOptions, attach_replica

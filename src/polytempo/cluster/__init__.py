@@ -1,9 +1,9 @@
 """Parts of a virtual world: hosts, links, speeds, stragglers, failures."""
 
 from polytempo.cluster.cluster import Cluster, CollectiveLink, Crash, Fault, Link, Pause
+from polytempo.cluster.computing_time import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.presets import ethernet, infiniband, internet, one_host
 from polytempo.cluster.slow_spells import CorrelatedStragglers, correlated, slow_spells
-from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant, exponential, lognormal, occasional, slow_host, uniform
 
 __all__ = [

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
-from polytempo.cluster.speeds import MESSAGE, KernelSpeed, Speeds
+from polytempo.cluster.computing_time import MESSAGE, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import Stragglers, constant
 
 if TYPE_CHECKING:

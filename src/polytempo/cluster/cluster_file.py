@@ -24,8 +24,8 @@ import msgspec
 from msgspec import Meta
 
 from polytempo.cluster.cluster import Cluster, CollectiveLink, Link
+from polytempo.cluster.computing_time import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.slow_spells import CorrelatedStragglers, measured_steps
-from polytempo.cluster.speeds import JobPace, KernelSpeed, Speeds
 from polytempo.cluster.stragglers import constant
 
 FORMAT = "polytempo-cluster"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polytempo.cluster.speeds import KernelSpeed
+from polytempo.cluster.computing_time import KernelSpeed
 from polytempo.core.arithmetic.kernel_use import Uses
 
 _LEAST_S = 1e-9

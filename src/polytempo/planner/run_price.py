@@ -18,7 +18,7 @@ from polytempo.runs.simulated.simulate import simulate
 from polytempo.runs.simulated.simulation_checks import needs_values
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, model_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.training.parts.staged_training import cut_of

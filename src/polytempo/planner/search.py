@@ -34,7 +34,7 @@ from polytempo.planner.search_space import LeftOut, PlannedRun, SearchSpace
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.training.job.program import STEPS_BETWEEN_SCORES, check_length
 

@@ -37,8 +37,8 @@ from polytempo.server.snapshots.snapshot import read
 from polytempo.server.tensors.optimizer import can_be_native
 from polytempo.server.timing import Timing
 from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import precision_of
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.served.served_context import ComputeGradients

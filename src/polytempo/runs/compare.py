@@ -22,8 +22,8 @@ from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.folder_names import slug
 from polytempo.runs.run import performed, prepare
 from polytempo.spec.job import Job
-from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_strategies, strategy_from
 

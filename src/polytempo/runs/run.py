@@ -29,8 +29,8 @@ from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.runs.run_collective import run_collective
 from polytempo.runs.served.run_served import run_served
 from polytempo.spec.job import Job
-from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.training.checkpoint.checkpoint_files import go_on_from

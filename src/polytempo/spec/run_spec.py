@@ -18,8 +18,8 @@ from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refuse
 from polytempo.spec.batch_growth import Geometric, NormTest
 from polytempo.spec.job import Job, check_job
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_strategy
 from polytempo.spec.topology import Topology, num_added
 

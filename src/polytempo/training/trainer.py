@@ -25,8 +25,8 @@ from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
-from polytempo.spec.options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.result import Result, parameters_sha256
+from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd

@@ -23,7 +23,7 @@ from polytempo.runs.simulated.simulation_checks import needs_values
 from polytempo.spec.explanation import Explanation, Planned, Traffic
 from polytempo.spec.explanation import explain as explained
 from polytempo.spec.job_calls import model_of
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
 from polytempo.training.pipeline.pipeline_stage import schedule_of
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from polytempo.cli.options.command_options import OUTPUT, RUN, read_options, table
 from polytempo.cli.options.failure import exit_code
-from polytempo.spec.options import FOLDER, LENGTH, PROCESS, TRAINING
+from polytempo.spec.run_options import FOLDER, LENGTH, PROCESS, TRAINING
 from polytempo.spec.table.option import OptionRow, entries
 
 T = TypeVar("T")

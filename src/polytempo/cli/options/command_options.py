@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from polytempo.cli.options import values
 from polytempo.cli.options.completion import cluster_names, distribution_names, engine_names, job_names, strategy_names
-from polytempo.spec.options import FOLDER, RunOptions
+from polytempo.spec.run_options import FOLDER, RunOptions
 from polytempo.spec.table.option import ONE_STRATEGY, PROCESSES, TRAIN, Option, OptionRow, entries, unknown_option
 
 T = TypeVar("T")

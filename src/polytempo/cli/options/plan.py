@@ -13,7 +13,7 @@ from polytempo.core.system.url_path import UrlPath
 from polytempo.runs.frame.arguments import check_workers
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import not_read
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 

@@ -13,7 +13,7 @@ from polytempo.cli.options.folder import checked_folder, default_folder
 from polytempo.engines.engine_name import EngineName
 from polytempo.engines.join.environment import RankPlace, recognise
 from polytempo.runs.frame.folder_names import slug
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 
 class RunRequest(NamedTuple):

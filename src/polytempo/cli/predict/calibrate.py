@@ -20,7 +20,7 @@ from polytempo.runs.calibration.earlier import compared
 from polytempo.runs.calibration.job_pace import with_pace
 from polytempo.runs.calibration.measurement import NO_EXCHANGE
 from polytempo.runs.frame.rehearsal import rehearse
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
 _PERCENT = 100

@@ -15,7 +15,7 @@ from polytempo.engines.engine import parse_engine
 from polytempo.jobs import find
 from polytempo.report.pages.summary import human_seconds
 from polytempo.runs.calibration.probe import measure as measured_by
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 

@@ -2,7 +2,7 @@
 
 from polytempo.partition.schedules.action import Action, Schedule
 from polytempo.partition.schedules.correction import Correction, Estimation, PipeMare, SpecTrain, pipemare, spectrain
-from polytempo.partition.schedules.delayed import (
+from polytempo.partition.schedules.late_orders import (
     ddg,
     features_replay,
     pipedream,
@@ -10,7 +10,7 @@ from polytempo.partition.schedules.delayed import (
     pipelined_backprop,
     synthetic_gradients,
 )
-from polytempo.partition.schedules.waiting import gpipe, interleaved, one_f_one_b, zero_bubble
+from polytempo.partition.schedules.waiting_orders import gpipe, interleaved, one_f_one_b, zero_bubble
 
 __all__ = [
     "Action",

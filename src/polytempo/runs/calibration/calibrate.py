@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from polytempo.cluster import Cluster, CollectiveLink, KernelSpeed, Link, Speeds
+from polytempo.cluster.computing_time import EXCHANGE, MESSAGE
 from polytempo.cluster.fit import Sample, fitted
 from polytempo.cluster.measured import Measured, cluster_of
 from polytempo.cluster.slow_spells import measured_steps
-from polytempo.cluster.speeds import EXCHANGE, MESSAGE
 from polytempo.cluster.stragglers import Stragglers, constant
 from polytempo.engines.engine import EngineSetup
 from polytempo.jobs import find
@@ -39,7 +39,7 @@ from polytempo.runs.calibration.measurement import (
 from polytempo.runs.calibration.probe import answers, hosts_of, measured_of
 from polytempo.runs.calibration.server_exchange import with_server_exchange
 from polytempo.runs.simulated.simulate import simulate
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 

@@ -21,8 +21,8 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from polytempo.cluster import Cluster, JobPace
+from polytempo.cluster.computing_time import EXCHANGE
 from polytempo.cluster.slow_spells import measured_steps
-from polytempo.cluster.speeds import EXCHANGE
 from polytempo.cluster.stragglers import constant
 from polytempo.core import Strategy
 from polytempo.engines.engine import EngineSetup
@@ -33,7 +33,7 @@ from polytempo.runs.calibration.measurement import NO_EXCHANGE, correlation_of, 
 from polytempo.runs.run import run
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.strategies import sync_sgd
 
 _STEPS, _WARM_UP, _SIMULATED = 90, 10, 4

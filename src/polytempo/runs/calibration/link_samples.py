@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from polytempo.cluster import Link
+from polytempo.cluster.computing_time import COLLECTIVE
 from polytempo.cluster.fit import Sample, fitted
-from polytempo.cluster.speeds import COLLECTIVE
 from polytempo.core import Port
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Collective, Op

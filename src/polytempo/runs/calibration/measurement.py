@@ -31,7 +31,7 @@ from polytempo.runs.calibration.link_samples import collectives, links
 from polytempo.runs.calibration.probe import flops_per_s
 from polytempo.runs.calibration.server_samples import servers
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.strategies import local_sgd, one_bit_sgd, power_sgd, sync_sgd
 from polytempo.training.trainer import Trainer
 from polytempo.worlds import ProcessWorld

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polytempo.cluster import Cluster, KernelSpeed
-from polytempo.cluster.speeds import SERVER_EXCHANGE, SERVER_STEP
+from polytempo.cluster.computing_time import SERVER_EXCHANGE, SERVER_STEP
 from polytempo.engines.engine import EngineSetup
 from polytempo.engines.processes import janitor
 from polytempo.report.pages.validation import typical_step_s

@@ -26,7 +26,7 @@ from polytempo.runs.simulated.simulate_served import ServedSimulation
 from polytempo.server.loop import Machine, serve
 from polytempo.server.message import Message, Outbox, Push
 from polytempo.spec.job import Data, Job
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import async_sgd
 from polytempo.training.served.worker_program import Attendance

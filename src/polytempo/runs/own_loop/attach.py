@@ -24,7 +24,7 @@ from polytempo.training.model.ports import ports_of
 from polytempo.training.model.requirements import check_served
 from polytempo.training.own_loop.served_handle import ServedHandle
 from polytempo.training.precision.masters import check as check_masters
-from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES
+from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
 from polytempo.worlds import ProcessWorld, current
 

@@ -33,15 +33,15 @@ from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.own_loop.shard_copy import hold_shard
 from polytempo.runs.process.host_mail import HostMailboxes, KeeperMail
 from polytempo.runs.process.mailbox_directory import MailboxDirectory, OpenMail
+from polytempo.runs.served.process_account import ProcessSupervisor
 from polytempo.runs.served.run_served import Launcher
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_node import Mailboxes, Setting
-from polytempo.runs.served.supervisor import ProcessSupervisor
 from polytempo.server.coordinator.coordinator import Listeners
 from polytempo.server.coordinator.saved_schedule import encoded
 from polytempo.server.loop import serve
 from polytempo.server.message import Outbox, RunFailed
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.training.served.server_facts import facts_of
 from polytempo.wire.keys import Keys, write_keys

@@ -20,14 +20,14 @@ from polytempo.engines.processes.failures import WorkerDied, died, how
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.frame.run_frame import framed_job, torch_threads, with_page
+from polytempo.runs.served.process_account import Departure, ProcessSupervisor
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_run import ServedOutcome, ServedRun
-from polytempo.runs.served.supervisor import Departure, ProcessSupervisor
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.served.server_plan import ServerPlan
 

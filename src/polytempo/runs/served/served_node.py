@@ -41,7 +41,7 @@ from polytempo.server.shard.shard import Shard
 from polytempo.server.snapshots.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.snapshots.snapshot import SnapshotWriter, WrittenSnapshot, read, snapshot_errors
 from polytempo.server.worker.host.lent_gradients import LentGradients
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import performed_work
 from polytempo.wire.shared import Arenas

@@ -13,8 +13,8 @@ from polytempo.runs.served.served_program import ServedProgram
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Statistics
-from polytempo.spec.options import RunOptions
 from polytempo.spec.result import Result
+from polytempo.spec.run_options import RunOptions
 from polytempo.training.served.server_facts import facts_of
 from polytempo.training.served.worker_program import Attendance
 from polytempo.training.step.guard import check_score

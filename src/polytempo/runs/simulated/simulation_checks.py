@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of, refuse
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 
 
 def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, batched: bool) -> None:

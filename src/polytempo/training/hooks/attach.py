@@ -36,7 +36,7 @@ from polytempo.training.model.requirements import fitted
 from polytempo.training.model.trainable_parameters import sparse_tables, trainable
 from polytempo.training.precision.masters import check as check_masters
 from polytempo.training.precision.masters import masters_of
-from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES
+from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES
 from polytempo.training.step.buffers import BufferRule
 from polytempo.training.step.loss_scale import facts as scaler_facts
 from polytempo.training.step.noise_post import watch_noise

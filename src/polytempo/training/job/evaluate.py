@@ -19,8 +19,8 @@ from polytempo.core import Port
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged, part_weight
-from polytempo.spec.options import RunOptions
 from polytempo.spec.precision import Precision
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sample_batches import SampleBatches
 from polytempo.training.precision.reduced_forward import dtype_of, install

@@ -24,7 +24,7 @@ from polytempo.data.spans import num_places
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Score, check_goals
 from polytempo.training.job.growth import GeometricGrowth, NormGrowth, Pieces, follow, grow, next_pieces

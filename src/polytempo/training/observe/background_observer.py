@@ -21,7 +21,7 @@ from polytempo.core import Mesh, Port, Work
 from polytempo.core.state import Scalar
 from polytempo.core.system.files import made, read, replace
 from polytempo.core.system.url_path import Place, UrlPath
-from polytempo.spec.options import RunOptions
+from polytempo.spec.run_options import RunOptions
 from polytempo.training.checkpoint.background import Background
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, partial_folder
 from polytempo.training.job.evaluate import Evaluation, Score, meets, tensors_of

@@ -34,7 +34,7 @@ from polytempo.training.model.trainable_parameters import sparse_tables, trainab
 from polytempo.training.precision.masters import Masters
 from polytempo.training.precision.wide_bucket import ScaleNow, WideBucket
 from polytempo.training.step.bucket import Bucket, Empty
-from polytempo.training.step.bucketing import DEFAULT_BUCKET_BYTES, buckets
+from polytempo.training.step.bucket_cuts import DEFAULT_BUCKET_BYTES, buckets
 from polytempo.training.step.buffers import BUFFER_CHANNEL, AppliedTransform, BufferRule, MemberWeight, ModelBuffers
 from polytempo.training.step.guard import Guard
 from polytempo.training.step.loss_scale import LossScale

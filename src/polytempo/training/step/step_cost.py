@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from polytempo.cluster import Cluster
-from polytempo.cluster.speeds import EXCHANGE, SERVER_EXCHANGE, SERVER_STEP
+from polytempo.cluster.computing_time import EXCHANGE, SERVER_EXCHANGE, SERVER_STEP
 from polytempo.core import Bundle
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
 from polytempo.core.state import residual_tensors

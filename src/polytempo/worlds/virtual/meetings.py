@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from polytempo.cluster import Cluster
-from polytempo.cluster.speeds import COLLECTIVE
+from polytempo.cluster.computing_time import COLLECTIVE
 from polytempo.core import Mismatch
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from polytempo.cluster.speeds import MESSAGE
+from polytempo.cluster.computing_time import MESSAGE
 from polytempo.core import Mismatch
 from polytempo.core.arithmetic.kernel_use import KernelUse
 from polytempo.core.op import Dispatch, Parcel, Post, Recv, Send, Take
