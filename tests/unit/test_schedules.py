@@ -208,7 +208,7 @@ def test_docstrings_draw_what_happens(make: Callable[..., Schedule]) -> None:
 
 
 def test_the_module_draws_a_pipeline_that_is_full_from_its_third_step_on() -> None:
-    drawn = re.findall(r"stage \d   (.*) …$", schedules.delayed.__doc__ or "", re.M)
+    drawn = re.findall(r"stage \d   (.*) …$", schedules.late_orders.__doc__ or "", re.M)
     assert drawn == played(ddg(3), 5, StageTimes(1.0, 1.0)).drawn()
 
 
