@@ -47,7 +47,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation("core", "rank = rank * length + coordinate", "rank = rank + length * coordinate", "ranks of a mesh"),
-    Mutation("synchronization", "if condition(step):", "if condition(step + 1):", "rounds a step early"),
+    Mutation("synchronization", "self._own_turns.has(step):", "self._own_turns.has(step + 1):", "rounds a step early"),
     Mutation("synchronization", "due.copy()", "due", "two owners of one tensor"),
     Mutation("aggregation", "rounds + 2 * (extra > 0)", "rounds + (extra > 0)", "the price of odd ranks"),
     Mutation("aggregation", "for buffer in buffers[1:]:", "for buffer in buffers[2:]:", "a rank's vote"),
@@ -62,7 +62,7 @@ MUTATIONS = [
     Mutation("server", "max(1, learners // n)", "max(1, learners // n + 1)", "pushes per update"),
     Mutation("server", "Mix(arrival.worker, alpha)", "Mix(arrival.worker, alpha / 2)", "elastic force"),
     Mutation("server", "len(situation.members) - backups", "len(situation.members)", "backup workers"),
-    Mutation("flexrr", "return 3 * self.slices", "return 2 * self.slices", "slices of a batch"),
+    Mutation("flexrr", "return round(1 / self.grain)", "return round(2 / self.grain)", "slices of a batch"),
     Mutation("cluster", "_BITS_PER_S[found[2]] / 8", "_BITS_PER_S[found[2]]", "bits for bytes"),
     Mutation("cluster", "place[kernel] + 3]", "place[kernel] + 3].flip(0)", "fitted constants"),
     Mutation("data", "count -= middle - start", "count -= stop - start", "samples taken of spans"),
@@ -73,7 +73,7 @@ MUTATIONS = [
     Mutation("planner", "self.e_min / self.s_min if", "self.s_min / self.e_min if", "the noise scale"),
     Mutation("worlds", "max(now_s, self._out_s[out])", "now_s", "messages that share a link"),
     Mutation("wire", "if end <= self._arenas", "if end >= self._arenas", "tensors in shared memory"),
-    Mutation("spec", "if self.restarts < 0:", "if self.restarts < -1:", "a mistake of an option"),
+    Mutation("spec", "not 0 < goal <= 1:", "not 0 < goal:", "a mistake of an option"),
     Mutation("server", "version, check)", "version + 1, check)", "versions in a server's record"),
     Mutation("training", "1 <= version <= VERSION", "1 <= version", "files of the future"),
     Mutation("training", "if i in used else None", "", "gradients of unused parameters"),
@@ -157,6 +157,7 @@ def _be_pytest(files: list[str], tier: str, copy: Path, log: Path) -> None:
     del sys.modules["reached"]
     del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
     import_module("polytempo.interop.autoload").register()
+    os.environ.setdefault("POLYTEMPO_DATA", str(ROOT.parent / "shared" / "data"))  # the copy stands elsewhere
     os.environ.update(BUDGET=tier, PYTHONPATH=str(copy / "src"), OMP_NUM_THREADS="1")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
