@@ -28,6 +28,8 @@ OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-3),
 }
 """A nearly zero gradient's rounding makes no step of the rate's size with this ε."""
+SPLIT = ("split", "places")
+"""Layouts of `pt.split`."""
 
 
 class Instance(nn.Module):
@@ -39,6 +41,18 @@ class Instance(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(x.unflatten(1, (3, 2)))
+        return y.flatten(1)
+
+
+class Folded(nn.Module):
+    """A layer of pictures, on features that are folded to (channels, rows, columns)."""
+
+    def __init__(self, layer: nn.Module, *shape: int) -> None:
+        super().__init__()
+        self.layer, self.shape = layer, shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.unflatten(1, self.shape))
         return y.flatten(1)
 
 
@@ -71,15 +85,27 @@ class Sometimes(Spare):
 SPARE = {"unused": Spare, "sometimes": Sometimes}
 
 
+def up(row: Combination) -> nn.Module:
+    """Six features to eight: a linear layer, or a convolution of 3 × 2 places."""
+    return Folded(nn.Conv2d(1, 2, (2, 1)), 1, 3, 2) if row.layout == "places" else nn.Linear(6, 8)
+
+
+def down(row: Combination) -> nn.Module:
+    """Eight features to six."""
+    if row.layout == "places":
+        return Folded(nn.ConvTranspose2d(2, 1, (2, 1), bias=False), 2, 2, 2)
+    return nn.Linear(8, 6, bias=False)
+
+
 def model_of(row: Combination) -> nn.Module:
     """Four layers with a norm behind the first; drawn from torch's generator."""
     layers = OrderedDict[str, nn.Module](
         first=nn.Linear(4, 6, bias=False),  # a norm takes a bias away again
         norm=NORMS[row.norm](),
         bend=nn.Tanh(),
-        up=nn.Linear(6, 8),
+        up=up(row),
         turn=nn.Tanh(),
-        down=nn.Linear(8, 6, bias=False),
+        down=down(row),
         again=NORMS[row.norm](),
         twist=nn.Tanh(),
         last=nn.Linear(6, 2),
@@ -119,12 +145,12 @@ def strategy_of(row: Combination) -> Strategy:
 
 
 def workers_of(row: Combination) -> int:
-    return row.replicas * (2 if row.layout in STAGED or row.layout == "split" else 1)
+    return row.replicas * (2 if row.layout in STAGED or row.layout in SPLIT else 1)
 
 
 def mesh_of(row: Combination) -> dict[str, int] | None:
     """The mesh of a user's loop."""
-    axes = {"split": "model", **dict.fromkeys(STAGED, "stage")}
+    axes = {**dict.fromkeys(SPLIT, "model"), **dict.fromkeys(STAGED, "stage")}
     return {"data": row.replicas, axes[row.layout]: 2} if row.layout in axes else None
 
 
@@ -326,6 +352,8 @@ class AttachedLoop:
     def _parted(self, net: nn.Module) -> nn.Module:
         if self.row.layout == "split":
             return pt.split(net, {"up": "column", "down": "row"})
+        if self.row.layout == "places":
+            return pt.split(net, {"*.layer": "places"})
         return pt.hybrid(net, ["up", "down"]) if self.row.layout == "hybrid" else net
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -353,7 +381,7 @@ class AttachedLoop:
     def end(self) -> dict[str, Tensor]:
         with self.handle.consensus():
             buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
-            whole = self.net.full_parameters() if self.row.layout in ("split", "hybrid") else self.net.state_dict()
+            whole = self.net.full_parameters() if self.row.layout in (*SPLIT, "hybrid") else self.net.state_dict()
             found = {name: tensor.clone() for name, tensor in {**buffers, **whole}.items()}
         self.handle.detach()
         return found

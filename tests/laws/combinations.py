@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from polytempo import strategies as s
 from polytempo.core import Strategy
+from polytempo.partition.tensor import places
 from polytempo.server.rules.staleness import power
 
 SEED = 31
@@ -66,6 +67,7 @@ LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
     "pipedream": lambda inner: s.pipedream(2, inner=inner),
     "pipedream_2bw": lambda inner: s.pipedream_2bw(2, 2, inner=inner),
     "split": lambda inner: s.split({"up": "column", "down": "row"}, parts=2, inner=inner),
+    "places": lambda inner: s.split({"up.layer": places(rows=2), "down.layer": places(rows=2)}, parts=2, inner=inner),
     "hybrid": lambda inner: s.hybrid("up, down", inner=inner),
 }
 """The layout of a model on ranks."""
@@ -96,7 +98,7 @@ IDLE_LAYERS = [
     ]
 ]
 """Rows with a layer that no batch uses, or only some batches: optimizers leave it alone, at a server too."""
-STAGED = tuple(layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "split", "hybrid"))
+STAGED = tuple(layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "split", "places", "hybrid"))
 WAITING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
 """Stages that compute the same as one process."""
 LATE = tuple(layout for layout in STAGED if layout not in WAITING)
@@ -130,7 +132,7 @@ REFUSED: list[tuple[str, Values]] = [
     ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
     ("PT1401", {"layout": ["one_copy"], "precision": ["bf16"]}),
     ("models differ|them differ", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
-    ("PT1701|them differ", {"family": SERVED, "layout": ["split", "hybrid"]}),
+    ("PT1701|them differ", {"family": SERVED, "layout": ["split", "places", "hybrid"]}),
     ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
     ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped"]}),
 ]

@@ -11,7 +11,7 @@ import torch
 import polytempo as pt
 from polytempo.core.port import world_port
 from polytempo.partition.hybrid.divided_names import DividedNames
-from polytempo.partition.tensor import column, row
+from polytempo.partition.tensor import column, places, row
 from polytempo.partition.tensor.rules import rule_text, rules_of
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.text.catalogue import parse_strategy
@@ -19,6 +19,7 @@ from polytempo.spec.text.catalogue import parse_strategy
 s = pt.strategies
 
 RULES = {"*.up": "column", "qkv": column(heads=8, packed=3), "out": row(heads=8), "last": column(gather=True)}
+PICTURES = {"conv*": places(rows=2), "pool": places(rows=2, columns=3), "norm": "places"}
 
 
 def test_a_strategy_s_name_makes_it_again() -> None:
@@ -31,6 +32,14 @@ def test_a_strategy_s_name_makes_it_again() -> None:
     assert isinstance(hybrid.parted, DividedNames)
     assert (hybrid.parted.names, hybrid.holders) == (("a.*", "b"), 1)
     assert parse_strategy(str(hybrid)).parted == hybrid.parted
+
+
+def test_places_in_rules() -> None:
+    text = "conv*: places(rows=2), pool: places(rows=2, columns=3), norm: places"
+    assert rule_text(rules_of(PICTURES)) == text
+    assert rules_of(text) == rules_of(PICTURES)
+    with pytest.raises(ValueError, match=r"places rows and columns; got heads=2"):
+        rules_of("conv: places(heads=2)")
 
 
 def test_codecs_of_what_layers_exchange_stand_in_the_name() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import polytempo as pt
 from polytempo.core import Port
 from polytempo.core.suspension import drive
-from polytempo.partition.tensor import Rules, column
+from polytempo.partition.tensor import Rules, column, places
 from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.worlds import ProcessWorld
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks
@@ -67,6 +67,12 @@ IMAGES, GROUPED = net(nn.Conv2d(4, 6, 1)), net(nn.Conv2d(4, 6, 1, groups=2))
         ("needs a rule, and places (Embedding) has none", RULES, {"sequence": True}),
         ("leave them out", {"0": "heads"}, {"model": net(nn.MultiheadAttention(4, 2, add_bias_kv=True))}),
         ("with max_norm=1.0", {"0": "embedding"}, {"model": net(nn.Embedding(4, 2, max_norm=1.0))}),
+        ("0 cannot be split by places(rows=2, columns=3): 2 ranks cannot be a grid of 2 rows and 3 columns",
+         {"0": places(rows=2, columns=3)}, {"model": IMAGES}),
+        ("3 ranks cannot be a grid of 1 rows and 2 columns", {"0": places(columns=2)}, {"model": IMAGES, "num_ranks": 3}),
+        ("0 is split by places, and 1 by places(columns=2); a model's pictures are cut in one grid",
+         {"0": "places", "1": places(columns=2)}, {"model": net(nn.Conv2d(4, 6, 1), nn.Conv2d(6, 1, 1))}),
+        ("pictures have no positions; leave out sequence=True", {"0": "places"}, {"model": IMAGES, "sequence": True}),
         ("with batch_first=True", {"0": "heads"}, {"model": net(nn.MultiheadAttention(4, 2)), "sequence": True}),
     ],
 )  # fmt: skip
@@ -83,6 +89,7 @@ def test_rules(message: str, rules: Rules, more: dict[str, Any]) -> None:
          [nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2)], INPUT),
         ("the model's output differs between its ranks", {"0": "column"}, [nn.Linear(4, 6)], INPUT),
         ("an embedding of 4 rows got indices from 0 to 4", {"0": "embedding"}, [nn.Embedding(4, 2)], torch.arange(5)),
+        ("a layer by places got a tensor of shape (3, 4)", {"0": "places"}, [nn.Tanh()], INPUT),
         ("has None positions", {"0": "sequence", "1": "row"}, [nn.LayerNorm(4), nn.Linear(4, 4)], INPUT),
     ],
 )  # fmt: skip

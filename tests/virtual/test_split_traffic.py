@@ -11,8 +11,8 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.core import Port
-from polytempo.partition.tensor import Rules, column
-from polytempo.partition.tensor.traffic import loss_traffic, model_traffic
+from polytempo.partition.tensor import Rules, column, places
+from polytempo.partition.tensor.traffic import convolution_traffic, loss_traffic, model_traffic
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks, outcome_of
 
 
@@ -138,3 +138,88 @@ def test_logits_are_not_gathered() -> None:
         return sent(2, lambda: nn.Sequential(nn.Linear(4, classes)), {"0": "vocabulary"}, step, lambda net: 0)[0]
 
     assert bytes_of(10) == bytes_of(1000) == loss_traffic(2, 6, 8)
+
+
+HALOS = [
+    (nn.Conv2d(3, 4, 3, padding=1), (2, 2), (10, 9)),
+    (nn.Conv2d(3, 4, 5, padding=2, bias=False), (3, 2), (11, 8)),
+    (nn.Conv2d(3, 4, 5, padding="same"), (1, 4), (9, 12)),
+    (nn.Conv2d(3, 4, 3, stride=2, padding=1, groups=1), (2, 2), (11, 9)),
+    (nn.Conv2d(3, 6, (7, 2), dilation=(1, 2), groups=3), (3, 1), (13, 7)),
+    (nn.Conv1d(3, 4, 4), (3,), (17,)),
+]
+
+
+@pytest.mark.parametrize(("layer", "grid", "sizes"), HALOS, ids=[str(number) for number in range(len(HALOS))])
+def test_halos_are_sent_to_the_byte(layer: Any, grid: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Two pictures; the picture that enters, and the answer, which is gathered, are not the layer's."""
+    rows, columns = (1, *grid)[-2:]
+    pictures = torch.ones(2, 3, *sizes, dtype=torch.float64)
+    ranks = rows * columns
+
+    def work(port: Port) -> Any:
+        net = pt.split(
+            made(lambda: nn.Sequential(nn.Tanh(), layer)), {"*": places(rows=rows, columns=columns)}, port=port
+        )
+        net(pictures.clone().requires_grad_()).sum().backward()
+        return net.group.sent
+
+    expected = convolution_traffic(layer, sizes, grid, samples=2, itemsize=8)
+    for counted in on_ranks(ranks, work):
+        assert tuple(counted["1"]) == expected
+        assert tuple(counted["0"]) == (0, (ranks - 1) * pictures.nbytes)  # the gradient of the input is gathered
+
+    def step(net: Any) -> None:
+        net(pictures).sum().backward()  # a picture that needs no gradient sends none
+
+    rules: Rules = {"1": places(rows=rows, columns=columns)}
+    found, answer = sent(
+        ranks, lambda: nn.Sequential(nn.Tanh(), layer), rules, step, lambda net: (ranks - 1) * 8 * net(pictures).numel()
+    )
+    forward, backward = convolution_traffic(layer, sizes, grid, samples=2, itemsize=8, learns=False)
+    assert found == forward + backward + answer
+
+
+def test_halos_of_square_kernels_follow_the_formula() -> None:
+    """B · I · [(R-1)·(k-1)·W + (C-1)·(k-1)·H + (R-1)·(C-1)·(k-1)²] numbers, each way."""
+    for k, (rows, columns), (height, width) in [(3, (2, 2), (10, 9)), (5, (3, 2), (13, 9)), (7, (4, 3), (28, 30))]:
+        layer = nn.Conv2d(6, 2, k, padding=k // 2)
+        halo = (
+            (rows - 1) * (k - 1) * width + (columns - 1) * (k - 1) * height + (rows - 1) * (columns - 1) * (k - 1) ** 2
+        )
+        found = convolution_traffic(layer, (height, width), (rows, columns), samples=5, itemsize=4)
+        assert found.forward_bytes == 5 * 6 * halo * 4
+        parameters = 2 * 6 * k * k + 2
+        assert found.backward_bytes == 5 * 6 * halo * 4 + 2 * (rows * columns - 1) * parameters * 4
+    with pytest.raises(ValueError, match="are not divided by a grid"):
+        convolution_traffic(nn.Conv2d(1, 1, 3), (4, 4), (3, 1), samples=1, itemsize=4)
+
+
+def test_statistics_of_a_batch_norm_travel_once_each_way() -> None:
+    pictures = torch.ones(2, 3, 6, 7, dtype=torch.float64, requires_grad=True)
+
+    def work(port: Port) -> Any:
+        net = pt.split(made(lambda: nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())), {"0": "places"}, port=port)
+        net(pictures).sum().backward()
+        return net.group.sent["0"]
+
+    statistics, parameters, gathered = 4 * 3 * 2 * 3 * 8, 2 * 3 * 2 * 3 * 8, 3 * pictures.nbytes
+    for forward, backward in on_ranks(4, work):
+        assert (forward, backward) == (statistics, statistics + parameters + gathered)
+
+
+def test_halos_in_fewer_bytes() -> None:
+    """A halo of 2 x 8 rows of 512 numbers with int8: a byte a number, and four for each 256."""
+    layer, pictures = nn.Conv2d(8, 8, 3, padding=1), torch.ones(1, 8, 16, 512, dtype=torch.float64)
+
+    def work(port: Port) -> Any:
+        net = pt.split(
+            made(lambda: nn.Sequential(layer)), {"0": "places"}, port=port, activations="int8", gradients="bf16"
+        )
+        net(pictures.clone().requires_grad_()).square().sum().backward()
+        return net.group.sent["0"]
+
+    halo, parameters = 2 * 8 * 512, sum(p.numel() for p in layer.parameters())
+    for forward, backward in on_ranks(2, work):
+        assert forward == halo + 4 * (halo // 256)
+        assert backward == 2 * halo + 2 * parameters * 8 + 2 * pictures.numel()

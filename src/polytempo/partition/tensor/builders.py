@@ -20,6 +20,7 @@ from polytempo.partition.tensor.layers.linear import (
     RowLinear,
     VocabularyLinear,
 )
+from polytempo.partition.tensor.spatial.spatial_layer import SpatialLayer
 from polytempo.partition.tensor.way import Way
 
 _HEADS_DIM = -3
@@ -30,6 +31,8 @@ Build = Callable[[Cutter, str, nn.Module, Way], nn.Module]
 
 def built(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
     """The split layer in place of `module`. ValueError where it cannot be split so."""
+    if way.kind == "places":
+        return _places(cutter, name, module, way)
     ways = {kind: build for (kind, of), build in _BUILDS.items() if type(module) is of}
     if not ways or way.kind not in ways:
         known = ", ".join(sorted(ways)) or "none"
@@ -112,6 +115,15 @@ def _sequence(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Modu
 
 def _scatter(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
     return ScatterLayer(cutter.group, module)
+
+
+def _places(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
+    if cutter.group.sequence:
+        raise ValueError(f"{name} is split by {way}, and pictures have no positions; leave out sequence=True")
+    try:
+        return SpatialLayer(cutter.group, module, way)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be split by {way}: {error}") from None
 
 
 _BUILDS: dict[tuple[str, type[nn.Module]], Build] = {

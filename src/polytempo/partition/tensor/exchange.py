@@ -10,8 +10,8 @@
 | `gathered_to_split` | gather | reduce | parts that all ranks want as a whole, to compute different things with it |
 | `reduced` | reduce | gather | partial sums; each rank wants a part |
 
-All but `shared` go by the codecs of the group (`model_group`). Between layers there are whole tensors on all ranks, or,
-with `sequence`, each rank's part of the positions:
+All but `shared` go by the codecs of the group (`model_group`). `spatial.halos` has the exchange of halos of pictures.
+Between layers there are whole tensors on all ranks, or, with `sequence`, each rank's part of the positions:
 
     whole       x ── copied ──▶ column ──▶ row ── summed ──▶ norm, dropout, +
     sequence    x ── gathered ─▶ column ──▶ row ── reduced ─▶ norm, dropout, +      each on its own positions
@@ -37,14 +37,14 @@ from polytempo.partition.tensor.division import even_sizes
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 
-_Map = Callable[[Tensor], Tensor]
+Map = Callable[[Tensor], Tensor]
 
 
 class _Pair(torch.autograd.Function):
     """A linear map and its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.adjoint = backward
         return forward(tensor)
 
@@ -54,7 +54,8 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(gradient), None, None
 
 
-def _pair(group: ModelGroup, tensor: Tensor, forward: _Map, backward: _Map) -> Tensor:
+def linear_pair(group: ModelGroup, tensor: Tensor, forward: Map, backward: Map) -> Tensor:
+    """A linear map of this rank's tensor, and its adjoint for the gradient."""
     layer, occasion = group.layer, group.next_occasion()
 
     def adjoint(gradient: Tensor) -> Tensor:
@@ -77,23 +78,37 @@ def _gather(group: ModelGroup, sizes: Sequence[int], dim: int, part: Tensor, wir
     return group.gather(part, sizes, dim, wires)
 
 
-def _reduce(group: ModelGroup, sizes: Sequence[int], dim: int, partial_sum: Tensor) -> Tensor:
-    return group.reduce(partial_sum, sizes, dim)
+def _reduce(
+    group: ModelGroup, sizes: Sequence[int], dim: int, partial_sum: Tensor, wires: Wires | None = None
+) -> Tensor:
+    return group.reduce(partial_sum, sizes, dim, wires)
 
 
 def copied(group: ModelGroup, tensor: Tensor) -> Tensor:
     """See the table above."""
-    return tensor if group.size == 1 else _pair(group, tensor, _same, group.total)
+    return tensor if group.size == 1 else linear_pair(group, tensor, _same, group.total)
 
 
 def shared(group: ModelGroup, parameter: Tensor) -> Tensor:
     """See the table above."""
-    return parameter if group.size == 1 else _pair(group, parameter, _same, partial(group.total, wires=AS_THEY_ARE))
+    return (
+        parameter if group.size == 1 else linear_pair(group, parameter, _same, partial(group.total, wires=AS_THEY_ARE))
+    )
+
+
+def shared_together(group: ModelGroup, *parameters: Tensor | None) -> list[Tensor | None]:
+    """`shared` of several parameters, in one exchange of their gradients."""
+    learns = [p for p in parameters if p is not None and p.requires_grad]
+    if group.size == 1 or len(learns) < 2 or len({(p.dtype, p.device) for p in learns}) > 1:
+        return [p if p is None or not p.requires_grad else shared(group, p) for p in parameters]
+    flat = shared(group, torch.cat([p.reshape(-1) for p in learns])).split([p.numel() for p in learns])
+    found = {id(p): each.view(p.shape) for p, each in zip(learns, flat, strict=True)}
+    return [p if p is None else found.get(id(p), p) for p in parameters]
 
 
 def summed(group: ModelGroup, tensor: Tensor) -> Tensor:
     """See the table above."""
-    return tensor if group.size == 1 else _pair(group, tensor, group.total, _same)
+    return tensor if group.size == 1 else linear_pair(group, tensor, group.total, _same)
 
 
 def gathered(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int, wires: Wires | None = None) -> Tensor:
@@ -106,9 +121,11 @@ def scattered(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int)
     return _with_sizes(group, tensor, sizes, dim, _own, _gather)
 
 
-def gathered_to_split(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    """See the table above."""
-    return _with_sizes(group, tensor, sizes, dim, _gather, _reduce)
+def gathered_to_split(
+    group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int, wires: Wires | None = None
+) -> Tensor:
+    """See the table above. `wires`: by these codecs."""
+    return _with_sizes(group, tensor, sizes, dim, partial(_gather, wires=wires), partial(_reduce, wires=wires))
 
 
 def reduced(group: ModelGroup, tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -127,7 +144,7 @@ def _with_sizes(
     if group.size == 1:
         return tensor
     at = dim % tensor.dim()
-    return _pair(group, tensor, partial(forward, group, sizes, at), partial(backward, group, sizes, at))
+    return linear_pair(group, tensor, partial(forward, group, sizes, at), partial(backward, group, sizes, at))
 
 
 POSITIONS = -2

@@ -21,7 +21,7 @@ hold, and exchanges of checks and losses, travel without codecs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -158,6 +158,20 @@ class ModelGroup:
         self._counted(pieces, wires, rounds=2)
         return whole.view(partial.shape)
 
+    def deal(
+        self, sent: Mapping[int, Tensor], likes: Mapping[int, Tensor], all_likes: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """Send `sent[r]` to rank r for some ranks, and return a tensor like `likes[r]` from each rank r of these.
+
+        `all_likes`: tensors like all that travel between any ranks, the same on all of them.
+        """
+        if not all_likes:
+            return {}
+        found: dict[int, Tensor] = self.drive(_dealt(self.port, sent, likes, self._passage(all_likes, None)))
+        total = self.wires.common_bytes(self._way, all_likes)
+        self.count(0.0, total) if self._backward else self.count(total)
+        return found
+
     def all(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor; all have one shape."""
         found: list[Tensor] = [mine] if self.size == 1 else self.drive(_all(self.port, mine))
@@ -174,6 +188,21 @@ async def gathered_parts(port: Port, part: Tensor, sizes: Sequence[int], dim: in
 async def _total(port: Port, pieces: Sequence[Tensor], by: RoundCodec) -> Tensor:
     mine = await to_owners(port, pieces, by)
     return torch.cat(await to_all(port, mine, pieces, by._replace(number=by.number + 1)))
+
+
+async def _dealt(
+    port: Port, sent: Mapping[int, Tensor], likes: Mapping[int, Tensor], by: RoundCodec
+) -> dict[int, Tensor]:
+    """Messages between some pairs of ranks; all receives begin before the sends."""
+    flat = {rank: like.new_empty(()).expand(like.numel()) for rank, like in likes.items()}
+    rooms = {rank: by.room(like) for rank, like in flat.items()}
+    coming = {rank: await port.start(port.recv(room, rank)) for rank, room in rooms.items()}
+    wires = {rank: await by.wire(port, tensor.reshape(-1)) for rank, tensor in sent.items()}
+    going = [await port.start(port.send(wire, rank)) for rank, wire in wires.items()]
+    found = {rank: await by.opened(port, await each, flat[rank], rank) for rank, each in coming.items()}
+    for sending in going:
+        await sending
+    return {rank: tensor.view(likes[rank].shape) for rank, tensor in found.items()}
 
 
 async def _all(port: Port, mine: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,7 @@ from polytempo.partition.tensor.layers.dropout import CheckedDropout
 from polytempo.partition.tensor.layers.layer import Cutter, SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.split_model import SplitModel
-from polytempo.partition.tensor.way import Way, column, row, way_of
+from polytempo.partition.tensor.way import Way, column, places, row, way_of
 
 Rules = Mapping[str, Way | str]
 """Names of modules, or patterns with `*`, to ways: `{"*.mlp.up": "column", "*.mlp.down": "row"}`."""
@@ -75,6 +75,7 @@ def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel
         if id(module) not in made:
             made[id(module)] = built(cutter, name, module, way)
     _check_tied(model, ways, cutter)
+    _check_grids(ways)
     if group.sequence:
         _check_all_named(model, ways)
     for name, layer in [(name, made[id(model.get_submodule(name))]) for name in ways]:
@@ -89,7 +90,7 @@ def apply_rules(model: nn.Module, rules: Rules, group: ModelGroup) -> SplitModel
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the layer of this name."""
     owner, _, field = name.rpartition(".")
-    module.training = model.training
+    module.training = model.get_submodule(name).training
     if isinstance(module, SplitLayer):
         module.shown = module.shown or name
     setattr(model.get_submodule(owner), field, module)
@@ -107,6 +108,16 @@ def _check_tied(model: nn.Module, ways: Mapping[str, Way], cutter: Cutter) -> No
                 f"{name} and {first} are one tied parameter, and only {first} is split; split both layers, for example "
                 'the embedding by "embedding" and the output layer by "vocabulary"'
             )
+
+
+def _check_grids(ways: Mapping[str, Way]) -> None:
+    """Check that pictures are cut alike wherever they are: layers hand them to each other."""
+    grids = {way: name for name, way in ways.items() if way.kind == "places"}
+    if len(grids) > 1:
+        first, other, *_ = grids
+        raise ValueError(
+            f"{grids[first]} is split by {first}, and {grids[other]} by {other}; a model's pictures are cut in one grid"
+        )
 
 
 def _check_all_named(model: nn.Module, ways: Mapping[str, Way]) -> None:
@@ -130,7 +141,7 @@ def _watch_dropouts(model: nn.Module, group: ModelGroup) -> None:
 
 EXAMPLE = 'rules are a dictionary such as {"*.up": "column", "*.down": "row"}'
 _RULE = re.compile(r"\s*([^\s,:]+)\s*:\s*(\w+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
-_OPTION = re.compile(r"(heads|packed|gather)\s*=\s*(\d{1,6}|[Tt]rue|[Ff]alse)")
+_OPTION = re.compile(r"(heads|packed|gather|rows|columns)\s*=\s*(\d{1,6}|[Tt]rue|[Ff]alse)")
 
 
 def rules_of(given: Rules | str) -> dict[str, Way]:
@@ -178,13 +189,17 @@ def _way(name: str, options: str | None) -> Way:
     for each in options.split(",") if options.strip() else []:
         match = _OPTION.fullmatch(each.strip())
         if match is None:
-            raise ValueError(f"{each.strip()!r} is not an option of a way; there are heads=8, packed=3 and gather=True")
+            raise ValueError(
+                f"{each.strip()!r} is not an option of a way; there are heads=8, packed=3, gather=True, rows=2 and "
+                "columns=2"
+            )
         given[match[1]] = int(match[2]) if match[2].isdigit() else match[2].lower() == "true"
-    if name not in ("column", "row"):
+    makers: dict[str, Callable[..., Way]] = {"column": column, "row": row, "places": places}
+    if name not in makers:
         raise ValueError(f"the way {name!r} has no options; write {name!r} alone")
     try:
-        return column(**given) if name == "column" else row(**given)  # type: ignore[arg-type]
+        return makers[name](**given)
     except TypeError:
         raise ValueError(
-            f"row has the option heads alone, and column heads, packed and gather; got {options}"
+            "row has the option heads alone, column heads, packed and gather, places rows and columns; got " + options
         ) from None

@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.exchange import gathered
@@ -16,6 +17,7 @@ from polytempo.partition.tensor.layers.layer import SplitLayer
 from polytempo.partition.tensor.layers.linear import VocabularyLinear
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.parted_model import PartedModel
+from polytempo.partition.tensor.spatial.spatial_tensor import whole
 from polytempo.partition.tensor.way import Way
 from polytempo.partition.wires import AS_THEY_ARE
 
@@ -48,7 +50,7 @@ class SplitModel(PartedModel):
         drops = self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules())
         if check and (drops or self.group.wires.draws):
             self._check_random()
-        answer = self.__dict__["model"](*args, **kwargs)
+        answer = tree_map(whole, self.__dict__["model"](*args, **kwargs))
         if check and isinstance(answer, Tensor) and not self._vocabularies():
             self._check_output(answer)
         return answer

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from torch import nn
 
 from polytempo.partition.tensor.division import even_sizes
 from polytempo.partition.tensor.layers.attention import SplitAttention
-from polytempo.partition.tensor.layers.convolution import ColumnConvolution, RowConvolution
+from polytempo.partition.tensor.layers.convolution import ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.layers.layer import ScatterLayer, SequenceLayer, SplitLayer
 from polytempo.partition.tensor.layers.linear import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
+from polytempo.partition.tensor.spatial.areas import Places
+from polytempo.partition.tensor.spatial.halos import halo_numbers
+from polytempo.partition.tensor.spatial.spatial_layer import SpatialLayer
+from polytempo.partition.tensor.spatial.windows import Window, padding_of, wanted
 from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.wires import AS_THEY_ARE, Way, Wires, without_memory
 
@@ -96,10 +101,10 @@ def _exchanges(layer: SplitLayer, positions: int, samples: int) -> list[_Exchang
             return [_Exchange("forward", features), *passed(layer.embedding_dim)]
         case SplitAttention():
             return [*stream(layer.embed_dim, "backward"), *_exchanges(layer.out_proj, positions, samples)]
-        case ColumnConvolution() | RowConvolution():
+        case ColumnConvolution() | RowConvolution() | SpatialLayer():
             raise ValueError(
                 "a convolution's traffic depends on the size of its images, not on positions; partition.plan.volumes "
-                "counts a layer's inputs and outputs"
+                "counts a layer's inputs and outputs, and convolution_traffic the halos of one by places"
             )
         case SequenceLayer():
             return parameters(sum(p.numel() for p in layer.parameters()))
@@ -132,6 +137,32 @@ def _features(layer: nn.Module) -> int:
 def loss_traffic(num_ranks: int, positions: int, itemsize: int, *, smooths: bool = False) -> int:
     """Bytes of `split_cross_entropy`: each rank sends three numbers of a position to each other one, or four."""
     return num_ranks * (num_ranks - 1) * (3 + smooths) * positions * itemsize
+
+
+def convolution_traffic(
+    layer: Convolution, sizes: Sequence[int], grid: tuple[int, ...], samples: int, itemsize: int, *, learns: bool = True
+) -> LayerTraffic:
+    """Bytes of a convolution by places, of all ranks, on pictures of `sizes` (rows, columns) that are divided already.
+
+    Forward the halos of its inputs; backward their gradients if `learns`, which the input of a network does not need,
+    and the sum of the gradients of its parameters. With kernels of k × k places, stride 1, padding (k-1)/2, H × W
+    places on R × C ranks, B samples and I channels:
+
+        forward     B · I · [(R-1)·(k-1)·W + (C-1)·(k-1)·H + (R-1)·(C-1)·(k-1)²] · itemsize
+        backward    as much, and 2 · (R·C - 1) · parameters · itemsize
+
+    Errors: ValueError for an output without a place for each rank: every rank then computes the whole.
+    """
+    sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
+    each = zip(layer.kernel_size, layer.stride, sides, layer.dilation, strict=True)
+    windows = [Window(kernel, stride, *side, dilation) for kernel, stride, side, dilation in each]
+    given = Places(tuple(sizes), grid)
+    made = Places(tuple(window.outputs(size) for window, size in zip(windows, sizes, strict=True)), grid)
+    if not (given.divide and made.divide):
+        raise ValueError(f"pictures of {given.sizes} and {made.sizes} places are not divided by a grid of {grid} ranks")
+    halo = samples * layer.in_channels * halo_numbers(given.areas, wanted(made, windows)) * itemsize
+    parameters = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    return LayerTraffic(halo, halo * learns + 2 * (prod(grid) - 1) * parameters * itemsize)
 
 
 def model_traffic(

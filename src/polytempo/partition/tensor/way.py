@@ -9,25 +9,28 @@ from typing import Final
 
 from polytempo.partition.wires import AS_THEY_ARE, Wires
 
-KINDS: Final = ("column", "row", "embedding", "vocabulary", "heads", "sequence", "scatter")
+KINDS: Final = ("column", "row", "embedding", "vocabulary", "heads", "sequence", "scatter", "places")
 
 
 @dataclass(frozen=True)
 class Way:
-    """One of `KINDS` with its options; made by `column`, `row`, or from a name by `way_of`."""
+    """One of `KINDS` with its options; made by `column`, `row`, `places`, or from a name by `way_of`."""
 
     kind: str
     heads: int | None = None
     packed: int = 1
     gather: bool = False
+    rows: int | None = None
+    columns: int | None = None
 
     def __post_init__(self) -> None:
-        for name, number in (("heads", self.heads), ("packed", self.packed)):
+        numbers = {"heads": self.heads, "packed": self.packed, "rows": self.rows, "columns": self.columns}
+        for name, number in numbers.items():
             if number is not None and (type(number) is not int or number < 1):
                 raise ValueError(f"{self.kind}({name}={number!r}): must be a whole number, at least 1")
 
     def __str__(self) -> str:
-        shown = {"heads": self.heads, "packed": self.packed, "gather": self.gather}
+        shown = {each: getattr(self, each) for each in ("heads", "packed", "gather", "rows", "columns")}
         options = [f"{name}={value}" for name, value in shown.items() if value != getattr(Way("row"), name)]
         return f"{self.kind}({', '.join(options)})" if options else self.kind
 
@@ -45,6 +48,15 @@ def column(*, heads: int | None = None, packed: int = 1, gather: bool = False) -
 def row(*, heads: int | None = None) -> Way:
     """Each rank uses some of a layer's inputs, and the ranks sum. `heads` as of the column layer before it."""
     return Way("row", heads)
+
+
+def places(*, rows: int | None = None, columns: int | None = None) -> Way:
+    """Each rank computes some places of a picture, in a grid of so many rows and columns of areas.
+
+    Left out, the grid is as near to a square as can be: 2 × 2 for 4 ranks. Signals of one dimension are cut along it by
+    all ranks; of volumes the last two dimensions are cut.
+    """
+    return Way("places", rows=rows, columns=columns)
 
 
 def way_of(asked: Way | str) -> Way:
