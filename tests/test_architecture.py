@@ -22,6 +22,9 @@ BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition"),
 }
+BELOW_ALL = {"device"}
+"""Modules of the package's own folder that know no other, and that all folders may import."""
+
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "native": {"core"},
@@ -262,7 +265,7 @@ def wrong(check: Callable[[Source], Any]) -> dict[str, Any]:
 
 
 def allowed(name: str, by: str) -> bool:
-    return any(f"{name}.".startswith(f"{other}.") for other in {by, *MAY_IMPORT[by]})
+    return any(f"{name}.".startswith(f"{other}.") for other in {by, *BELOW_ALL, *MAY_IMPORT[by]})
 
 
 def test_every_folder_has_its_place_in_the_order() -> None:
@@ -287,6 +290,24 @@ def test_imports_follow_the_order() -> None:
         return [name for name in source.imports if by and not allowed(name, by)]
 
     assert wrong(forbidden) == {}
+
+
+def test_modules_below_all_know_no_other() -> None:
+    assert {where(s.path).removesuffix(".py"): s.imports for s in sources()}["device"] == frozenset()
+
+
+def test_one_module_knows_accelerators() -> None:
+    """Others ask `device.py`, so that what runs on one kind runs on all. Horovod's API has its own names."""
+    literal, named = (
+        re.compile(r"[\"']cuda|is_cuda|torch\.cuda"),
+        {"horovod/torch/__init__.py", "horovod/keras/__init__.py"},
+    )
+
+    def knows(source: Source) -> list[str]:
+        lines = (line.replace('"cuda_built"', "") if where(source.path) in named else line for line in source.lines)
+        return [line.strip() for line in lines if literal.search(line)]
+
+    assert set(wrong(knows)) == {"device.py"}
 
 
 def test_leaves_are_imported_by_their_users_alone() -> None:

@@ -65,7 +65,7 @@ def recorded(
     for rank in range(num_ranks):
         group = Recorder(rank)
         world = ProcessWorld(rank, [r // workers_per_host for r in range(num_ranks)], group=group)
-        world.transport.batched = frozenset({"cpu"})
+        world.transport.unbatched = frozenset()
         launched = [world.launch(exchange(world.port.on_channel(i), torch.ones(numel))) for i in range(num_buckets)]
         for strand in launched:
             strand.wait()

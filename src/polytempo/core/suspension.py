@@ -21,6 +21,7 @@ from typing import Any, Generic
 import torch
 
 from polytempo.core.op import Program, T
+from polytempo.device import Autocast, RandomStates, random_states, set_random_states
 
 _here = threading.local()
 
@@ -37,8 +38,8 @@ class _Call(Generic[T]):
         self._asked: Program[Any] | None = None
         self._answer: tuple[Any, BaseException | None] = (None, None)
         self._may_run, self._stands = threading.Semaphore(0), threading.Semaphore(0)
-        self._random: torch.Tensor | None = None
-        self._modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self._random: RandomStates | None = None
+        self._gradients, self._autocast = torch.is_grad_enabled(), Autocast()
         self.value: T | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="polytempo-suspendable", daemon=True)
@@ -49,17 +50,17 @@ class _Call(Generic[T]):
 
         Random numbers: `work` and the code that runs meanwhile draw the numbers of an undisturbed run.
         """
-        outside = torch.get_rng_state()
+        outside = random_states()
         if self._random is not None:
-            torch.set_rng_state(self._random)
+            set_random_states(self._random)
         self._asked, self._answer = None, (value, error)
         self._may_run.release()
         self._stands.acquire()
         if self._asked is None:
             self._thread.join()
         else:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self._random = random_states()
+            set_random_states(outside)
         return self._asked
 
     def ask(self, program: Program[Any]) -> Any:
@@ -75,11 +76,10 @@ class _Call(Generic[T]):
     def _run(self) -> None:
         self._may_run.acquire()
         _here.call = self
-        gradients, autocast, dtype = self._modes
         try:
             with ExitStack() as modes:
-                modes.enter_context(torch.set_grad_enabled(gradients))
-                modes.enter_context(torch.autocast("cpu", dtype=dtype, enabled=autocast))
+                modes.enter_context(torch.set_grad_enabled(self._gradients))
+                modes.enter_context(self._autocast.set())
                 # autograd has one thread for each accelerator, and ranks of one process would block each other there
                 modes.enter_context(torch.autograd.set_multithreading_enabled(False))
                 self.value = self._work()

@@ -35,6 +35,7 @@ from polytempo.compression.exchange.wire_route import WireRoute
 from polytempo.core import Bundle, Codec, Port, Program, Promise, Route, Strategy, Transform, native
 from polytempo.core.arithmetic.merge import Merge
 from polytempo.core.codec import check_codec
+from polytempo.device import HOST, current_stream
 from polytempo.interop.backend.create import create
 from polytempo.interop.codec_state import ParameterCodecState
 from polytempo.native.meeting import host_identity
@@ -92,10 +93,10 @@ class _Meeting:
 
     def __init__(self, group: Any, device: torch.device, one_sum: bool) -> None:
         self.given, self.kind = weakref.ref(group), device.type
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = None if device.type == HOST.type else torch.Stream(device=device)
         self.failed: BaseException | None = None
         self.thread: Background | None = None
-        self._own = [transport_like(group)] if device.type == "cpu" and not one_sum else []
+        self._own = [transport_like(group)] if device.type == HOST.type and not one_sum else []
         # gloo's own thread drops an exchange last. Had it the group's last reference, the group would wait for itself.
         shared = group if self.stream is not None else weakref.proxy(group)
         self.world = ProcessWorld(dist.get_rank(group), hosts_of(group), group=[*self._own, shared][0])
@@ -219,9 +220,9 @@ class CommHook:
             raise TypeError(
                 f"register_comm_hook(state, hook): state must be None or a process group, got {type(state).__name__}"
             )
-        if buffer.layout != torch.strided or buffer.device.type not in ("cpu", "cuda"):
+        if buffer.layout != torch.strided or buffer.is_meta:
             raise ValueError(
-                f"gradients must be dense, on the CPU or CUDA, got {buffer.layout} on {buffer.device}; use "
+                f"gradients must be dense, on the CPU or a device, got {buffer.layout} on {buffer.device}; use "
                 "Embedding(sparse=False), or pt.attach, which takes sparse ones"
             )
         group = state or self._group or dist.group.WORLD
@@ -265,9 +266,9 @@ def _at_once(meeting: _Meeting, buffer: Tensor, work: Callable[[], Tensor]) -> F
     """
     assert meeting.stream is not None
     future: Future[Tensor] = Future(devices=[buffer.device])
-    meeting.stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    meeting.stream.wait_stream(current_stream(buffer.device))
     buffer.record_stream(meeting.stream)
-    with torch.cuda.stream(meeting.stream):
+    with meeting.stream:
         try:
             future.set_result(work())
         except Exception as error:

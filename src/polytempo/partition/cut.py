@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from polytempo.device import kept_random_states
 from polytempo.partition.graph.modes import attributes_kept, counts_unread
 
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -129,7 +130,7 @@ class Cut:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         given = [fake(value, mode) for value in inputs]
         known: dict[str, Tensor] = {}
-        with torch.no_grad(), mode, torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), mode, kept_random_states():
             for stage in self.stages:
                 state = fake_state(stage.module, mode)
                 taken = (*self.inputs_of(stage.index, given), *(known[name] for name in stage.takes))

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed has it too
 import polytempo
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import PolytempoError
+from polytempo.device import accelerator_kind, num_devices
 from polytempo.engines.join.environment import recognise
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
@@ -39,7 +40,9 @@ class Health:
     platform: str
     torch: str
     backends: dict[str, bool]
-    cuda_devices: int
+    accelerator: str | None
+    """Its kind; None: without one everything runs on the CPU."""
+    devices: int
     cores: int
     threads: int
     memory: int | None
@@ -98,7 +101,8 @@ def examined() -> Health:
         platform=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         backends={name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi")},
-        cuda_devices=torch.cuda.device_count(),
+        accelerator=accelerator_kind(),
+        devices=num_devices(),
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         memory=memory,
@@ -170,6 +174,10 @@ def _memory() -> tuple[int | None, int | None]:
     return (int(total[0]) * 1024 if total else None, int(free[0]) * 1024 if free else None)
 
 
+def _devices(health: Health) -> str:
+    return f"{health.devices} of {health.accelerator}" if health.accelerator else "no accelerator"
+
+
 def _rows(health: Health) -> list[tuple[str, str]]:
     """The findings as lines for people."""
 
@@ -182,7 +190,7 @@ def _rows(health: Health) -> list[tuple[str, str]]:
     rows = [
         ("polytempo", health.polytempo),
         ("python", f"{health.python} on {health.platform}"),
-        ("torch", f"{health.torch}; {there(health.backends)}; CUDA devices: {health.cuda_devices}"),
+        ("torch", f"{health.torch}; {there(health.backends)}; {_devices(health)}"),
         ("cores", f"{health.cores}, torch uses {health.threads} threads"),
         ("memory", room(health.memory, health.memory_free)),
         ("shared memory", room(health.shared_memory, health.shared_memory_free)),

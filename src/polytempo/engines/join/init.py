@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from polytempo.core import Mesh, PeerLost, TimedOut, world_port
 from polytempo.core.system.folder_lock import machine_identity
+from polytempo.device import accelerator_kind, num_devices, use_device, with_backend
 from polytempo.engines.join.elastic_round import name_of_round
 from polytempo.engines.join.environment import RankPlace, recognise
 from polytempo.engines.join.keyed_store import KeyedStore, StoreHolder
@@ -115,8 +116,8 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # one host: nothing listens beyond it
     timeout = timedelta(seconds=timeout_s)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    if accelerator_kind() is not None:
+        use_device(place.local_rank % num_devices())
     rank, size, servers = place.rank, place.size, None
     try:
         store = _store(place, timeout, os.environ)
@@ -152,10 +153,11 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
 
 
 def backend_name(*, one_host: bool) -> str:
-    """torch.distributed's backend: ours for ranks of one host, where there is the native core, else gloo; and NCCL."""
+    """torch.distributed's backend: ours for ranks of one host, where there is the native core, else gloo; on
+    devices theirs, as NCCL."""
     within = "polytempo" if one_host and available() else "gloo"
     register()  # torch has done it already where its entry points are read
-    return f"cpu:{within},cuda:nccl" if torch.cuda.is_available() else within
+    return with_backend(within)
 
 
 def _store(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> Store:

@@ -40,7 +40,7 @@ class TensorRequest(msgspec.Struct, frozen=True, array_like=True):
     lasting: bool = True
     """True if the name will come again, so that it deserves a place in the cache."""
     device: str = "cpu"
-    """Where the tensors are: "cpu" or "cuda"."""
+    """Where the tensors are: "cpu", or the kind of an accelerator."""
 
     @property
     def key(self) -> tuple[int, str]:

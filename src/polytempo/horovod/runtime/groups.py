@@ -24,6 +24,7 @@ from polytempo.aggregation.adasum import adasum
 from polytempo.compression import through
 from polytempo.compression.exchange.wire_route import Exchanged
 from polytempo.core import Bundle, Codec, State, Transform
+from polytempo.device import is_host
 from polytempo.interop.backend.across_hosts import HostsGroup
 from polytempo.interop.backend.create import Options, create
 from polytempo.interop.backend.named import NamedGroup
@@ -75,7 +76,7 @@ class SetTransport:
         if self._group is None or not tensor.numel():
             return
         averages = (
-            op == "average" and tensor.dtype != torch.bool and tensor.is_cpu and isinstance(self._group, NamedGroup)
+            op == "average" and tensor.dtype != torch.bool and is_host(tensor) and isinstance(self._group, NamedGroup)
         )
         self._group.allreduce([tensor], self._reduction(ReduceOp.AVG if averages else _OPS[op])).wait()
         if op == "average" and not averages:
@@ -115,7 +116,7 @@ class SetTransport:
         `sends` goes to all."""
         if self._group is None:
             receives[0].copy_(sends[0])
-        elif receives[0].is_cuda:
+        elif not is_host(receives[0]):
             given = list(sends) * (self.size if len(sends) == 1 else 1)
             self._group.alltoall(list(receives), given, AllToAllOptions()).wait()
         elif isinstance(self._group, NamedGroup):

@@ -1,6 +1,6 @@
 """`Operation`: an operation that a program has asked for, until it is done.
 
-On CUDA `DeviceOrder` puts it between the stream of the program and the stream of its performer:
+On a device `DeviceOrder` puts it between the stream of the program and the stream of its performer:
 
 program's stream      … backward │ given                                   ┌ waits for `over` │ optimizer …
 performer's stream               └─▶ waits for `given` │ NCCL │ over ──────┘
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polytempo.device import current_stream, marked
 from polytempo.horovod.negotiation.message import TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange
 
@@ -41,10 +42,10 @@ class Operation:
     answer: Any = None
     """A further result: received splits, the last rank that joined, a process set's number."""
     order: DeviceOrder | None = None
-    """The order of an operation on tensors on CUDA."""
+    """The order of an operation on a device's tensors."""
 
     def result(self) -> None:
-        """Raise the operation's error. On CUDA the caller's stream waits for the outputs, not the caller."""
+        """Raise the operation's error. On a device the caller's stream waits for the outputs, not the caller."""
         if self.error:
             raise HorovodInternalError(self.error)
         if self.order is not None:
@@ -61,19 +62,19 @@ class DeviceOrder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._given = _marked(device)
+        self._given = marked(device)
         self._over: Any = None
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Later work on the current stream finds the tensors as they were given."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         stream.wait_event(self._given)
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def end(self) -> None:
         """All is on the stream that is current now."""
-        self._over = _marked(self.device)
+        self._over = marked(self.device)
 
     @property
     def is_over(self) -> bool:
@@ -82,7 +83,7 @@ class DeviceOrder:
 
     def give(self, outputs: Iterable[Tensor]) -> None:
         """Later work on the current stream finds the outputs."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = current_stream(self.device)
         if self._over is not None:
             stream.wait_event(self._over)
         for tensor in outputs:
@@ -92,15 +93,9 @@ class DeviceOrder:
 @contextmanager
 def in_order(asked: Sequence[tuple[DeviceOrder, Sequence[Tensor]]]) -> Iterator[None]:
     """The work inside comes after all given tensors, and before all answers. On one device."""
-    with torch.cuda.device(asked[0][0].device):
+    with torch.accelerator.device_index(asked[0][0].device.index):
         for order, tensors in asked:
             order.begin(tensors)
         yield
         for order, _ in asked:
             order.end()
-
-
-def _marked(device: torch.device) -> Any:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

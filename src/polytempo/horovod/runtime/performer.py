@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from polytempo.device import HOST
 from polytempo.horovod.negotiation.message import WHOLE, Agreement, TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange, SetTransport, divide_
 from polytempo.horovod.runtime.operation import Operation, in_order
@@ -27,7 +28,7 @@ class Performer:
         self._rank, self._make = rank, make
         self.phase: Phase = lambda _: None
         self.joins_on = -1
-        """The CUDA device of the zeros that this rank brings once it has joined; -1: the current one."""
+        """The device of the zeros that this rank brings once it has joined; -1: the current one."""
         self._transports: dict[int, SetTransport] = {}
         try:
             for number, ranks in sorted(sets.items()):
@@ -43,11 +44,11 @@ class Performer:
         transport = self._transports.get(first.process_set)
         if transport is None:
             return
-        if first.device == "cpu":
+        if first.device == HOST.type:
             self._perform(transport, agreements, operations)
             return
         if transport.carrier == "GLOO":
-            raise ValueError("tensors on CUDA need the native core on all ranks, and one has none")
+            raise ValueError("tensors on a device need the native core on all ranks, and one has none")
         there = [operation for operation in operations if operation is not None]
         asked = [(each.order, (*each.tensors, *each.outputs)) for each in there if each.order is not None]
         with in_order(asked) if asked else nullcontext():
@@ -144,9 +145,9 @@ def _by_dtype(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
     return found.values()
 
 
-def zeros(request: TensorRequest, cuda: int = -1) -> list[Tensor]:
-    """The contribution of a rank that has joined; on CUDA on device `cuda`, -1: the current one."""
-    device = torch.device(request.device, cuda) if request.device == "cuda" and cuda >= 0 else request.device
+def zeros(request: TensorRequest, number: int = -1) -> list[Tensor]:
+    """The contribution of a rank that has joined; on an accelerator on its device `number`, -1: the current one."""
+    device = torch.device(request.device, number) if request.device != HOST.type and number >= 0 else request.device
     pairs = zip(request.shapes, request.dtypes, strict=True)
     return [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in pairs]
 

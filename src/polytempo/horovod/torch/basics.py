@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from polytempo.device import nccl_version
 from polytempo.horovod.negotiation.message import WHOLE, Kind, TensorRequest
 from polytempo.horovod.runtime.operation import Operation
 from polytempo.horovod.runtime.session import Session
@@ -159,10 +159,8 @@ def mpi_threads_supported() -> bool:
 
 def nccl_built() -> int:
     """NCCL's version as a number, 22703 for 2.27.3; 0 where this torch has none. Tensors on CUDA travel by it."""
-    if not dist.is_nccl_available():
-        return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    return 10_000 * int(major) + 100 * int(minor) + int(patch)
+    major, minor, patch = nccl_version()
+    return 10_000 * major + 100 * minor + patch
 
 
 def cuda_built() -> bool:

@@ -11,6 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from polytempo.device import current_device
 from polytempo.horovod.negotiation.message import TensorRequest
 from polytempo.horovod.runtime.groups import CodecExchange, encodable
 from polytempo.horovod.runtime.operation import Operation
@@ -318,10 +319,10 @@ def join(device: int = -1) -> int:
     """Wait until all ranks have called `join`; meanwhile bring zeros to the others' all-reduces. The last rank.
 
     For ranks with fewer batches than others. Other operations of the others are errors there. `device`: the number of
-    the CUDA device of the zeros for all-reduces on CUDA; -1: the current one.
+    the device of the zeros for all-reduces on one; -1: the current one.
     """
-    if device < 0 and torch.cuda.is_initialized():
-        device = torch.cuda.current_device()  # another thread may make the zeros
+    if device < 0 and (current := current_device()) is not None:
+        device = current.index or 0  # another thread may make the zeros
     session = PROCESS.opened()
     session.performer.joins_on = device
     operation = Operation(TensorRequest("join", "join", lasting=False), [], [])

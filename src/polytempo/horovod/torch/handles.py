@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from polytempo.horovod.negotiation.message import Kind, TensorRequest
@@ -71,14 +70,14 @@ def begin(
 
 
 def _device_of(name: str, tensors: Sequence[Tensor]) -> torch.device | None:
-    """The CUDA device of all tensors; None: they are on the CPU. ValueError where they are elsewhere, or apart."""
+    """The device of all tensors; None: they are on the CPU. ValueError where they are elsewhere, or apart."""
     if (len(tensors) == 1 and tensors[0].is_cpu) or all(tensor.is_cpu for tensor in tensors):
         return None
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors of one operation are on one device, got {devices}")
-    if not tensors[0].is_cuda or not dist.is_nccl_available():
-        raise ValueError(f"{name}: tensors on {devices[0]} are not supported; move them to the CPU, or to CUDA (NCCL)")
+    if tensors[0].is_meta:
+        raise ValueError(f"{name}: tensors on meta have no values to send; make them on the CPU or on a device")
     return tensors[0].device
 
 

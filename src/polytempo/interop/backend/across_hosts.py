@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store, Work
 
+from polytempo.device import is_host
 from polytempo.interop.backend.process_group import SharedMemoryGroup
 from polytempo.native.group import Group
 
@@ -241,14 +242,14 @@ class HostsGroup(SharedMemoryGroup):
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
         """Send; done once it is on its way, and the tensor may be changed."""
-        if tensors[0].is_cuda:
-            return self._cuda.send(tensors, to, tag)
+        if not is_host(tensors[0]):
+            return self.on_devices.send(tensors, to, tag)
         return self.group.gloo.send([tensors[0].contiguous()], to, tag)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         """Receive from one rank."""
-        if tensors[0].is_cuda:
-            return self._cuda.recv(tensors, source, tag)
+        if not is_host(tensors[0]):
+            return self.on_devices.recv(tensors, source, tag)
         return self.group.gloo.recv(list(tensors), source, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:

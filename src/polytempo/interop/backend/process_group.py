@@ -9,11 +9,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch._C._distributed_c10d import Store, Work
 
 from polytempo.core.errors import TimedOut
+from polytempo.device import current_device, device_group, is_host
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.operands import (
     CODES,
@@ -99,8 +99,8 @@ class SharedMemoryGroup(NamedGroup):
 
     def _reduced(self, tensors: list[Tensor], opts: Any, root: int) -> Work:
         first = tensors[0]
-        if first.is_cuda:
-            return self._cuda.allreduce(tensors, opts) if root < 0 else self._cuda.reduce(tensors, opts)
+        if not is_host(first):
+            return self.on_devices.allreduce(tensors, opts) if root < 0 else self.on_devices.reduce(tensors, opts)
         op = op_of(opts, first.dtype)
         core_op, mark = in_core(op, first.dtype)
         limit_s = self._limit_s(opts)
@@ -123,8 +123,8 @@ class SharedMemoryGroup(NamedGroup):
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Each rank's piece of the reduction."""
-        if outputs[0].is_cuda:
-            return self._cuda.reduce_scatter(outputs, inputs, opts)
+        if not is_host(outputs[0]):
+            return self.on_devices.reduce_scatter(outputs, inputs, opts)
         op, mark = in_core(op_of(opts, outputs[0].dtype), outputs[0].dtype)
         limit_s = self._limit_s(opts)
 
@@ -161,16 +161,16 @@ class SharedMemoryGroup(NamedGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Rank `opts.rootRank`'s tensors, on every rank."""
-        if tensors[0].is_cuda:
-            return self._cuda.broadcast(tensors, opts)
+        if not is_host(tensors[0]):
+            return self.on_devices.broadcast(tensors, opts)
         root = 0 if opts is None else opts.rootRank
         moves = [([t] if self.rank() == root else [], self._from(root, t, self.rank() != root)) for t in tensors]
         return self._moved("broadcast", moves, list(tensors), opts, root)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, on every rank."""
-        if inputs[0].is_cuda:
-            return self._cuda.allgather(outputs, inputs, opts)
+        if not is_host(inputs[0]):
+            return self.on_devices.allgather(outputs, inputs, opts)
         moves = [([source], list(into)) for source, into in zip(inputs, outputs, strict=True)]
         return self._moved("all_gather", moves, [list(into) for into in outputs], opts)
 
@@ -190,8 +190,8 @@ class SharedMemoryGroup(NamedGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Several of them."""
-        if inputs[0].is_cuda:
-            return self._cuda.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        if not is_host(inputs[0]):
+            return self.on_devices.allgather_into_tensor_coalesced(outputs, inputs, opts)
         moves = [
             ([source], pieces(output, source, self.size(), "all_gather"))
             for source, output in zip(inputs, outputs, strict=True)
@@ -202,23 +202,23 @@ class SharedMemoryGroup(NamedGroup):
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         """All ranks' tensors, on one rank."""
-        if inputs[0].is_cuda:
-            return self._cuda.gather(outputs, inputs, opts)
+        if not is_host(inputs[0]):
+            return self.on_devices.gather(outputs, inputs, opts)
         receives = list(outputs[0]) if self.rank() == opts.rootRank else [None] * self.size()
         return self._moved("gather", [(list(inputs), receives)], list(outputs), opts, opts.rootRank)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         """One rank's tensors, a piece for each rank."""
-        if outputs[0].is_cuda:
-            return self._cuda.scatter(outputs, inputs, opts)
+        if not is_host(outputs[0]):
+            return self.on_devices.scatter(outputs, inputs, opts)
         sends = list(inputs[0]) if self.rank() == opts.rootRank else []
         moves = [(sends, self._from(opts.rootRank, outputs[0], True))]
         return self._moved("scatter", moves, list(outputs), opts, opts.rootRank)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Each rank's tensors, a piece for each rank."""
-        if inputs[0].is_cuda:
-            return self._cuda.alltoall(outputs, inputs, opts)
+        if not is_host(inputs[0]):
+            return self.on_devices.alltoall(outputs, inputs, opts)
         return self._moved("all_to_all", [(list(inputs), list(outputs))], list(outputs), opts)
 
     def all_to_all_single(
@@ -230,8 +230,8 @@ class SharedMemoryGroup(NamedGroup):
         opts: Any = None,
     ) -> Work:
         """Like `alltoall`, within one tensor each; sizes are rows, all equal if none are given."""
-        if source.is_cuda:
-            return self._cuda.alltoall_base(output, source, output_sizes, input_sizes, opts)
+        if not is_host(source):
+            return self.on_devices.alltoall_base(output, source, output_sizes, input_sizes, opts)
         sends = rows(source, input_sizes, self.size())
         return self._moved("all_to_all", [(sends, rows(output, output_sizes, self.size()))], [output], opts)
 
@@ -286,14 +286,14 @@ class SharedMemoryGroup(NamedGroup):
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
         """Send; done once it is on its way, and the tensor may be changed."""
-        if tensors[0].is_cuda:
-            return self._cuda.send(tensors, to, tag)
+        if not is_host(tensors[0]):
+            return self.on_devices.send(tensors, to, tag)
         return self._courier.take(self.group.send(tensors[0].contiguous(), to, tag), None, self.timeout)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         """Receive from one rank."""
-        if tensors[0].is_cuda:
-            return self._cuda.recv(tensors, source, tag)
+        if not is_host(tensors[0]):
+            return self.on_devices.recv(tensors, source, tag)
         flat = dense(tensors[0])
         back = None if flat is tensors[0] else tensors[0]
         return self._courier.take(self.group.receive(flat, source, tag), back, self.timeout)
@@ -305,12 +305,11 @@ class SharedMemoryGroup(NamedGroup):
     # ------------------------------------------------------------------ other devices
 
     @cached_property
-    def _cuda(self) -> Any:
-        """NCCL over the same ranks, for tensors on CUDA; made with the first of them."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
-        store = PrefixStore("cuda", self.store)
-        return dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
+    def on_devices(self) -> Any:
+        """torch's backend over the same ranks for tensors on devices, as NCCL; made with the first of them."""
+        used = current_device()
+        assert used is not None
+        return device_group(used.type, self.store, self.rank(), self.size(), self.timeout)
 
     def _limit_s(self, opts: Any) -> float:
         given: timedelta | None = getattr(opts, "timeout", None)

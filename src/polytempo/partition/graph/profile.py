@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from polytempo.device import kept_random_states
 from polytempo.partition.cut import fake, fake_state
 from polytempo.partition.graph.modes import counts_unread
 from polytempo.partition.graph.trace import Inputs, Traced
@@ -59,7 +60,7 @@ def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, F
     vars(counter)["mod_tracker"] = (
         _NoModules()
     )  # torch's hooks refuse modules that are given a parameter, as parametrizations are
-    with torch.random.fork_rng(devices=[]), counts_unread(model), mode, counter, draws, torch.enable_grad():
+    with kept_random_states(), counts_unread(model), mode, counter, draws, torch.enable_grad():
         walk = _Counting(model, traced.graph, state, counter, draws)
         _run(walk, [fake(value, mode) for value in inputs.traced_values])
         return walk.facts
@@ -76,7 +77,7 @@ def measured(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, 
     runs = []
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with kept_random_states(), torch.enable_grad():
             for _ in range(_REPEATS + 1):
                 walk = _Timing(model, traced.graph, traced.constants)
                 _run(walk, given)

@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from polytempo.device import autocast_enabled, kept_random_states
 from polytempo.partition.cut import fake, fake_state
 from polytempo.partition.graph.modes import attributes_kept
 
@@ -140,7 +141,7 @@ def _operations(
     given = [fake(value, mode) for value in values]
     names = {id(each): name for name, each in model.named_modules()}
     recorder = _Recorder([*state.values(), *tree_leaves(given)], names, is_own)
-    with attributes_kept(model), torch.random.fork_rng(devices=[]), mode, recorder, torch.enable_grad():
+    with attributes_kept(model), kept_random_states(), mode, recorder, torch.enable_grad():
         try:
             functional_call(run, {f"model.{name}": each for name, each in state.items()}, tuple(given))
         except Exception:  # a sample that does not fit is reported elsewhere
@@ -169,7 +170,7 @@ class _Recorder(TorchDispatchMode):
                 self._numbers.setdefault(id(each), len(self._numbers))
             self._kept += made
             shapes = [(tuple(each.shape), each.dtype) for each in made]
-            context = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+            context = torch.is_grad_enabled(), *autocast_enabled()
             self.found.append(_Operation((str(func), given, shapes, context), self._place()))
         return answer
 

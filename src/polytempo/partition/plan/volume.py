@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
+from polytempo.device import kept_random_states
 from polytempo.partition.cut import fake, fake_state
 from polytempo.partition.hybrid.hybrid_model import divisible_features
 
@@ -152,7 +153,7 @@ class _Listener:
         ]
         try:
             state = fake_state(model, mode)
-            with torch.random.fork_rng(devices=[]), _told_once(), mode, torch.enable_grad():
+            with kept_random_states(), _told_once(), mode, torch.enable_grad():
                 functional_call(model, state, fake(args, mode), fake(kwargs, mode))
         finally:
             for hook in hooks:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from polytempo.device import own_random_state
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.exchange import gathered
 from polytempo.partition.tensor.layers.cross_entropy import Reduction, split_cross_entropy
@@ -81,7 +81,7 @@ class SplitModel(PartedModel):
     # ------------------------------------------------------------------ checks
 
     def _check_random(self) -> None:
-        if not same_everywhere(self.group, torch.get_rng_state()):
+        if not same_everywhere(self.group, own_random_state()):
             raise ValueError(
                 "the ranks of one model have different random states, so their dropouts and codecs would draw "
                 "differently; before training call "

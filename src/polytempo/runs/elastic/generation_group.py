@@ -21,12 +21,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from polytempo.core import PeerLost, PolytempoError, TimedOut
+from polytempo.device import with_backend
 from polytempo.engines.join.init import hosts_of_ranks
 from polytempo.engines.join.keyed_store import KeyedStore
 from polytempo.engines.join.rendezvous import Rendezvous
@@ -62,12 +62,12 @@ def joined_group(store: KeyedStore, view: GroupView, board: MemberBoard, timeout
         try:
             try:
                 dist.init_process_group(
-                    "cpu:polytempo,cuda:nccl" if torch.cuda.is_available() else "polytempo",
+                    with_backend("polytempo"),
                     store=PrefixStore(group_prefix(view.generation), store),
                     rank=rank,
                     world_size=size,
                     timeout=timedelta(seconds=timeout_s),
-                    pg_options=None if torch.cuda.is_available() else Options(while_connecting=board.check),
+                    pg_options=Options(while_connecting=board.check),
                 )
                 connections = GroupConnections(before, board.sees_break)
                 world = ProcessWorld(rank, hosts_of_ranks())

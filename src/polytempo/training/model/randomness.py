@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
+
+from polytempo.device import kept_random_states as kept_generators
+from polytempo.device import seed_generators
 
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
     """Restore Python's, NumPy's and torch's global generators at the end of the block."""
     pythons, numpys = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with kept_generators():
             yield
     finally:
         random.setstate(pythons)
@@ -27,4 +28,4 @@ def kept_random_states() -> Iterator[None]:
 def seed_step(seed: int, rank: int, step: int, purpose: str) -> None:
     """Seed torch for one step of one rank, so resumed runs and virtual ranks draw the same numbers as real ones."""
     digest = hashlib.blake2b(f"{seed}/{rank}/{step}/{purpose}".encode(), digest_size=7).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+    seed_generators(int.from_bytes(digest, "little"))

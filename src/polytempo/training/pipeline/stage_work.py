@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from polytempo.device import kept_random_states
 from polytempo.partition.cut import Layout, Stage
 from polytempo.partition.schedules.action import Schedule
 from polytempo.training.pipeline.late.parameter_versions import ParameterVersions, as_it_is
@@ -161,7 +162,7 @@ class StageWork:
     def _computed(self, kept: UnderWay) -> tuple[list[Tensor], Tensor | None]:
         take = kept.later.append if self._splits else at_once
         own = apart(self._layers, take) if self._layers else nullcontext()
-        with torch.random.fork_rng(devices=[]), own:  # the loop's own random numbers go on
+        with kept_random_states(), own:  # the loop's own random numbers go on
             kept.seeded()
             answer = list(self.module(*kept.inputs, *kept.taken))
             loss = None if kept.head is None else kept.head(answer.pop())

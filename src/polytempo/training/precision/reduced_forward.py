@@ -77,9 +77,11 @@ def install(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 def _given_its_dtype(
     layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    dtype = next(layer.parameters()).dtype
-    if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):  # lent float32 weights, as scoring does
-        dtype = torch.get_autocast_dtype("cpu") if isinstance(layer, nn.RNNBase) else dtype
+    weight = next(layer.parameters())
+    dtype, kind = weight.dtype, weight.device.type
+    casts = not weight.is_meta and torch.is_autocast_enabled(kind)
+    if dtype == torch.float32 and casts:  # lent float32 weights, as scoring does
+        dtype = torch.get_autocast_dtype(kind) if isinstance(layer, nn.RNNBase) else dtype
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

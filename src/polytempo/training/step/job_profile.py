@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
 from polytempo.data.shard import DataShard
+from polytempo.device import random_states, set_random_states
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import loss_of
@@ -90,11 +91,11 @@ def untouched(model: nn.Module) -> Generator[None]:
     """Gradients, buffers and the state of torch's random numbers are afterwards as they were."""
     gradients = [parameter.grad for parameter in model.parameters()]
     buffers = [buffer.clone() for buffer in model.buffers()]
-    state = torch.get_rng_state()
+    state = random_states()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        set_random_states(state)
         with torch.no_grad():
             for buffer, kept in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(kept)

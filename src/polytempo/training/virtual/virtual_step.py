@@ -16,6 +16,7 @@ from torch import Tensor
 from polytempo.core import Port
 from polytempo.core.arithmetic.kernel_use import Uses
 from polytempo.core.suspension import suspendable
+from polytempo.device import random_states, set_random_states
 from polytempo.one_host.hogwild import Updates
 from polytempo.spec.job import Job
 from polytempo.training.job.gradients import StepGradients
@@ -125,7 +126,7 @@ async def _computed(port: Port, replica: Replica, gradients: Callable[[], Any], 
     """Layers on several ranks exchange while they compute; their operations are charged before."""
     if not (replica.splits or replica.own):
         return await port.compute(gradients, flops, uses=uses)
-    seeded = torch.get_rng_state()
+    seeded = random_states()
     await port.compute(lambda: None, flops, uses=uses)
-    torch.set_rng_state(seeded)  # meanwhile other ranks have drawn
+    set_random_states(seeded)  # meanwhile other ranks have drawn
     return await suspendable(gradients)

@@ -21,6 +21,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from polytempo.core import Task
+from polytempo.device import Autocast
 from polytempo.worlds.process.threads import close_at_exit, ended
 from polytempo.worlds.trace import Event
 
@@ -131,13 +132,13 @@ class Modes:
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
-        self._autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self._autocast = Autocast()
 
     @contextmanager
     def set(self) -> Iterator[None]:
         """Set them here."""
         with (
             torch.set_grad_enabled(self._gradients),
-            torch.autocast("cpu", dtype=self._autocast, enabled=self._autocast is not None),
+            self._autocast.set(),
         ):
             yield

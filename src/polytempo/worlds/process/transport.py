@@ -6,9 +6,10 @@ bit 30    29 … 25    24 … 10               9 … 0
 0         path of channels (20 bits)       tag        of a whole group
 1         group      path (20 bits)        tag (5)    of a group along axes of a mesh
 
-NCCL performs messages between CUDA devices in batches. A rank's batches follow each other on one stream, and a batch is
-over when all of its messages have met their other ends. Ranks that each receive in one batch and send in the next would
-wait for each other for ever. So a message is held until it is awaited; then its batch is, of its channel,
+NCCL, and what other kinds of devices have in its place, performs messages in batches. A rank's batches follow each
+other on one stream, and a batch is over when all of its messages have met their other ends. Ranks that each receive in
+one batch and send in the next would wait for each other for ever. So a message is held until it is awaited; then its
+batch is, of its channel,
 
     awaited receive   all held sends, and as many held receives: the awaited one, then the oldest
                       without held sends the awaited one alone: the others may answer a later message of this rank
@@ -59,6 +60,7 @@ from polytempo.core.op import (
     Send,
 )
 from polytempo.core.port import CHANNELS_OF_A_GROUP
+from polytempo.device import HOST
 from polytempo.native.group import Group
 from polytempo.native.lending import borrowed, empty_note, lendable, lent
 
@@ -79,8 +81,8 @@ class Transport:
     def __init__(self, rank: int, size: int, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
         self._groups: dict[tuple[int, ...], Any] = {}
-        self.batched = frozenset({"cuda"})
-        """Devices with messages that travel in batches (see `MessageBatches`)."""
+        self.unbatched = frozenset({HOST.type})
+        """Kinds of devices whose messages travel alone, not in batches (see `MessageBatches`)."""
         self._batches: MessageBatches | None = None
 
     def share_groups(self, other: Transport) -> None:
@@ -124,7 +126,7 @@ class Transport:
     def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
         if not tensor.numel():
             return None
-        if tensor.device.type not in self.batched:
+        if tensor.device.type in self.unbatched:
             return begin()
         if self._batches is None:
             self._batches = MessageBatches(_batching(self._whole, tensor.device))
@@ -146,7 +148,7 @@ class Transport:
                 return Begun(group.broadcast([buffer], options), lambda: buffer)
             case Barrier():
                 options = _options(BarrierOptions, op)
-                options.device = torch.device("cpu")
+                options.device = HOST
                 return Begun(group.barrier(options), _none)
             case AllGather():
                 return self._all_gather(group, ranks, op)
@@ -217,8 +219,9 @@ def _none() -> None:
 
 def _batching(group: Any, device: torch.device) -> Any:
     """The object that batches messages between devices: torch's backend of `group`, also behind our own."""
-    backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
-    return getattr(backend, "_cuda", backend)
+    if (ours := getattr(group, "on_devices", None)) is not None:
+        return ours
+    return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
 
 
 def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
@@ -288,7 +291,7 @@ class Held:
             self._batches.start(self)
 
     def wait(self, *limit: Any) -> None:
-        """Wait until its batch is over. On CUDA the stream waits, not the caller."""
+        """Wait until its batch is over. On a device the stream waits, not the caller."""
         self.start()
         self.work.wait(*limit)
 

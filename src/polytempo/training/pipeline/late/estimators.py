@@ -14,6 +14,7 @@ from torch.optim import Adam, Optimizer
 from polytempo.core import Port
 from polytempo.core.bundle import by_kind
 from polytempo.core.state import Saved, Scalar
+from polytempo.device import kept_random_states
 from polytempo.partition.schedules.action import Schedule
 from polytempo.partition.schedules.correction import Estimation
 from polytempo.training.checkpoint.optimizer_state import optimizer_restore, optimizer_saved
@@ -128,7 +129,7 @@ class Estimators:
 
     def _make(self, name: str, output: Tensor) -> None:
         own, key = self._estimation, _key(name)
-        with torch.random.fork_rng(devices=[]):
+        with kept_random_states():
             seed_step(self._seed, 0, 0, f"estimator of {name}")
             shape = tuple(output.shape[1:])
             if own.make is None:

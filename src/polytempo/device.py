@@ -1,0 +1,306 @@
+"""Devices: everything that the library knows of memory other than the host's.
+
+An *accelerator* is torch's (`torch.accelerator`): CUDA, XPU, MPS, or a backend that a program has registered under
+a name of its own. A process has at most one kind, of which it may see several devices. Functions that act on "the
+accelerator" do nothing where there is none, and leave one alone that this process has not begun to use: looking at it
+takes memory there. `torch.accelerator` alone is asked, so a kind that torch learns needs no line here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+
+HOST = torch.device("cpu")
+_ONE_GENERATOR = frozenset({"mps"})
+"""Kinds of which torch has one device, and functions that take no number of it."""
+
+
+# ---------------------------------------------------------------------- which devices there are
+
+
+def is_host(tensor: Tensor) -> bool:
+    """True if the tensor lies in the host's memory, where the native core can read it."""
+    return tensor.is_cpu
+
+
+def on_accelerator(tensor: Tensor) -> bool:
+    """True if the tensor has memory, and not the host's."""
+    return not (tensor.is_cpu or tensor.is_meta)
+
+
+def accelerator_kind() -> str | None:
+    """The kind of the accelerator that this process can use: "cuda", "xpu", "mps", …; None without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def num_devices() -> int:
+    """The number of devices of the accelerator that this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def accelerator_in_use() -> bool:
+    """True if this process has begun to use the accelerator."""
+    return _used() is not None
+
+
+def current_device() -> torch.device | None:
+    """The device that `torch.empty(…, device=accelerator_kind())` takes; None where none is in use."""
+    return None if (used := _used()) is None else torch.device(used[0], torch.accelerator.current_device_index())
+
+
+def use_device(number: int) -> None:
+    """Make it the current device of this thread: the number of one that is visible."""
+    torch.accelerator.set_device_index(number)
+
+
+def visible_devices() -> list[str]:
+    """Names of the devices that this process may use, equal for two processes of a host where the device is the same.
+
+    The current one alone, once the accelerator is in use. No device is touched.
+    """
+    if (found := accelerator_kind()) is None:
+        return []
+    listed = os.environ.get(f"{found.upper()}_VISIBLE_DEVICES", "").split(",")
+    numbers = [listed[n].strip() if any(listed) and n < len(listed) else str(n) for n in range(num_devices())]
+    if accelerator_in_use():
+        numbers = [numbers[torch.accelerator.current_device_index()]]
+    return [f"{found}:{number}" for number in numbers]
+
+
+def _used() -> tuple[str, Any] | None:
+    """The accelerator's kind and torch's module for it, if this process has begun to use it."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    module = torch.get_device_module(found.type)
+    begun = getattr(module, "is_initialized", None) or module.is_available
+    forked = getattr(module, "_is_in_bad_fork", None)
+    return (found.type, module) if begun() and not (forked and forked()) else None
+
+
+# ---------------------------------------------------------------------- groups of processes
+
+
+def backend_of(device_kind: str | None) -> str | None:
+    """torch.distributed's backend between devices of a kind: "nccl" for CUDA. None where this torch has none.
+
+    gloo is none: it takes bytes through the host, which `interop.backend.staged` does as well.
+    """
+    name = dist.Backend.default_device_backend_map.get(device_kind or "")
+    if name is None or device_kind == HOST.type or name == "gloo":
+        return None
+    built_in: dict[str, Any] = {"nccl": dist.is_nccl_available, "xccl": getattr(dist, "is_xccl_available", None)}
+    there = built_in.get(name, lambda: True)
+    return name if there is not None and there() else None
+
+
+def with_backend(host_backend: str) -> str:
+    """The argument of `init_process_group` for `host_backend` on the host, and the accelerator's own on it."""
+    found = accelerator_kind()
+    backend = backend_of(found)
+    return host_backend if backend is None else f"{HOST.type}:{host_backend},{found}:{backend}"
+
+
+def device_group(device_kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """`backend_of(device_kind)` over these ranks, one for each device, made by all of them. ValueError without one."""
+    name = backend_of(device_kind)
+    if name is None:
+        raise ValueError(f"this torch has no process group between devices of the kind {device_kind}")
+    place = PrefixStore(device_kind, store)
+    if (plugin := dist.Backend._plugins.get(name.upper())) is None:
+        built_in = getattr(dist, f"ProcessGroup{name.upper()}")
+        options = built_in.Options()
+        options._timeout = timeout
+        return built_in(place, rank, size, options)
+    if not plugin.extended_api:
+        return plugin.creator_fn(place, rank, size, timeout)
+    given = _DistributedBackendOptions()
+    given.store, given.group_rank, given.group_size, given.timeout = place, rank, size, timeout
+    return plugin.creator_fn(given, None)
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """NCCL's in this torch, (0, 0, 0) without it."""
+    if not dist.is_nccl_available():
+        return 0, 0, 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major), int(minor), int(patch)
+
+
+# ---------------------------------------------------------------------- streams and events
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that takes this thread's work for the device."""
+    return torch.accelerator.current_stream(device)
+
+
+@cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """A stream beside the one that computes, for copies: one for each device."""
+    return torch.Stream(device=device)
+
+
+def marked(device: torch.device) -> torch.Event:
+    """An event behind all work that this thread has given the device."""
+    return current_stream(device).record_event()
+
+
+# ---------------------------------------------------------------------- random numbers
+
+RandomStates = tuple[Tensor, ...]
+"""The states of the host's generator and, if it is in use, of each visible device's."""
+
+
+def seed_generators(number: int, *, unused_too: bool = False) -> None:
+    """Seed torch's generators, the host's and the accelerator's.
+
+    Costs 1 µs where no accelerator is in use. `unused_too`: also one that this process will use later, for which torch
+    keeps the seed; that takes 1 ms.
+    """
+    torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes 1 ms to note that it was called
+    if (used := _used()) is not None:
+        (getattr(used[1], "manual_seed_all", None) or used[1].manual_seed)(number)
+    elif unused_too and accelerator_kind() is not None:
+        torch.manual_seed(number)
+
+
+def random_states() -> RandomStates:
+    """The states of torch's generators: the host's first."""
+    return (torch.get_rng_state(), *(module.get_rng_state(*which) for module, which in _generators()))
+
+
+def own_random_state() -> Tensor:
+    """The states of the generators that this thread draws from, the host's and the current device's, in one tensor."""
+    states, device = random_states(), current_device()
+    return states[0] if device is None else torch.cat([states[0], states[1:][device.index or 0]])
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Go on from `states`. A device that was not in use when they were taken stays as it is."""
+    torch.set_rng_state(states[0])
+    for (module, which), state in zip(_generators(), states[1:], strict=False):
+        module.set_rng_state(state, *which)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """torch's generators are at the end of the block as they were at its begin."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+def _generators() -> list[tuple[Any, tuple[int, ...]]]:
+    """torch's module of the accelerator in use, and the arguments that choose a device's generator."""
+    if (used := _used()) is None:
+        return []
+    name, module = used
+    return [(module, () if name in _ONE_GENERATOR else (number,)) for number in range(num_devices())]
+
+
+# ---------------------------------------------------------------------- modes of a thread
+
+
+def autocast_enabled() -> tuple[bool, ...]:
+    """Whether this thread casts, on the host and on the accelerator in use."""
+    kinds = (HOST.type,) if (used := _used()) is None else (HOST.type, used[0])
+    return tuple(torch.is_autocast_enabled(each) for each in kinds)
+
+
+class Autocast:
+    """The autocast of the thread that makes it, on the host and on the accelerator, for other threads."""
+
+    __slots__ = ("_modes",)
+
+    def __init__(self) -> None:
+        kinds = (HOST.type,) if (used := _used()) is None else (HOST.type, used[0])
+        self._modes = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in kinds]
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Set it here."""
+        with ExitStack() as modes:
+            for each, dtype, enabled in self._modes:
+                modes.enter_context(torch.autocast(each, dtype=dtype, enabled=enabled))
+            yield
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Memory(NamedTuple):
+    """Bytes of tensors on a device."""
+
+    allocated: int
+    peak: int
+
+
+def device_memory(device: torch.device) -> Memory:
+    """Now, and the most since `forget_peak`. Zeros for the host, and where torch does not count them."""
+    if device.type == HOST.type or device.type in _ONE_GENERATOR:
+        return Memory(0, 0)
+    return Memory(torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Count the peak from here."""
+    if device.type != HOST.type and device.type not in _ONE_GENERATOR:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Host memory for a contiguous copy of a device's tensor, which the device reads and writes by itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in _ONE_GENERATOR)
+
+
+class HostCopy:
+    """Device tensors on their way to the host, on a stream beside the one that computes.
+
+    `tensors` are the copies, contiguous and in pinned memory. Only after `wait` may the host read them. The originals
+    may change as soon as this is made: the work that computed them is over on the device before they are copied, and
+    later work waits for the copy where `overwritten` is True.
+    """
+
+    def __init__(self, given: Sequence[Tensor], *, overwritten: bool = False) -> None:
+        self.device = given[0].device
+        self.tensors = [pinned_like(tensor) for tensor in given]
+        stream, here = side_stream(self.device), current_stream(self.device)
+        stream.wait_stream(here)
+        with stream:
+            for copy, tensor in zip(self.tensors, given, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
+            self._there = stream.record_event()
+        if overwritten:
+            here.wait_event(self._there)
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are there."""
+        self._there.synchronize()
+        return self.tensors
+
+
+def copied_back(given: Sequence[Tensor], targets: Sequence[Tensor]) -> torch.Event:
+    """Copy host tensors into device tensors beside the computing stream; the event is behind the copies.
+
+    `given` stay as they are until the event is over, and no work that is under way uses `targets`.
+    """
+    stream = side_stream(targets[0].device)
+    with stream:
+        for target, source in zip(targets, given, strict=True):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()

@@ -1,0 +1,74 @@
+"""The device module on a host without an accelerator. What it does on one is in `tests/device`."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from polytempo import device
+
+if torch.accelerator.is_available():
+    pytest.skip("this host has an accelerator", allow_module_level=True)
+
+
+def test_a_host_alone_has_no_accelerator() -> None:
+    assert device.accelerator_kind() is None
+    assert device.num_devices() == 0
+    assert device.visible_devices() == []
+    assert device.current_device() is None
+    assert not device.accelerator_in_use()
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", None), ("mps", None), ("no such kind", None), (None, None)])
+def test_kinds_without_a_backend_of_their_own(kind: str | None, backend: str | None) -> None:
+    """gloo takes a device's bytes through the host, so it is none."""
+    assert device.backend_of(kind) == backend
+
+
+def test_the_hosts_backend_stays_alone() -> None:
+    assert device.with_backend("polytempo") == "polytempo"
+
+
+def test_where_a_tensor_lies() -> None:
+    here, nowhere = torch.empty(1), torch.empty(1, device="meta")
+    assert device.is_host(here)
+    assert not device.is_host(nowhere)
+    assert not device.on_accelerator(here)
+    assert not device.on_accelerator(nowhere)
+
+
+def test_seeds_and_states_of_the_host() -> None:
+    device.seed_generators(7, unused_too=True)
+    states, first = device.random_states(), torch.rand(3)
+    assert torch.equal(device.own_random_state(), torch.get_rng_state())
+    with device.kept_random_states():
+        after = torch.rand(3)
+    assert torch.equal(torch.rand(3), after)
+    device.set_random_states(states)
+    assert torch.equal(torch.rand(3), first)
+    device.seed_generators(7)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_autocast_in_another_thread() -> None:
+    layer, found = nn.Linear(2, 2), []
+
+    def compute(modes: device.Autocast) -> None:
+        with modes.set():
+            found.append((layer(torch.ones(1, 2)).dtype, device.autocast_enabled()))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        modes = device.Autocast()
+    for each in (modes, device.Autocast()):
+        thread = threading.Thread(target=compute, args=(each,))
+        thread.start()
+        thread.join()
+    assert found == [(torch.bfloat16, (True,)), (torch.float32, (False,))]
+
+
+def test_the_host_counts_no_memory() -> None:
+    assert device.device_memory(device.HOST) == (0, 0)
+    device.forget_peak(device.HOST)
