@@ -1,7 +1,7 @@
 """Devices: everything that the library knows of memory other than the host's.
 
 An *accelerator* is torch's (`torch.accelerator`): CUDA, XPU, MPS, or a backend that a program has registered under
-a name of its own. A process has at most one kind, of which it may see several devices. Functions that act on "the
+a name of its own. A process has at most one kind, and may see several devices of it. Functions that act on "the
 accelerator" do nothing where there is none, and leave one alone that this process has not begun to use: looking at it
 takes memory there. `torch.accelerator` alone is asked, so a kind that torch learns needs no line here.
 """
@@ -22,14 +22,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 
 HOST = torch.device("cpu")
 _ONE_GENERATOR = frozenset({"mps"})
-"""Kinds of which torch has one device, and functions that take no number of it."""
+"""Kinds with one device, and with functions in torch that take no number of it."""
 
 
 # ---------------------------------------------------------------------- which devices there are
 
 
 def is_host(tensor: Tensor) -> bool:
-    """True if the tensor lies in the host's memory, where the native core can read it."""
+    """True if the native core can read the tensor: it lies in the host's memory."""
     return tensor.is_cpu
 
 
@@ -60,7 +60,7 @@ def current_device() -> torch.device | None:
 
 
 def use_device(number: int) -> None:
-    """Make it the current device of this thread: the number of one that is visible."""
+    """Make the visible device of this number the current one of this thread."""
     torch.accelerator.set_device_index(number)
 
 
@@ -148,7 +148,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """A stream beside the one that computes, for copies: one for each device."""
+    """A stream for copies, beside the computing stream: one for each device."""
     return torch.Stream(device=device)
 
 
@@ -166,8 +166,8 @@ RandomStates = tuple[Tensor, ...]
 def seed_generators(number: int, *, unused_too: bool = False) -> None:
     """Seed torch's generators, the host's and the accelerator's.
 
-    Costs 1 µs where no accelerator is in use. `unused_too`: also one that this process will use later, for which torch
-    keeps the seed; that takes 1 ms.
+    Costs 1 µs where no accelerator is in use. `unused_too`: also an accelerator that this process will use later; torch
+    keeps the seed for it, in 1 ms.
     """
     torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes 1 ms to note that it was called
     if (used := _used()) is not None:
@@ -216,7 +216,7 @@ def _generators() -> list[tuple[Any, tuple[int, ...]]]:
 
 
 def autocast_enabled() -> tuple[bool, ...]:
-    """Whether this thread casts, on the host and on the accelerator in use."""
+    """True where this thread casts: on the host, and on the accelerator in use."""
     kinds = (HOST.type,) if (used := _used()) is None else (HOST.type, used[0])
     return tuple(torch.is_autocast_enabled(each) for each in kinds)
 
@@ -263,12 +263,12 @@ def forget_peak(device: torch.device) -> None:
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """Host memory for a contiguous copy of a device's tensor, which the device reads and writes by itself."""
+    """Host memory for a contiguous copy of a device's tensor, which the device reads and writes without the host."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in _ONE_GENERATOR)
 
 
 class HostCopy:
-    """Device tensors on their way to the host, on a stream beside the one that computes.
+    """Device tensors on their way to the host, on a stream beside the computing one.
 
     `tensors` are the copies, contiguous and in pinned memory. Only after `wait` may the host read them. The originals
     may change as soon as this is made: the work that computed them is over on the device before they are copied, and

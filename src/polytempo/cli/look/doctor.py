@@ -41,7 +41,7 @@ class Health:
     torch: str
     backends: dict[str, bool]
     accelerator: str | None
-    """Its kind; None: without one everything runs on the CPU."""
+    """The kind of torch's accelerator. None: everything runs on the CPU."""
     devices: int
     cores: int
     threads: int

@@ -6,7 +6,7 @@ bit 30    29 … 25    24 … 10               9 … 0
 0         path of channels (20 bits)       tag        of a whole group
 1         group      path (20 bits)        tag (5)    of a group along axes of a mesh
 
-NCCL, and what other kinds of devices have in its place, performs messages in batches. A rank's batches follow each
+NCCL performs messages between devices in batches, and so do the backends of other kinds. A rank's batches follow each
 other on one stream, and a batch is over when all of its messages have met their other ends. Ranks that each receive in
 one batch and send in the next would wait for each other for ever. So a message is held until it is awaited; then its
 batch is, of its channel,
@@ -82,7 +82,7 @@ class Transport:
         self.rank, self.size, self.group = rank, size, group
         self._groups: dict[tuple[int, ...], Any] = {}
         self.unbatched = frozenset({HOST.type})
-        """Kinds of devices whose messages travel alone, not in batches (see `MessageBatches`)."""
+        """Kinds of devices with messages that travel alone, not in batches (see `MessageBatches`)."""
         self._batches: MessageBatches | None = None
 
     def share_groups(self, other: Transport) -> None:
