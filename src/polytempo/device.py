@@ -29,7 +29,7 @@ _ONE_GENERATOR = frozenset({"mps"})
 
 
 def is_host(tensor: Tensor) -> bool:
-    """True if the native core can read the tensor: it lies in the host's memory."""
+    """True if the native core can read the tensor: it is in the host's memory."""
     return tensor.is_cpu
 
 
