@@ -16,6 +16,7 @@ CHAPTERS = {
     "PT16": "Averages of weights, drift, threads",
     "PT17": "Strategies inside strategies",
     "PT18": "Map and reduce",
+    "PT19": "Devices",
 }
 HEAD = """# Refusals
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from polytempo.data.mover import BatchMover
 from polytempo.data.plan import Deals, Pick, dealt, num_batches, permutation
 from polytempo.data.source import read_source, tensors_of
 
@@ -19,12 +21,13 @@ class Samples(NamedTuple):
     held: list[Any]
     """The samples; or tensors that hold one in each row, where there is nothing to collate."""
     collate: Callable[[list[Any]], Any] | None
+    mover: BatchMover = BatchMover(None)
 
     def collated(self, begin: int = 0, end: int | None = None) -> Any:
         """A batch of the samples `begin … end-1`."""
         if self.collate is None:
-            return [tensor[begin:end] for tensor in self.held]
-        return self.collate(self.held[begin:end])
+            return self.mover.moved([tensor[begin:end] for tensor in self.held])
+        return self.mover.moved(self.collate(self.held[begin:end]))
 
 
 @final
@@ -51,8 +54,15 @@ class Batches:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError("a parameter server deals batches by number, so a job's data need a length and an order")
         self._tensors = tensors_of(self._source)
+        self._mover = BatchMover(None)
         self.size, self.seed, self.deals = size, seed, deals
         self.batch_size, self.num_samples = self._source.batch_size, len(dataset)
+
+    def on(self, device: torch.device | None) -> Batches:
+        """The same batches, moved to `device`."""
+        other = copy(self)
+        other._mover = BatchMover(device)
+        return other
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -78,10 +88,10 @@ class Batches:
         if self._tensors is not None:
             tensors, rows = self._tensors
             chosen = (indices if rows is None else rows[indices]).to(tensors[0].device)
-            return Samples([tensor.index_select(0, chosen) for tensor in tensors], None)
+            return Samples([tensor.index_select(0, chosen) for tensor in tensors], None, self._mover)
         loader = self._source.loader
         collate = default_collate if loader is None else loader.collate_fn
-        return Samples([self._source.dataset[i] for i in indices.tolist()], collate)
+        return Samples([self._source.dataset[i] for i in indices.tolist()], collate, self._mover)
 
     def _order(self, epoch: int) -> Tensor:
         if not self._source.shuffle:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from polytempo.core.arithmetic.slice_tree import subtree
 from polytempo.data.batches import Batches
+from polytempo.data.mover import BatchMover
 from polytempo.data.plan import (
     Deals,
     Pick,
@@ -81,11 +82,13 @@ class DataShard:
         slices: int | None = None,
         gathered: Gathered | None = None,
         together: int = 1,
+        device: torch.device | None = None,
     ) -> None:
         """`batch_size` is per rank; it and `shuffle` (data sets: True, streams: False) override a loader's.
 
         `global_batch_size` counts all ranks' samples, and overrides `batch_size`. `gathered` is shared by ranks of one
-        process: a batch is then a window into it, where tensors in memory are dealt whole.
+        process: a batch is then a window into it, where tensors in memory are dealt whole. `device`: batches are moved
+        there (None: they stay), of tensors in memory one ahead; reading others may draw random numbers for its step.
         """
         if global_batch_size is not None:
             batch_size = -(-global_batch_size // size)
@@ -97,6 +100,7 @@ class DataShard:
         self._chosen = Chosen()
         self._loader: DataLoader[Any] | None = None
         self._gathered, self._together = gathered, together
+        self._device, self._mover = device, BatchMover(device)
         self._sampler_epoch = sampler_epoch(self._source)
         self._generator = torch.Generator()
         self.rank, self.size, self.seed = rank, size, seed
@@ -157,7 +161,7 @@ class DataShard:
         self._follow_sampler()
         at, shift = (0, self.consumed - num_places(self.left)) if self.left else (self.consumed, 0)
         again: list[PlaceSpan] = []
-        for i, (step, batch) in enumerate(self._batches()):
+        for i, (step, batch) in enumerate(self._moved()):
             if i % len(self.own) == 0:
                 begin, at, self.spans = at, at + step.global_samples, []
                 again, self.left = parted(self.left, step.global_samples) if self.left else ([], [])
@@ -219,6 +223,7 @@ class DataShard:
             shuffle=self.shuffle,
             global_batch_size=self._global_batch_size,
             slices=self.slices,
+            device=self._device,
         )
         other.load_state_dict(self.state_dict())
         return other
@@ -259,6 +264,11 @@ class DataShard:
         self.epoch, self.consumed = epoch, consumed
         self.left = [PlaceSpan(*span) for span in state.get("left", [])]
         self.local_samples = self.global_samples = 0
+
+    def _moved(self) -> Iterator[tuple[Pick, Any]]:
+        if self.in_memory:
+            return self._mover.ahead(self._batches())
+        return ((step, self._mover.moved(batch)) for step, batch in self._batches())
 
     def _batches(self) -> Iterator[tuple[Pick, Any]]:
         if self.num_samples is None:

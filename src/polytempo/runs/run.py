@@ -34,6 +34,7 @@ from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
+from polytempo.training.model.run_device import check_fork
 from polytempo.training.trainer import Trainer, held_by_first
 
 
@@ -96,13 +97,18 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
     here = isinstance(engine, Local | Subprocess)
     if here:
         check_processes(max(spec.topology().num_nodes for spec in specs), workers)
+    if isinstance(engine, Local):
+        for spec in specs:
+            check_fork(spec.options, spec.strategy)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
-    found = rehearse(specs)
+    found = rehearse(specs, here=here)
     if found.samples is not None:
         check_enough(found.samples, replicas)
         for slices in {spec.strategy.slices for spec in specs} - {None}:
             check_enough(found.samples, slices or 1, "slices")
     notes = [*found.warned, *batch_notes(found.samples, replicas, specs[0].batch_size)]
+    if 0 < found.devices < workers:
+        notes.append(f"{workers} workers share {found.devices} device{'s' * (found.devices > 1)}")
     if here:
         check_memory(found.private_bytes, workers)
         notes = [*cores_notes(workers), *notes]

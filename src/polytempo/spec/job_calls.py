@@ -89,13 +89,31 @@ def optimizer_of(job: Job, model: nn.Module, lr: float | None = None) -> Optimiz
     return optimizer
 
 
-def replica_of(spec: RunSpec) -> tuple[nn.Module, Optimizer]:
-    """The job's model, the same wherever it is made, and its optimizer with the run's learning rate."""
+def replica_of(spec: RunSpec, device: torch.device | None = None) -> tuple[nn.Module, Optimizer]:
+    """The job's model, the same wherever it is made, and its optimizer with the run's learning rate.
+
+    The model is made as the job makes it, so on the CPU its first values are the same for every `device`, and then
+    moved there (None: it stays).
+    """
     seed_generators(spec.seed, unused_too=True)
     model = model_of(spec.job)
+    if device is not None:
+        move_model(model, device)
     optimizer = optimizer_of(spec.job, model, spec.lr)
     Threads(inter=spec.options.inter_threads).apply(model)
     return model, optimizer
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model's parameters and buffers. Tied parameters stay tied, also where torch makes new ones."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to(device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
 
 
 def schedule_of(job: Job, optimizer: Optimizer, steps_per_epoch: int) -> LRScheduler | None:

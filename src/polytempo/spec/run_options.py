@@ -6,6 +6,7 @@ writes the keywords' types for editors and mypy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -53,6 +54,14 @@ def _place(given: object) -> Place | None:
     if not isinstance(given, str | Path | UrlPath):
         raise ValueError("must be a folder or its URL, as a text, a Path or a UrlPath")
     return place(given)
+
+
+def _device(given: object) -> str:
+    """A device's name as torch writes it, or `auto`; torch is not loaded."""
+    text = str(given)
+    if re.fullmatch(r"[a-z][a-z_]*(:[0-9]+)?", text) is None:
+        raise ValueError("must be auto, cpu, or a device as torch names it, such as cuda or cuda:1")
+    return text
 
 
 LENGTH, TRAINING, PROCESS, FOLDER = "Length", "Training", "Processes", "Folder"
@@ -115,6 +124,12 @@ class RunOptions:
     pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown.
     """
 
+    device: Annotated[str, Option(PROCESS, "D", read=_device)] = "auto"
+    """Compute on auto, cpu, cuda, cuda:1, xpu, mps, …. Default: auto, an accelerator if there is one.
+
+    Without a number the workers of a host share its devices round robin. Strategies with one copy of the weights, and
+    branches in threads, compute on the CPU. See `docs/on-a-gpu.md`.
+    """
     threads: Annotated[NumThreads | None, Option(PROCESS, "T")] = None
     """Threads per worker. Default: the cores, divided among the workers."""
     inter_threads: Annotated[NumThreads, Option(PROCESS, "T", PROCESSES)] = 1

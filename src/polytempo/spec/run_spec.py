@@ -185,6 +185,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "average": options.ema is not None,
         "restore": options.on_drift == "restore",
         "threads": options.inter_threads > 1,
+        "device": options.device not in ("auto", "cpu"),
         "noise scale": measured,
         "one worker": measured and strategy.server is None and workers // strategy.groups < 2,
         "batch growth": bool(growth),

@@ -42,6 +42,7 @@ from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
+from polytempo.training.model.run_device import run_device
 from polytempo.training.observe.background_observer import BackgroundObserver
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
@@ -94,7 +95,9 @@ class Trainer:
         spec = job
         self.job, self.options = job, options = spec.job, spec.options
         self.world.port = laid_out_run(self.world.port, spec.strategy)
-        self.model, optimizer = replica_of(of_group(spec, self.world.port))
+        self.device = run_device(options, spec.strategy)
+        """The device that this rank computes on."""
+        self.model, optimizer = replica_of(of_group(spec, self.world.port), self.device)
         if split_models(self.model) or divided_layers(self.model):
             raise ValueError(
                 f"job {job.name} splits its model's layers in model(); let that make the whole model, and give the "
@@ -105,7 +108,7 @@ class Trainer:
         self.world.drive(agree(self.world.port, _facts(spec, self.data, self.world.port)))
         part = _part(self.world, spec, self.model, optimizer, self.data)
         self.port = part.port
-        shard = shard_of_group(spec, self.data, self.port)
+        shard = shard_of_group(spec, self.data, self.port, device=self.device)
         self.context = TrainingContext(
             spec=spec,
             holding=part.holding,

@@ -24,11 +24,12 @@ from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.branches import Threads
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.spec.job import Job
-from polytempo.spec.job_calls import data_of, model_of, next_batch, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, model_of, move_model, next_batch, optimizer_of, schedule_of
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
+from polytempo.training.model.run_device import beside, num_devices, run_device
 from polytempo.training.parts.parted_training import check_parted_model
 from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.precision.masters import masters_of
@@ -50,14 +51,19 @@ class Rehearsed(NamedTuple):
     """Memory that the process did not share with the launcher; 0 if it is unknown."""
     warned: tuple[str, ...]
     """Warnings of the model, the loss and the optimizer."""
+    devices: int = 0
+    """Devices that the workers of this host share; 0 if they compute on the CPU, or on other hosts."""
 
 
-def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
+def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
     """Make the job's parts in a process of its own, and the gradient of one batch. `specs` have one strategy each.
 
+    `here`: the run's processes are on this host, so the gradient is computed on their device.
+
     Errors: ValueError and JobFailed of `spec.job_calls`, for wrong functions of the job and for a strategy that does
-    not fit. A process that dies, or takes a minute, fails in the run and not here. Cost: a worker's start (the data are
-    read once more) and one step; the same job, options and strategies are rehearsed once in a process.
+    not fit; ValueError for a device that is not there. A process that dies, or takes a minute, fails in the run and not
+    here. Cost: a worker's start (the data are read once more) and one step; the same job, options and strategies are
+    rehearsed once in a process.
     """
     spec, options = specs[0], specs[0].options
     known = _KNOWN.setdefault(spec.job, {})
@@ -70,19 +76,20 @@ def rehearse(specs: Sequence[RunSpec]) -> Rehearsed:
         options.threads,
         options.inter_threads,
         str(options.precision),
+        options.device if here else "",
     )
     fitted_before = _FITTED.setdefault(spec.job, set())
     new = [each for each in specs if (key, str(each.strategy)) not in fitted_before]
     if new or key not in known:
-        known[key] = _tried(new or specs)
+        known[key] = _tried(new or specs, here=here)
         fitted_before.update((key, str(each.strategy)) for each in new)
     return known[key]
 
 
-def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
+def _tried(specs: Sequence[RunSpec], *, here: bool) -> Rehearsed:
     def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
-            return {"found": list(_rehearsed(specs))}
+            return {"found": list(_rehearsed(specs, here=here))}
         except JobFailed as error:
             return {"failed": str(error)}
         except ValueError as error:
@@ -96,11 +103,11 @@ def _tried(specs: Sequence[RunSpec]) -> Rehearsed:
         raise JobFailed(told["failed"])
     if "wrong" in told:
         raise ValueError(told["wrong"])
-    samples, private_bytes, warned = told["found"]
-    return Rehearsed(samples, private_bytes, tuple(warned))
+    samples, private_bytes, warned, devices = told["found"]
+    return Rehearsed(samples, private_bytes, tuple(warned), devices)
 
 
-def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
+def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
     spec = specs[0]
     job = spec.job
     torch.manual_seed(spec.seed)
@@ -123,6 +130,9 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
             schedule_of(job, optimizer_of(job, model, spec.lr), len(shard))
         check_goals(job, spec.options, has_test=data.test is not None)
         batch = next_batch(job, iter(shard))
+        if here:
+            move_model(model, run_device(spec.options, spec.strategy))
+        batch = beside(model, batch)
         Threads(inter=spec.options.inter_threads).apply(model)
         masters_of(model, optimizer_of(job, model, spec.lr), spec.options.precision)
         loss_of(job, model, batch).backward()
@@ -130,7 +140,8 @@ def _rehearsed(specs: Sequence[RunSpec]) -> Rehearsed:
             evaluation = Evaluation(job, model, data)
             evaluation.sums(tensors_of(model), 0, evaluation.length)  # of a few samples
     own = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning))
-    return Rehearsed(shard.num_samples, _private_bytes(), tuple(own))
+    devices = num_devices(spec.options, spec.strategy) if here else 0
+    return Rehearsed(shard.num_samples, _private_bytes(), tuple(own), devices)
 
 
 def _private_bytes() -> int:

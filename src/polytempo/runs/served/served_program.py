@@ -36,6 +36,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.job.evaluate import check_goals
 from polytempo.training.model.local_decay import LocalDecay
+from polytempo.training.model.run_device import CPU, run_device
 from polytempo.training.model.running_statistics import Running
 from polytempo.training.model.trainable_parameters import trainable
 from polytempo.training.precision.masters import bytes_of, masters_of
@@ -81,7 +82,7 @@ class ServedProgram:
             seed=spec.seed,
             deals=service.deals,
         )
-        model, optimizer = replica_of(spec)
+        model, optimizer = replica_of(spec, CPU)  # the launcher forks, so it must not use a device
         timing = see(model, self.data)
         with_values = model
         self._without_values: tuple[nn.Module, Optimizer] | None = None
@@ -139,10 +140,11 @@ class ServedProgram:
 
     def context(self, cost: StepCost = _FREE, stages: Port | None = None) -> ServedContext:
         """The training of a worker; a virtual worker charges `cost`. `stages`: its replica's processes."""
-        spec, batches, stage = self.spec, self.batches, None
-        meta = self._without_values is not None
+        spec, stage, meta = self.spec, None, self._without_values is not None
+        device = None if meta else run_device(spec.options, spec.strategy)
+        batches = self.batches.on(device)
         if self.stages is None:
-            model, optimizer = self._without_values or replica_of(spec)
+            model, optimizer = self._without_values or replica_of(spec, device)
         else:
             assert stages is not None
             stage = self.stages.stage(stages, cost.flops_per_sample)
@@ -180,7 +182,9 @@ class ServedProgram:
 
     def scorer(self) -> Scorer:
         """A scorer of the shards' weights, with a model of its own."""
-        return Scorer(self.spec.job, self.data, self.batches, *replica_of(self.spec), self.spec.options.precision)
+        spec = self.spec
+        found = replica_of(spec, run_device(spec.options, spec.strategy))
+        return Scorer(spec.job, self.data, self.batches, *found, spec.options.precision)
 
     @property
     def _num_tickets(self) -> int:

@@ -42,6 +42,7 @@ from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.ports import ports_of
+from polytempo.training.model.run_device import run_device
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
@@ -138,7 +139,8 @@ def default_cluster(strategy: Strategy, workers: int) -> str:
 def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, together: _Together | None) -> Result:
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
-    model, _ = replica_of(spec)
+    device = run_device(options, spec.strategy)
+    model, _ = replica_of(spec, device)
     gathered, test_parts = (None, None) if together is None else (Gathered(), 1)
     if together is None:
         groups = groups_in_turn(spec, cluster, data, model)
@@ -158,7 +160,7 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     ports = {rank: laid_out_run(world_port(rank, hosts), spec.strategy) for rank in acting}
     dealing = Dealing(gathered, groups)
     contexts = {
-        rank: _context(spec, data, observer, cost, updates[rank], port, deepcopy(whole), together, dealing)
+        rank: _context(spec, device, data, observer, cost, updates[rank], port, deepcopy(whole), together, dealing)
         for rank, port in ports.items()
     }
     _measure(spec, contexts.values(), ports.values())
@@ -194,6 +196,7 @@ def _measure(spec: RunSpec, contexts: Iterable[TrainingContext], ports: Iterable
 
 def _context(
     spec: RunSpec,
+    device: torch.device,
     data: Data,
     observer: VirtualObserver,
     cost: StepCost,
@@ -206,7 +209,7 @@ def _context(
     """`whole`: the model of this rank, and its stages, where it is cut."""
     holding: Holding
     if whole is None:
-        model, optimizer = replica_of(of_group(spec, port))
+        model, optimizer = replica_of(of_group(spec, port), device)
         names = [name for name, _ in model.named_parameters()]
         if together is not None:
             together.place(port.rank, model, optimizer)
@@ -232,7 +235,7 @@ def _context(
         stage = staged(spec, model, found, port, cost.flops_per_sample)
         holding, take_step = HeldStage(stage), staged_step(stage, spec.job)
     together_with = next((len(group) for group in dealing.groups if group.start == port.rank), 1)
-    shard = shard_of_group(spec, data, port, gathered=dealing.gathered, together=together_with)
+    shard = shard_of_group(spec, data, port, gathered=dealing.gathered, together=together_with, device=device)
     return TrainingContext(
         spec=spec,
         holding=holding,

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import torch
+
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
 from polytempo.server.message import Outbox, Reply, View
@@ -20,6 +22,7 @@ from polytempo.server.worker.host.host_peers import Offer, Presence
 from polytempo.server.worker.next_push import PendingExchange
 
 T = TypeVar("T")
+HOST = torch.device("cpu")
 
 _FOR_CLIENT = (Reply, View, Offer, Presence)
 _MOST_MAIL = 4096
@@ -28,16 +31,19 @@ _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
 
 
-def through(client: Client, port: Port, program: Program[T]) -> Program[T]:
-    """`program` with its exchanges. A client has one program; coroutines that it starts cannot push."""
-    return interpreted(program, ServerCalls(client, port).perform, (Push, Pull, Start, Work, Take))
+def through(client: Client, port: Port, program: Program[T], device: torch.device = HOST) -> Program[T]:
+    """`program` with its exchanges. A client has one program; coroutines that it starts cannot push.
+
+    `device`: of the program's tensors. The client's are on the host: pushes are copied to it, answers from it.
+    """
+    return interpreted(program, ServerCalls(client, port, device).perform, (Push, Pull, Start, Work, Take))
 
 
 class ServerCalls:
     """The mailbox of a worker: the client's part, and the rest. One client has one of these."""
 
-    def __init__(self, client: Client, port: Port) -> None:
-        self._client, self._port = client, port
+    def __init__(self, client: Client, port: Port, device: torch.device = HOST) -> None:
+        self._client, self._port, self._device = client, port, device
         self._rest: deque[tuple[int, Parcel]] = deque(maxlen=_MOST_MAIL)
 
     def perform(self, op: Op[Any]) -> Awaitable[Any]:
@@ -67,7 +73,11 @@ class ServerCalls:
         unread = client.meets or not client.idle  # an answer may open the line, and others may have offered
         while unread and (taken := await self._port.take(0.0)) is not None:
             await self._post(self._sort(await self._port.now(), *taken))
-        pending = client.push(op.gradient, op.clock, op.samples) if isinstance(op, Push) else client.pull(op.clock)
+        if isinstance(op, Push):
+            gradient = op.gradient if self._device.type in ("cpu", "meta") else op.gradient.cpu()
+            pending = client.push(gradient, op.clock, op.samples)
+        else:
+            pending = client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))
         if client.gathers:
             await self._until(lambda: not client.gathers, None)
@@ -76,7 +86,8 @@ class ServerCalls:
     async def finished(self, pending: PendingExchange) -> Any:
         """Wait for a push or pull."""
         await self._until(lambda: pending.done, None)
-        return pending.value
+        value = pending.value
+        return value if value is None or self._device.type in ("cpu", "meta") else value.to(self._device)
 
     async def taken(self, wait_s: float | None) -> tuple[int, Parcel] | None:
         """The next message that is not the client's."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from polytempo.collectives import tree
 from polytempo.core import Port
+from polytempo.data.mover import BatchMover
 from polytempo.large_batch.weight_average import WeightAverage
 from polytempo.spec.job import Data, Job
 from polytempo.spec.objective import judged, part_weight
@@ -50,6 +51,7 @@ class Evaluation:
         self._test = SampleBatches(data.test, data.collate, "a test set")
         self.length = self._test.length
         self._model = copied_modules(model).eval()
+        self._mover = BatchMover(next((p.device for p in model.parameters()), None))
         if precision is not None:
             install(self._model, dtype_of(precision))
 
@@ -79,7 +81,7 @@ class Evaluation:
             return sums
         start, stop = (self.length * r // scorers for r in (rank, rank + 1))
         with torch.no_grad():
-            for batch, samples in self._test.between(start, stop):
+            for samples, batch in self._mover.ahead((n, batch) for batch, n in self._test.between(start, stop)):
                 loss, right = judged(self._job, self._model, batch, samples)
                 counts = (0.0, 0.0) if right is None else (float(right.sum()), float(right.numel()))
                 weight = part_weight(self._job, batch, samples)

@@ -26,9 +26,10 @@ class ModelTables:
         """Table by table: (rows, values before a local step), oldest first."""
 
     def gradients(self) -> list[TableRows]:
-        """Each table's gradient, if it has one: rows ascending, each once; of a dense one rows with a value."""
+        """Each table's gradient on the host, if it has one: rows ascending, each once; of a dense one rows with a
+        value."""
         return [
-            TableRows(number, *rows_of(table.grad))
+            TableRows(number, *(part.cpu() for part in rows_of(table.grad)))
             for number, table in enumerate(self._tables)
             if table.grad is not None
         ]
@@ -43,7 +44,7 @@ class ModelTables:
         """Keep the rows that the optimizer will change by these gradients."""
         for table, rows, _ in gradients:
             changes = self._before[table]
-            changes.append((rows, self._tables[table][rows]))
+            changes.append((rows, self._tables[table].detach()[rows].cpu()))
             if len(changes) > _MOST_APART:
                 changes[:] = [_earliest(changes)]
 
@@ -52,10 +53,11 @@ class ModelTables:
         """Become the server's tables; `pulled` has the rows that the server has changed."""
         for table, changes in zip(self._tables, self._before, strict=True):
             for rows, values in reversed(changes):
-                table[rows] = values
+                table[rows] = values.to(table.device)
             changes.clear()
         for number, rows, values in pulled:
-            self._tables[number][rows] = values
+            table = self._tables[number]
+            table[rows] = values.to(table.device)
 
 
 def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:

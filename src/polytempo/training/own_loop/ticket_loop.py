@@ -22,6 +22,7 @@ from polytempo.server.worker.server_calls import ServerCalls
 from polytempo.server.worker.stage_messages import StageMessages
 from polytempo.server.worker.stage_work import work_of
 from polytempo.training.model.local_decay import LocalDecay
+from polytempo.training.model.run_device import device_of
 from polytempo.training.own_loop.loop_facts import LoopFacts
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.precision.masters import Masters
@@ -93,7 +94,7 @@ class TicketLoop:
         self._world = MailWorld(rank, link.mail, plan.hosts, max_events=0)
         port = self._world.port
         self._port = port.among(topology.beside(rank))
-        self._calls = ServerCalls(self._client, port)
+        self._calls = ServerCalls(self._client, port, device_of(model))
         self._stage = stage
         self._messages: StageMessages | None = None
         if stage is not None:

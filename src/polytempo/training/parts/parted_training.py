@@ -24,6 +24,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.distillation import grouped
 from polytempo.training.model.parted_parameters import check_optimizer, check_restorable, own_parameters
 from polytempo.training.model.ports import DATA, MODEL, check_mesh, ports_of
+from polytempo.training.model.run_device import beside
 from polytempo.training.parts.layer_plan import plan_layers
 from polytempo.training.parts.staged_training import cut_of, sample_of, staged
 from polytempo.training.pipeline.pipeline_stage import laid_out
@@ -71,7 +72,7 @@ def parted_model(spec: RunSpec, model: nn.Module, data: Data, port: Port, drive:
     if isinstance(parted, SplitLayers):
         rules = parted.rules
         if isinstance(rules, str):
-            sample = sample_of(spec.job, data, spec.batch_size, spec.seed)
+            sample = beside(model, sample_of(spec.job, data, spec.batch_size, spec.seed))
             rules = split_plan(model, sample, parted.ranks, parted.wires).rules
         return apply_rules(model, rules, ModelGroup(ports.model, drive, parted.sequence, parted.wires))
     assert isinstance(parted, DividedNames)
@@ -99,7 +100,7 @@ def planned_names(spec: RunSpec, model: nn.Module, data: Data) -> tuple[str, ...
     assert isinstance(parted, DividedNames)
     plan = plan_layers(
         model,
-        sample_of(spec.job, data, spec.batch_size, spec.seed),
+        beside(model, sample_of(spec.job, data, spec.batch_size, spec.seed)),
         workers=spec.workers,
         link=parted.link or _RATE,
         batch_size=spec.options.global_batch_size or spec.workers * spec.batch_size,

@@ -17,6 +17,7 @@ from polytempo.spec.objective import pair_loss, pair_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.program import TakeStep
 from polytempo.training.model.randomness import kept_random_states, seed_step
+from polytempo.training.model.run_device import beside
 from polytempo.training.pipeline.pipeline_stage import PipelineStage, schedule_of
 
 
@@ -59,7 +60,8 @@ def cut_of(spec: RunSpec, model: nn.Module, data: Data) -> Cut:
     many stages, and for weights that several stages share in a late schedule.
     """
     schedule = schedule_of(spec.strategy)
-    return cut(model, schedule.stages * schedule.parts, sample=sample_of(spec.job, data, spec.batch_size, spec.seed))
+    sample = beside(model, sample_of(spec.job, data, spec.batch_size, spec.seed))
+    return cut(model, schedule.stages * schedule.parts, sample=sample)
 
 
 def sample_of(job: Job, data: Data, batch_size: int, seed: int = 0) -> tuple[Any]:

@@ -28,6 +28,7 @@ from polytempo.spec.job_calls import BATCH, ON_BATCH, called
 from polytempo.spec.objective import loss_of
 from polytempo.training.job.program import ROWS_PER_EPOCH, Meter
 from polytempo.training.model.randomness import seed_step
+from polytempo.training.model.run_device import device_of
 from polytempo.training.pipeline.served_stage import ServedStage
 from polytempo.training.served.served_context import ComputeGradients, ServedContext
 from polytempo.training.served.served_worker import ServedWorker
@@ -118,7 +119,7 @@ def performed_work(
     In a pipeline, the process does not leave alone: its replica could not go on.
     """
     if stages is None:
-        return through(client, port, work(group, context, client, leaves))
+        return through(client, port, work(group, context, client, leaves), device_of(context.model))
     messages = StageMessages(port, stages.members, client.incarnation, client.timing)
     return through(client, port, through_stages(messages, work(group, context, client, stages=stages)))
 

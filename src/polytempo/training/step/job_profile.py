@@ -26,6 +26,7 @@ from polytempo.device import random_states, set_random_states
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import loss_of
+from polytempo.training.model.run_device import beside, device_of, synchronize
 
 Pass = Literal["forward", "backward"]
 
@@ -61,22 +62,29 @@ class JobProfile(NamedTuple):
 def profiled(job: Job, model: nn.Module, data: Data, seed: int, batch_size: int, repeats: int = 1) -> JobProfile:
     """Profile one batch, so many times. Leaves gradients, buffers and the state of the random numbers as they are."""
     shard = DataShard(data.training(), rank=0, size=1, batch_size=batch_size, seed=seed)
-    batch = next_batch(job, iter(shard))
+    device = device_of(model)
+    batch = beside(model, next_batch(job, iter(shard)))
+
+    def clock() -> float:
+        """Seconds when all that was begun is over."""
+        synchronize(device)
+        return time.perf_counter()
+
     runs: list[tuple[Operators, Operators]] = []
     plain_s, saved = [], 0
     with untouched(model):
         for _ in range(repeats):
-            forward, backward, kept = Operators(), Operators(), _Saved(model)
+            forward, backward, kept = Operators(clock), Operators(clock), _Saved(model)
             with kept.watch(), forward:
                 loss = loss_of(job, model, batch)
             with backward:
                 loss.backward()
             runs.append((forward, backward))
             saved = kept.num_bytes
-            begin_s = time.perf_counter()
+            begin_s = clock()
             model.zero_grad()
             loss_of(job, model, batch).backward()
-            plain_s.append(time.perf_counter() - begin_s)
+            plain_s.append(clock() - begin_s)
     return JobProfile(
         shard.batch_samples,
         _costs([forward for forward, _ in runs]),

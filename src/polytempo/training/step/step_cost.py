@@ -22,6 +22,7 @@ from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import next_batch
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.model.run_device import beside
 from polytempo.training.step.bucket import Bucket
 from polytempo.training.step.job_profile import JobProfile, Pass, profiled, untouched
 from polytempo.training.step.replica import Replica
@@ -171,7 +172,7 @@ def flops_per_sample(job: Job, model: nn.Module, data: Data, seed: int) -> float
     for each parameter forward and four backward. Of ragged samples it is the cost of the two that come first.
     """
     shard = DataShard(data.training(), rank=0, size=1, batch_size=_SAMPLES, seed=seed)
-    batch = next_batch(job, iter(shard))
+    batch = beside(model, next_batch(job, iter(shard)))
     with untouched(model), FlopCounterMode(display=False) as counter:
         loss_of(job, model, batch).backward()
     counted = counter.get_total_flops() / shard.batch_samples
