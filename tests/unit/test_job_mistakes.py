@@ -294,7 +294,7 @@ def test_every_strategy_of_a_job_is_rehearsed_and_none_twice(monkeypatch: pytest
     """A run with one strategy says nothing about the second one of a later `compare`."""
     job, tried = replace(JOB), []
 
-    def tries(specs: Sequence[RunSpec]) -> Rehearsed:
+    def tries(specs: Sequence[RunSpec], *, here: bool) -> Rehearsed:
         tried.append([str(spec.strategy) for spec in specs])
         return Rehearsed(8, 0, ())
 

@@ -1,7 +1,7 @@
 """`BatchMover`: batches on their way to a device, one ahead of the step that needs it.
 
 host     gather 0 ─ pin 0 ─ gather 1 ─ pin 1 ─ …
-device             copy 0 ──────┬──── copy 1 ─ …       a stream of its own
+device             copy 0 ──────┬──── copy 1 ─ …       the stream beside the computing one
                                 ╰▶ step 0 ─────┬▶ …    waits for its own copy alone
 """
 
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from polytempo.device import current_stream, side_stream
 
 T = TypeVar("T")
 
@@ -31,13 +33,12 @@ class _Moving(NamedTuple):
 class BatchMover:
     """Moves the tensors of batches, in lists, tuples and dicts, to `device`; other values stay.
 
-    Copies are non-blocking, from pinned memory, on a stream of their own. Tensors that are there already are not
-    copied. On the CPU it does nothing. Memory: two batches on the device, and two pinned.
+    Copies are non-blocking, from pinned memory, on the stream beside the computing one. Tensors that are there already
+    are not copied. On the CPU it does nothing. Memory: two batches on the device, and two pinned.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = None if device is None or device.type == "cpu" else device
-        self._stream: torch.Stream | None = None
         self._read: list[_Moving] = []
         """The last batch that was handed out: its copies may still read pinned memory."""
 
@@ -69,12 +70,10 @@ class BatchMover:
         leaves, structure = tree_flatten(batch)
         if not any(isinstance(leaf, Tensor) and leaf.device != self._device for leaf in leaves):
             return _Moving(leaves, structure, [], None)
-        if self._stream is None:
-            self._stream = torch.Stream(self._device)
         pinned: list[Tensor] = []
-        with self._stream:
+        with (stream := side_stream(self._device)):
             moved = [self._copied(leaf, pinned) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            landed = self._stream.record_event()
+            landed = stream.record_event()
         return _Moving(moved, structure, pinned, landed)
 
     def _copied(self, tensor: Tensor, pinned: list[Tensor]) -> Tensor:
@@ -85,7 +84,8 @@ class BatchMover:
 
     def _landed(self, moving: _Moving) -> Any:
         if moving.landed is not None:
-            present = torch.accelerator.current_stream(self._device)
+            assert self._device is not None
+            present = current_stream(self._device)
             present.wait_event(moving.landed)
             for leaf in moving.leaves:
                 if isinstance(leaf, Tensor) and leaf.device == self._device:

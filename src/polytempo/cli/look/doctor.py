@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed has it too
 import polytempo
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, size
 from polytempo.core import PolytempoError
-from polytempo.device import accelerator_kind, num_devices
+from polytempo.device import accelerator_kind, backend_of, num_devices
 from polytempo.engines.join.environment import recognise
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
@@ -175,7 +175,12 @@ def _memory() -> tuple[int | None, int | None]:
 
 
 def _devices(health: Health) -> str:
-    return f"{health.devices} of {health.accelerator}" if health.accelerator else "no accelerator"
+    if health.accelerator is None:
+        return "none: --device auto is the CPU"
+    sums = backend_of(health.accelerator)
+    return f"{health.devices} of {health.accelerator}, which --device auto takes; sums " + (
+        f"by {sums}" if sums else "through the host"
+    )
 
 
 def _rows(health: Health) -> list[tuple[str, str]]:
@@ -190,7 +195,8 @@ def _rows(health: Health) -> list[tuple[str, str]]:
     rows = [
         ("polytempo", health.polytempo),
         ("python", f"{health.python} on {health.platform}"),
-        ("torch", f"{health.torch}; {there(health.backends)}; {_devices(health)}"),
+        ("torch", f"{health.torch}; {there(health.backends)}"),
+        ("accelerator", _devices(health)),
         ("cores", f"{health.cores}, torch uses {health.threads} threads"),
         ("memory", room(health.memory, health.memory_free)),
         ("shared memory", room(health.shared_memory, health.shared_memory_free)),

@@ -29,7 +29,7 @@ from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
-from polytempo.training.model.run_device import beside, num_devices, run_device
+from polytempo.training.model.run_device import beside, devices_of, run_device
 from polytempo.training.parts.parted_training import check_parted_model
 from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.precision.masters import masters_of
@@ -140,7 +140,7 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
             evaluation = Evaluation(job, model, data)
             evaluation.sums(tensors_of(model), 0, evaluation.length)  # of a few samples
     own = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning))
-    devices = num_devices(spec.options, spec.strategy) if here else 0
+    devices = devices_of(spec.options, spec.strategy) if here else 0
     return Rehearsed(shard.num_samples, _private_bytes(), tuple(own), devices)
 
 

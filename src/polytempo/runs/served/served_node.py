@@ -42,6 +42,7 @@ from polytempo.server.snapshots.score_snapshots import ScoreSnapshots, Showing
 from polytempo.server.snapshots.snapshot import SnapshotWriter, WrittenSnapshot, read, snapshot_errors
 from polytempo.server.worker.host.lent_gradients import LentGradients
 from polytempo.spec.run_options import RunOptions
+from polytempo.training.model.run_device import run_device
 from polytempo.training.served.server_plan import ServerPlan
 from polytempo.training.served.worker_program import performed_work
 from polytempo.wire.shared import Arenas
@@ -151,6 +152,8 @@ class _Part:
         group, stages = port.among(self._topology.beside(role.node)), None
         if self._program.stages is not None:
             stages = port.among(self._topology.replica_of(role.node))
+        spec, hosts = self._program.spec, self._plan.hosts
+        run_device(spec.options, spec.strategy, local=hosts[: role.node].count(hosts[role.node]))
         context = self._program.context(stages=stages)
         with self._joined() as (_, world):
             attendance = world.drive(performed_work(world.port, group, context, client, stages, leaving))

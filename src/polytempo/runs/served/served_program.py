@@ -23,6 +23,7 @@ from polytempo.core import Port
 from polytempo.core.rule import Service
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
+from polytempo.device import HOST
 from polytempo.runs.served.served_stages import ServedStages, stages_of_job
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.layout import Parameter
@@ -36,7 +37,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.job.evaluate import check_goals
 from polytempo.training.model.local_decay import LocalDecay
-from polytempo.training.model.run_device import CPU, run_device
+from polytempo.training.model.run_device import run_device
 from polytempo.training.model.running_statistics import Running
 from polytempo.training.model.trainable_parameters import trainable
 from polytempo.training.precision.masters import bytes_of, masters_of
@@ -82,7 +83,7 @@ class ServedProgram:
             seed=spec.seed,
             deals=service.deals,
         )
-        model, optimizer = replica_of(spec, CPU)  # the launcher forks, so it must not use a device
+        model, optimizer = replica_of(spec, HOST)  # the launcher forks, so it must not use a device
         timing = see(model, self.data)
         with_values = model
         self._without_values: tuple[nn.Module, Optimizer] | None = None

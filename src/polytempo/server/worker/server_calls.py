@@ -13,22 +13,27 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from polytempo.core import Op, Port, Program, interpreted
 from polytempo.core.op import Parcel, Pull, Push, Start, Take, Work
+from polytempo.device import HOST, HostCopy, on_accelerator
 from polytempo.server.message import Outbox, Reply, View
 from polytempo.server.worker.client import Client
 from polytempo.server.worker.host.host_peers import Offer, Presence
 from polytempo.server.worker.next_push import PendingExchange
 
 T = TypeVar("T")
-HOST = torch.device("cpu")
 
 _FOR_CLIENT = (Reply, View, Offer, Presence)
 _MOST_MAIL = 4096
 """The most messages kept for the program; older ones are lost, as on a network, and asked for again."""
 _INSTANT_S = 1e-6
 """Slept longer than asked for: a sleep that ends a rounding error too early would be repeated for ever."""
+
+
+def _on_host(flat: Tensor) -> Tensor:
+    return HostCopy([flat]).wait()[0] if on_accelerator(flat) else flat
 
 
 def through(client: Client, port: Port, program: Program[T], device: torch.device = HOST) -> Program[T]:
@@ -74,8 +79,7 @@ class ServerCalls:
         while unread and (taken := await self._port.take(0.0)) is not None:
             await self._post(self._sort(await self._port.now(), *taken))
         if isinstance(op, Push):
-            gradient = op.gradient if self._device.type in ("cpu", "meta") else op.gradient.cpu()
-            pending = client.push(gradient, op.clock, op.samples)
+            pending = client.push(_on_host(op.gradient), op.clock, op.samples)
         else:
             pending = client.pull(op.clock)
         await self._post(client.outbox(await self._port.now()))

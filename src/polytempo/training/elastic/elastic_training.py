@@ -44,6 +44,7 @@ from polytempo.training.job.evaluate import evaluation_of
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import gather_json
+from polytempo.training.model.run_device import run_device
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import Whole
 from polytempo.training.observe.resumption import load
@@ -63,7 +64,8 @@ class ElasticTraining:
         self, spec: RunSpec, life: int, wishes: Callable[[], Wishes], record: Callable[[dict[str, Any]], None]
     ) -> None:
         self.spec, self.member = spec, ElasticMember(life)
-        self.model, self.optimizer = replica_of(spec)
+        self._device = run_device(spec.options, spec.strategy, local=life)
+        self.model, self.optimizer = replica_of(spec, self._device)
         self.data = data_of(spec.job, spec.options.data)
         self._wishes, self._record = wishes, record
         self._evaluation = evaluation_of(spec, self.model, self.data)
@@ -208,6 +210,7 @@ class ElasticTraining:
             seed=spec.seed,
             global_batch_size=spec.global_batch_size if keeps_all else None,
             slices=spec.strategy.slices,
+            device=self._device,
         )
 
     def _attached(self, world: ProcessWorld, view: GroupView) -> Handle:

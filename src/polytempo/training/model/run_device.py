@@ -10,33 +10,37 @@ from torch import nn
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of, refuse
 from polytempo.data.mover import BatchMover
+from polytempo.device import HOST, accelerator_in_use, accelerator_kind, current_device, num_devices, use_device
 from polytempo.spec.run_options import RunOptions
 
 T = TypeVar("T")
-CPU = torch.device("cpu")
 
 
-def run_device(options: RunOptions, strategy: Strategy) -> torch.device:
+def run_device(options: RunOptions, strategy: Strategy, local: int | None = None) -> torch.device:
     """The device of this process for `options.device`, with its number.
 
     "auto" is the accelerator of this process where there is one, except for strategies and options that need the
-    memory of the host. A device without a number is the process's current one, which `pt.init` sets by the rank on its
-    host. Errors: ValueError for a device that is not there.
+    memory of the host. Processes of one host share its devices round robin: `local` is the number of this one, whose
+    device becomes the process's current one; None: it is that already (`pt.init` sets it by the rank on its host).
+
+    Errors: ValueError for a device that is not there.
     """
     asked = options.device
     if asked == "cpu":
-        return CPU
-    found = torch.accelerator.current_accelerator(check_available=True)
+        return HOST
+    found = accelerator_kind()
     if asked == "auto" and (found is None or not suits_device(options, strategy)):
-        return CPU
+        return HOST
     kind, _, number = asked.partition(":")
-    if found is None or (kind not in ("auto", found.type)):
-        has = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of {found.type}"
+    if found is None or (kind not in ("auto", found)):
+        has = "no accelerator" if found is None else f"{num_devices()} of {found}"
         raise ValueError(f"device={asked} is not here: torch sees {has}; give device=auto, cpu, or what is there")
-    count = torch.accelerator.device_count()
+    count = num_devices()
     if number and int(number) >= count:
         raise ValueError(f"device={asked} is not here: there are {count}, numbered from 0; give one of these")
-    return torch.device(found.type, int(number) if number else torch.accelerator.current_device_index())
+    if number or local is not None:
+        use_device(int(number) if number else (local or 0) % count)
+    return torch.device(found, torch.accelerator.current_device_index())
 
 
 def suits_device(options: RunOptions, strategy: Strategy) -> bool:
@@ -48,7 +52,7 @@ def suits_device(options: RunOptions, strategy: Strategy) -> bool:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of a model's first parameter."""
-    return next((parameter.device for parameter in model.parameters()), CPU)
+    return next((parameter.device for parameter in model.parameters()), HOST)
 
 
 def beside(model: nn.Module, batch: T) -> T:
@@ -63,21 +67,14 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def num_devices(options: RunOptions, strategy: Strategy) -> int:
+def devices_of(options: RunOptions, strategy: Strategy) -> int:
     """The number of devices that the workers of this host share; 0 if they compute on the CPU."""
     if run_device(options, strategy).type == "cpu":
         return 0
-    return 1 if ":" in options.device else torch.accelerator.device_count()
+    return 1 if ":" in options.device else num_devices()
 
 
 def check_fork(options: RunOptions, strategy: Strategy) -> None:
     """`Incompatible` if workers of a run on a device were forked from this process, which has used it."""
-    used = options.device != "cpu" and suits_device(options, strategy) and is_in_use()
-    found = torch.accelerator.current_accelerator() if used else None
-    refuse({"forked", *(["device in use"] if used else [])}, device=found)
-
-
-def is_in_use() -> bool:
-    """True if this process has begun to use an accelerator."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and bool(torch.get_device_module(found.type).is_initialized())
+    used = options.device != "cpu" and suits_device(options, strategy) and accelerator_in_use()
+    refuse({"forked", *(["device in use"] if used else [])}, device=current_device() if used else None)

@@ -1,0 +1,137 @@
+"""Jobs on a device end with the CPU's result, and their state stays there.
+
+Runs fork from this process, which never uses the device; a `Trainer` or a simulation is in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.engines.local_engine import launch
+from polytempo.spec.result import Result
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 10))
+
+
+JOB = pt.Job(
+    model=model,
+    data=lambda path: pt.Data(*pt.data.digits()),
+    loss=nn.functional.cross_entropy,
+    optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    correct=lambda output, target: output.argmax(1) == target,
+    lr=0.05,
+    batch_size=16,
+)
+PLAIN = {"steps": 12, "timeout_s": 60.0}
+
+
+def apart(work: Any) -> Any:
+    """The value of `work()` in a process of its own."""
+    [found] = launch(lambda _: work(), 1, threads=1, timeout_s=100)
+    return found
+
+
+def facts(result: Result) -> list[Any]:
+    return [result.steps, result.loss, result.accuracy, result.parameters_sha256]
+
+
+def check(device: str, on_device: list[Any], on_cpu: list[Any]) -> None:
+    """The pretend device computes as the CPU does; a real one only nearly so."""
+    if device == "pretend":
+        assert on_device == on_cpu
+    else:
+        assert on_device[1] == pytest.approx(on_cpu[1], rel=0.05)
+
+
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sync": ("sync_sgd()", 2, {}),
+    "local, more workers than devices": ("local_sgd(period=4)", 3, {}),
+    "gossip": ("gossip()", 2, {}),
+    "compressed": ("top_k_sgd(0.05)", 2, {}),
+    "average of weights": ("sync_sgd()", 2, {"ema": 0.9}),
+    "growing batch": ("sync_sgd()", 2, {"batch_growth": {1: 2}, "steps": None, "epochs": 2}),
+    "16 bits": ("sync_sgd()", 2, {"precision": "bf16"}),
+    "elastic": ("sync_sgd()", 2, {"min_workers": 1}),
+    "parameter server": ("async_sgd()", 1, {}),
+    "elastic averaging": ("easgd(period=2)", 1, {}),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_with_the_cpus_result(device: str, name: str) -> None:
+    strategy, workers, options = RUNS[name]
+    found = [facts(pt.run(JOB, strategy, workers, device=where, **PLAIN | options)) for where in (device, "cpu")]
+    check(device, *found)
+
+
+SIMULATED = {
+    "sync": ("sync_sgd()", {}),
+    "local": ("local_sgd(period=4)", {}),
+    "batched": ("local_sgd(period=4)", {"batched": True}),
+    "parameter server": ("async_sgd()", {}),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_simulation_ends_with_the_cpus_result(device: str, name: str) -> None:
+    strategy, options = SIMULATED[name]
+
+    def simulated(where: str) -> list[Any]:
+        job = JOB if "batched" not in options else without_dropout()
+        return facts(pt.simulate(job, strategy, 4, device=where, steps=12, **options))
+
+    check(device, *(apart(lambda where=where: simulated(where)) for where in (device, "cpu")))
+
+
+def without_dropout() -> pt.Job:
+    from dataclasses import replace
+
+    return replace(JOB, model=lambda: nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)))
+
+
+@pytest.mark.process
+def test_state_stays_on_the_device(device: str) -> None:
+    def places() -> list[str]:
+        trainer = pt.Trainer(JOB, "sync_sgd()", steps=3, device=device, ema=0.9)
+        trainer.fit()
+        optimizer = trainer.context.replica.optimizer
+        state = [value for entries in optimizer.state.values() for value in entries.values()]
+        tensors = [*trainer.model.parameters(), *state, *trainer.context.average.tensors.values()]
+        return sorted({str(tensor.device) for tensor in tensors if tensor.dim()})
+
+    assert apart(places) == [f"{device}:0"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("saved", "resumed"), [("device", "cpu"), ("cpu", "device"), ("device", "device")])
+def test_a_checkpoint_of_any_device_goes_on_on_any(device: str, tmp_path: Path, saved: str, resumed: str) -> None:
+    places = {"device": device, "cpu": "cpu"}
+    options = {"timeout_s": 60.0, "checkpoint_every": 6}
+    pt.run(JOB, "local_sgd(period=4)", 2, device=places[saved], steps=6, out=tmp_path / "run", **options)
+    gone_on = pt.run(
+        JOB, "local_sgd(period=4)", 2, device=places[resumed], steps=12, out=tmp_path / "run", resume=True, **options
+    )
+    whole = pt.run(JOB, "local_sgd(period=4)", 2, device="cpu", **PLAIN)
+    check(device, facts(gone_on), facts(whole))
+
+
+@pytest.mark.process
+def test_a_process_that_has_used_the_device_forks_no_workers_for_it(device: str) -> None:
+    def refused() -> str:
+        torch.ones(1, device=device).sum().item()
+        with pytest.raises(ValueError, match="PT1904") as error:
+            pt.run(JOB, "sync_sgd()", 2, steps=1)
+        pt.run(JOB, "sync_sgd()", 2, steps=1, device="cpu")
+        return str(error.value)
+
+    assert 'engine="subprocess"' in apart(refused)
