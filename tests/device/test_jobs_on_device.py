@@ -60,6 +60,12 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "growing batch": ("sync_sgd()", 2, {"batch_growth": {1: 2}, "steps": None, "epochs": 2}),
     "16 bits": ("sync_sgd()", 2, {"precision": "bf16"}),
     "elastic": ("sync_sgd()", 2, {"min_workers": 1}),
+    "stages": ("gpipe(stages=2, micro_batches=2)", 2, {}),
+    "stages with late gradients": ("pipedream(stages=2)", 2, {}),
+    "split layers": ("split(rules='auto', parts=2)", 2, {}),
+    "hybrid": ("hybrid()", 2, {}),
+    "codistillation": ("codistillation(groups=2)", 2, {}),
+    "slices": ("sync_sgd(route=invariant)", 2, {}),
     "parameter server": ("async_sgd()", 1, {}),
     "elastic averaging": ("easgd(period=2)", 1, {}),
 }
@@ -113,16 +119,35 @@ def test_state_stays_on_the_device(device: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("saved", "resumed"), [("device", "cpu"), ("cpu", "device"), ("device", "device")])
-def test_a_checkpoint_of_any_device_goes_on_on_any(device: str, tmp_path: Path, saved: str, resumed: str) -> None:
+@pytest.mark.parametrize(
+    ("saved", "resumed", "strategy", "ema"),
+    [
+        ("device", "cpu", "local_sgd(period=4)", None),
+        ("cpu", "device", "slowmo(period=4)", None),
+        ("device", "device", "top_k_sgd(0.05)", 0.9),
+        ("device", "device", "pipedream(stages=2)", None),
+    ],
+)
+def test_a_checkpoint_of_any_device_goes_on_on_any(
+    device: str, tmp_path: Path, saved: str, resumed: str, strategy: str, ema: float | None
+) -> None:
     places = {"device": device, "cpu": "cpu"}
-    options = {"timeout_s": 60.0, "checkpoint_every": 6}
-    pt.run(JOB, "local_sgd(period=4)", 2, device=places[saved], steps=6, out=tmp_path / "run", **options)
-    gone_on = pt.run(
-        JOB, "local_sgd(period=4)", 2, device=places[resumed], steps=12, out=tmp_path / "run", resume=True, **options
-    )
-    whole = pt.run(JOB, "local_sgd(period=4)", 2, device="cpu", **PLAIN)
+    options = {"timeout_s": 60.0, "checkpoint_every": 6, "ema": ema, "out": tmp_path / "run"}
+    pt.run(JOB, strategy, 2, device=places[saved], steps=6, **options)
+    gone_on = pt.run(JOB, strategy, 2, device=places[resumed], steps=12, resume=True, **options)
+    whole = pt.run(JOB, strategy, 2, device="cpu", ema=ema, **PLAIN)
     check(device, facts(gone_on), facts(whole))
+
+
+@pytest.mark.process
+def test_a_loop_does_not_move_a_model_away_for_one_copy_of_its_weights(device: str) -> None:
+    def refused() -> str:
+        net = model().to(device)
+        with pytest.raises(ValueError, match="PT1901") as error:
+            pt.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), pt.strategies.hogwild())
+        return str(error.value)
+
+    assert f"device={device}:0: hogwild" in apart(refused)
 
 
 @pytest.mark.process

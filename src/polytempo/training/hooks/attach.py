@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy, identity, is_idle
 from polytempo.core.calls.refusals import refuse
+from polytempo.device import on_accelerator
 from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.native.arena import shared_empty
 from polytempo.native.group import Group
@@ -91,7 +92,8 @@ def attach_replica(
 def check_attachable(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
     """Raise TypeError or ValueError for other arguments, and for a model that is attached already."""
     strategy_from(strategy)
-    refuse(strategy.features | {"own loop"}, strategy=strategy)
+    away = next((p.device for p in model.parameters() if on_accelerator(p)), None)
+    refuse(strategy.features | {"own loop"} | ({"device"} if away else set()), strategy=strategy, device=away)
     if handle_of(model) is not None:
         raise ValueError("this model is attached already; call detach() on its handle first")
     check_bare(model)

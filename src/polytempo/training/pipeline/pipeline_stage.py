@@ -28,6 +28,7 @@ from polytempo.spec.loss_divisor import DividedLoss, divisor_of
 from polytempo.spec.precision import Precision
 from polytempo.training.model.parted_parameters import align, counted_elsewhere
 from polytempo.training.model.ports import DATA, MODEL, STAGE, Ports, check_mesh, ports_of
+from polytempo.training.model.run_device import device_of
 from polytempo.training.model.trainable_parameters import is_frozen
 from polytempo.training.pipeline.late.estimators import estimators_of
 from polytempo.training.pipeline.late.late_stage import late_stage
@@ -185,6 +186,8 @@ class PipelineStage:
 
     def restore(self, source: Saved) -> None:
         """Go on from the result of `state`, in the same stage of the same schedule. Parameters are loaded before."""
+        on_device = {name: tensor.to(device_of(self.model)) for name, tensor in source.tensors.items()}
+        source = Saved(on_device, source.scalars)
         state, about = restored_state(source)
         micro_batches = self.schedule.micro_batches
         self.program.restore(state, lambda number: self._batches.seeded(*divmod(number, micro_batches)))
