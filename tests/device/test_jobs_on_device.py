@@ -53,7 +53,8 @@ def check(device: str, on_device: list[Any], on_cpu: list[Any]) -> None:
 
 RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sync": ("sync_sgd()", 2, {}),
-    "local, more workers than devices": ("local_sgd(period=4)", 3, {}),
+    "local": ("local_sgd(period=4)", 2, {}),
+    "more workers than devices": ("sync_sgd(route=ring)", 3, {}),
     "gossip": ("gossip()", 2, {}),
     "compressed": ("top_k_sgd(0.05)", 2, {}),
     "average of weights": ("sync_sgd()", 2, {"ema": 0.9}),
