@@ -69,7 +69,7 @@ IMAGES, GROUPED = net(nn.Conv2d(4, 6, 1)), net(nn.Conv2d(4, 6, 1, groups=2))
         ("with max_norm=1.0", {"0": "embedding"}, {"model": net(nn.Embedding(4, 2, max_norm=1.0))}),
         ("0 cannot be split by places(rows=2, columns=3): 2 ranks cannot be a grid of 2 rows and 3 columns",
          {"0": places(rows=2, columns=3)}, {"model": IMAGES}),
-        ("3 ranks cannot be a grid of 1 rows and 2 columns", {"0": places(columns=2)}, {"model": IMAGES, "num_ranks": 3}),
+        ("3 ranks cannot be a grid", {"0": places(columns=2)}, {"model": IMAGES, "num_ranks": 3}),
         ("0 is split by places, and 1 by places(columns=2); a model's pictures are cut in one grid",
          {"0": "places", "1": places(columns=2)}, {"model": net(nn.Conv2d(4, 6, 1), nn.Conv2d(6, 1, 1))}),
         ("pictures have no positions; leave out sequence=True", {"0": "places"}, {"model": IMAGES, "sequence": True}),
