@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from native.twin import TwinHyper
+from polytempo.compression.encoding.coded import Coded
+from polytempo.core import Codec
 from polytempo.native.library import load, why_not
 
 DTYPES = (
@@ -41,6 +43,13 @@ class HyperStructure(ctypes.Structure):
         ("step", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("rule", "nesterov", "maximize", "first")),
     )
+
+
+def by_torch(codec: Codec) -> Codec:
+    """The same codec without kernels."""
+    assert isinstance(codec, Coded)
+    assert codec.kernels is not None
+    return dataclasses.replace(codec, kernels=None)
 
 
 def library() -> ctypes.CDLL:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native.kernels import Buffer, assert_same_bits, choose, instruction_sets, library
+from native.kernels import Buffer, assert_same_bits, by_torch, choose, instruction_sets, library
 from polytempo import compression as c
 from polytempo.compression.encoding import entries
 from polytempo.core import Codec, EncodeContext, NotFinite
@@ -48,28 +48,18 @@ CODECS: list[Codec] = [
 ]
 
 
-def by_twin(monkeypatch: pytest.MonkeyPatch, make: object) -> object:
-    """The value of `make()` without kernels."""
-    with monkeypatch.context() as patch:
-        patch.setattr(codes_sparse, "serves", lambda *tensors: False)
-        assert callable(make)
-        return make()
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.facts.name)
-def test_wires_and_residuals_are_those_of_torch(isa: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wires_and_residuals_are_those_of_torch(isa: str, codec: Codec) -> None:
     for n in (1, 15, 16, 63, 64, 65, 4097, 10_000):
         x, residual = drawn(n, n), drawn(n, n + 1)
 
-        def both(x: Tensor = x, residual: Tensor = residual) -> tuple[Tensor, ...]:
+        def both(codec: Codec, x: Tensor = x, residual: Tensor = residual) -> tuple[Tensor, ...]:
             kept, out = residual.clone(), torch.full_like(x, 0.25)
             fed, alone = codec.encode_(x, kept)[0], codec.encode(x)[0]
             codec.add_(fed, out)
             return fed, alone, kept, out
 
-        expected = by_twin(monkeypatch, both)
-        assert isinstance(expected, tuple)
-        for found, wanted in zip(both(), expected, strict=True):
+        for found, wanted in zip(both(codec), both(by_torch(codec)), strict=True):
             assert_same_bits(found, wanted)
 
 
@@ -153,8 +143,9 @@ def test_dgc_is_that_of_torch(isa: str, n: int, clip: float | None, monkeypatch:
             found += [wire, state.u.residual.clone(), state.v.residual.clone(), codec.decode(wire, x)]
         return found
 
-    expected = by_twin(monkeypatch, run)
-    assert isinstance(expected, list)
+    with monkeypatch.context() as patch:
+        patch.setattr(codes_sparse, "serves", lambda *tensors: False)
+        expected = run()
     for found, wanted in zip(run(), expected, strict=True):
         assert_same_bits(found, wanted)
 
