@@ -100,8 +100,12 @@ TIER ?= test
 mutations: install ## how many of 40 planted bugs the tests of a tier find: TIER=check, test or all (an hour)
 	$(BIN)/python tests/mutations.py --tier $(TIER) --only '$(MUTATION)' --later $(LATER)
 
-test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo (minutes)
-	$(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
+# Triton reads TRITON_INTERPRET when it is imported, so these have a process of their own.
+INTERPRETED := tests/integrations/test_triton_kernels.py
+
+test-integrations: $(INTEGRATIONS)/.installed $(LIBRARY) ## examples/integrations print on polytempo what they print on gloo, and Triton's kernels (minutes)
+	$(INTEGRATIONS)/bin/python -m pytest -q --ignore=$(INTERPRETED) tests/integrations
+	TRITON_INTERPRET=1 $(INTEGRATIONS)/bin/python -m pytest -q $(INTERPRETED)
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)

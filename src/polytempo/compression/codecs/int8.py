@@ -23,6 +23,7 @@ from polytempo.compression.encoding.blocks import (
 )
 from polytempo.compression.encoding.coded import Coded, WireSize
 from polytempo.compression.encoding.values import check_finite, computed
+from polytempo.compression.kernels import on_device
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_whole
@@ -94,4 +95,6 @@ class Int8:
         return rows.view(-1)[: like.numel()].view(like.shape).to(like.dtype)
 
 
-_KERNELS = block_kernels(codes_dense.int8_, codes_dense.add_int8_)
+_KERNELS = block_kernels(codes_dense.int8_, codes_dense.add_int8_).or_else(
+    block_kernels(on_device.int8_, on_device.add_int8_, on_device.fits)
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from torch import Tensor
 from polytempo.compression.encoding.coded import Coded, Kernels, WireSize, from_zeros, room_for
 from polytempo.compression.encoding.fields import bits_loss, packed_bits, to_float, unpacked_bits, words_per_row
 from polytempo.compression.encoding.values import check_finite, computed, opened, refuse
+from polytempo.compression.kernels import on_device
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.native.kernels import codes_dense
-from polytempo.native.kernels.codes_dense import fits
 
 _SHORTEST_ROW = 4
 """A row takes 12 bytes at least, so shorter ones would grow."""
@@ -95,17 +96,19 @@ class OneBit:
         return torch.where(bits, pairs[:, 1:], pairs[:, :1]).view(like.shape).to(like.dtype)
 
 
-def _encode(encoding: OneBit, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
-    wire = room_for(encoding, x, out)
-    means, words = encoding.parts(wire, x)
-    bad = codes_dense.one_bit_(x, residual, means, words, encoding.row_length(x))
-    refuse(encoding.facts.name, bad, x, residual)
-    return wire
+def _kernels(of: ModuleType) -> Kernels:
+    """Those of a module of kernels."""
+
+    def encode(encoding: OneBit, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+        wire = room_for(encoding, x, out)
+        means, words = encoding.parts(wire, x)
+        refuse(encoding.facts.name, of.one_bit_(x, residual, means, words, encoding.row_length(x)), x, residual)
+        return wire
+
+    def add_(encoding: OneBit, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+        of.add_one_bit_(*encoding.parts(wire, out), out, encoding.row_length(out))
+
+    return Kernels(of.fits, add_, from_zeros(add_), of.fits, encode)
 
 
-def _add_(encoding: OneBit, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
-    means, words = encoding.parts(wire, out)
-    codes_dense.add_one_bit_(means, words, out, encoding.row_length(out))
-
-
-_KERNELS = Kernels(fits, _add_, from_zeros(_add_), fits, _encode)
+_KERNELS = _kernels(codes_dense).or_else(_kernels(on_device))

@@ -8,21 +8,24 @@ quantization and encoding", 2017, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, sqrt
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from polytempo.compression.encoding.coded import Coded, WireSize
+from polytempo.compression.encoding.coded import Coded, Kernels, WireSize
 from polytempo.compression.encoding.draw import draw_key, drawn_kernels, given_values, happens
 from polytempo.compression.encoding.fields import dense_fields, num_words, packed, unpacked
 from polytempo.compression.encoding.values import check_f32, fitted, opened, refused, room
+from polytempo.compression.kernels import on_device
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_whole
-from polytempo.native.kernels import codes_drawn
+from polytempo.native.kernels import codes_dense, codes_drawn
 from polytempo.native.kernels.codes_drawn import Fields
 
 MOST_LEVELS = 32767
@@ -125,17 +128,21 @@ def levels_drawn(flat: Tensor, steps: Tensor, levels: int, key: int) -> Tensor:
     return torch.where(flat < 0, -level, level)
 
 
-def _encode(encoding: Qsgd, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
-    wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out, torch.uint8)
-    layout = (encoding.bucket_of(x), encoding.levels, encoding.fields, draw_key(encoding.seed, when))
-    if codes_drawn.qsgd_encode(given_values(x, residual), residual, *layout, wire) >= 0:
-        raise refused(encoding.facts.name, x, residual)
-    return wire
+def _kernels(of: ModuleType, fits: Callable[..., bool] = codes_dense.fits) -> Kernels:
+    """Those of a module of kernels, for tensors that `fits` takes."""
+
+    def encode(encoding: Qsgd, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
+        wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out, torch.uint8)
+        layout = (encoding.bucket_of(x), encoding.levels, encoding.fields, draw_key(encoding.seed, when))
+        if of.qsgd_encode(given_values(x, residual), residual, *layout, wire) >= 0:
+            raise refused(encoding.facts.name, x, residual)
+        return wire
+
+    def decode(encoding: Qsgd, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
+        wire = opened(encoding.facts.name, encoding.size(out).num_bytes, out, wire, torch.uint8)
+        of.qsgd_decode(wire, out, encoding.bucket_of(out), encoding.levels, encoding.fields, add=add)
+
+    return drawn_kernels(encode, decode, fits)
 
 
-def _decode(encoding: Qsgd, wire: Tensor, out: Tensor, when: EncodeContext, *, add: bool) -> None:
-    wire = opened(encoding.facts.name, encoding.size(out).num_bytes, out, wire, torch.uint8)
-    codes_drawn.qsgd_decode(wire, out, encoding.bucket_of(out), encoding.levels, encoding.fields, add=add)
-
-
-_KERNELS = drawn_kernels(_encode, _decode)
+_KERNELS = _kernels(codes_drawn).or_else(_kernels(on_device, on_device.fits))

@@ -18,6 +18,7 @@ from torch import Tensor
 from polytempo.compression.encoding import entries
 from polytempo.compression.encoding.coded import Coded, Entries, Kernels, WireSize, add_decoded_, from_zeros, placed
 from polytempo.compression.encoding.values import check_finite, refuse, room
+from polytempo.compression.kernels import on_device
 from polytempo.core import EncodeContext, Facts, Law
 from polytempo.core.calls.call_name import codec_name
 from polytempo.core.calls.typed_arguments import check_real
@@ -190,4 +191,17 @@ def _add_(encoding: TopK, wire: Tensor, out: Tensor, when: EncodeContext) -> Non
         raise ValueError(f"a wire of {encoding.facts.name} has an index beyond the tensor's {out.numel()} elements")
 
 
-_KERNELS = Kernels(serves, _add_, from_zeros(_add_), serves, _encode)
+def _encode_on_device(
+    encoding: TopK, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+) -> Tensor:
+    k = encoding.num_sent(x)
+    indices, values = (torch.empty(k, dtype=dtype, device=x.device) for dtype in (torch.int32, x.dtype))
+    refuse(encoding.facts.name, on_device.top(x, residual, k, indices, values), x, residual)
+    wire = encoding.sent(torch.cat([indices.view(torch.uint8), values.view(torch.uint8)]), x)
+    return wire if out is None else placed(encoding.facts.name, wire, out)
+
+
+_NATIVE = Kernels(serves, _add_, from_zeros(_add_), serves, _encode)
+_KERNELS = _NATIVE.or_else(
+    _NATIVE._replace(decodes=lambda like: False, encodes=on_device.fits, encode=_encode_on_device)
+)

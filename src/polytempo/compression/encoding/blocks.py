@@ -15,7 +15,7 @@ from torch import Tensor
 from polytempo.compression.encoding.coded import Encoding, Kernels, WireSize, from_zeros, room_for
 from polytempo.compression.encoding.values import opened, refuse
 from polytempo.core import EncodeContext
-from polytempo.native.kernels.codes_dense import fits
+from polytempo.native.kernels import codes_dense
 
 LEAST_SCALE = 2.0**-126
 """The smallest normal float32. The inverse of less may be infinite, and processors may take less for 0."""
@@ -78,8 +78,10 @@ class BlockEncoding(Encoding, Protocol):
         """A wire's scales and codes."""
 
 
-def block_kernels(encode_: Callable[..., int], add_: Callable[..., None]) -> Kernels:
-    """Kernels of a codec with a scale for each block, from its two native ones."""
+def block_kernels(
+    encode_: Callable[..., int], add_: Callable[..., None], fits: Callable[..., bool] = codes_dense.fits
+) -> Kernels:
+    """Kernels of a codec with a scale for each block, from functions of wires' parts."""
 
     def encode(
         encoding: BlockEncoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None

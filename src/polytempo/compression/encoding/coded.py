@@ -73,6 +73,33 @@ class Kernels(NamedTuple):
 
     Raises NotFinite, and ValueError for an `out` that is too small, before anything has changed. None: by torch."""
 
+    def or_else(self, other: Kernels) -> Kernels:
+        """These for the tensors that they take, and `other` for the rest. Both have all five functions."""
+
+        def add_(encoding: Encoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
+            (self if self.decodes(out) else other).add_(encoding, wire, out, when)
+
+        def decode(encoding: Encoding, wire: Tensor, like: Tensor, when: EncodeContext) -> Tensor:
+            chosen = (self if self.decodes(like) else other).decode
+            assert chosen is not None, "the rule of `or_else`"
+            return chosen(encoding, wire, like, when)
+
+        def encode(
+            encoding: Encoding, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None
+        ) -> Tensor:
+            given = (x,) if residual is None else (x, residual)
+            chosen = (self if self.encodes(*given) else other).encode
+            assert chosen is not None, "the rule of `or_else`"
+            return chosen(encoding, x, residual, when, out)
+
+        return Kernels(
+            lambda like: self.decodes(like) or other.decodes(like),
+            add_,
+            decode,
+            lambda *tensors: self.encodes(*tensors) or other.encodes(*tensors),
+            encode,
+        )
+
 
 def from_zeros(add_: Callable[[Any, Tensor, Tensor, EncodeContext], None]) -> Callable[..., Tensor]:
     """Decoding by adding to zeros."""

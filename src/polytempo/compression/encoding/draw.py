@@ -22,7 +22,7 @@ from torch import Tensor
 from polytempo.compression.encoding.coded import Encoding, Kernels
 from polytempo.compression.encoding.values import flat_f32
 from polytempo.core import EncodeContext
-from polytempo.native.kernels.codes_dense import fits
+from polytempo.native.kernels import codes_dense
 
 GRAIN_BITS = 30
 """Probabilities are rounded down to multiples of 2^-30: 1 always happens, 0 never."""
@@ -69,17 +69,21 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _encodes(x: Tensor, residual: Tensor | None = None) -> bool:
-    return x.is_cpu and fits() if residual is None else fits(x, residual)
-
-
 def given_values(x: Tensor, residual: Tensor | None) -> Tensor:
-    """The input of a kernel: with a residual x itself, which `_encodes` has let in."""
+    """The input of a kernel: with a residual x itself, which `encodes` has let in."""
     return flat_f32(x) if residual is None else x
 
 
-def drawn_kernels(encode: Callable[..., Tensor], decode: Callable[..., None]) -> Kernels:
-    """Kernels of a codec; `decode(encoding, wire, out, when, add=…)` adds to `out`, or writes over it."""
+def drawn_kernels(
+    encode: Callable[..., Tensor], decode: Callable[..., None], fits: Callable[..., bool] = codes_dense.fits
+) -> Kernels:
+    """Kernels of a codec; `decode(encoding, wire, out, when, add=…)` adds to `out`, or writes over it.
+
+    Without a residual they take other dtypes, too, as `given_values`.
+    """
+
+    def encodes(x: Tensor, residual: Tensor | None = None) -> bool:
+        return x.numel() > 0 and fits(x.new_empty(1, dtype=torch.float32)) if residual is None else fits(x, residual)
 
     def add_(encoding: Encoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
         decode(encoding, wire, out, when, add=True)
@@ -89,4 +93,4 @@ def drawn_kernels(encode: Callable[..., Tensor], decode: Callable[..., None]) ->
         decode(encoding, wire, out, when, add=False)
         return out
 
-    return Kernels(fits, add_, decoded, _encodes, encode)
+    return Kernels(fits, add_, decoded, encodes, encode)

@@ -1,0 +1,1 @@
+"""Kernels of codecs for accelerators. Those of the CPU are in `native/`."""
