@@ -1,4 +1,4 @@
-"""Kernels of codecs in Triton: one pass over x and the residual where torch takes ten to thirty.
+"""Kernels of codecs in Triton: few passes over x and the residual, where torch makes one for each of its operations.
 
 Each writes the bits of the codec's version in torch: products and sums are rounded one by one (launches switch fusing
 off), and divisions are rounded to nearest. `compression/kernels/on_device.py` calls them.
