@@ -97,7 +97,7 @@ class OneBit:
 
 
 def _kernels(of: ModuleType) -> Kernels:
-    """Those of a module of kernels."""
+    """The kernels that a module has."""
 
     def encode(encoding: OneBit, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
         wire = room_for(encoding, x, out)

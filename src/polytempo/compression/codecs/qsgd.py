@@ -129,7 +129,7 @@ def levels_drawn(flat: Tensor, steps: Tensor, levels: int, key: int) -> Tensor:
 
 
 def _kernels(of: ModuleType, fits: Callable[..., bool] = codes_dense.fits) -> Kernels:
-    """Those of a module of kernels, for tensors that `fits` takes."""
+    """The kernels that a module has, for tensors that `fits` takes."""
 
     def encode(encoding: Qsgd, x: Tensor, residual: Tensor | None, when: EncodeContext, out: Tensor | None) -> Tensor:
         wire = room(encoding.facts.name, encoding.size(x).num_bytes, x, out, torch.uint8)

@@ -74,7 +74,7 @@ class Kernels(NamedTuple):
     Raises NotFinite, and ValueError for an `out` that is too small, before anything has changed. None: by torch."""
 
     def or_else(self, other: Kernels) -> Kernels:
-        """These for the tensors that they take, and `other` for the rest. Both have all five functions."""
+        """Take `other` where these kernels do not fit. Both have all five functions."""
 
         def add_(encoding: Encoding, wire: Tensor, out: Tensor, when: EncodeContext) -> None:
             (self if self.decodes(out) else other).add_(encoding, wire, out, when)

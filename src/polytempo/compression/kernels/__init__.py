@@ -1,1 +1,1 @@
-"""Kernels of codecs for accelerators. Those of the CPU are in `native/`."""
+"""Kernels of codecs for accelerators. The kernels for the CPU are in `native/`."""

@@ -1,4 +1,4 @@
-"""Kernels of `int8`, `one_bit`, `qsgd` and `top_k` on accelerators that Triton drives: those of `native/kernels` there.
+"""Kernels of `int8`, `one_bit`, `qsgd` and `top_k` for accelerators that Triton drives.
 
 The functions have the signatures of their native twins, and the same bits. An encoder reads v = x + residual once to
 find NaN and infinities, and tells the host (-1, or the first of them), before anything has changed. Triton comes with
@@ -182,5 +182,5 @@ def _run(name: str, programs: int, *arguments: Any, **constants: Any) -> None:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton starts kernels on the current device. The CPU is that of its interpreter."""
+    """Triton starts kernels on the current device. Its interpreter takes the CPU."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

@@ -72,7 +72,7 @@ def int8_encode(
 
 @triton.jit
 def int8_add(scales, codes, block, out, n, tile: tl.constexpr):
-    """out += scale · code."""
+    """Add scale · code to out."""
     i = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = i < n
     scale = tl.load(scales + i // block, mask=inside, other=0.0)
@@ -117,7 +117,7 @@ def one_bit_encode(x, r, length, tiles, means, words, has_residual: tl.constexpr
 
 @triton.jit
 def one_bit_add(means, words, out, length, n, tile: tl.constexpr):
-    """out += the mean that each bit names."""
+    """Add the mean that each bit names to out."""
     i = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = i < n
     row, column = i // length, i % length
@@ -232,7 +232,7 @@ def qsgd_decode(
     add: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """out ← level · step, or that is added to it."""
+    """Write level · step to out, or add it."""
     i = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = i < n
     block, within = i // (positions * 16), i % (positions * 16)
@@ -285,7 +285,7 @@ def count_digits(
 
 @triton.jit
 def count_chosen(x, r, n, least, above, equal, has_residual: tl.constexpr, tile: tl.constexpr):
-    """Of each program's tile, how many |v| are above `least`, and how many are equal to it."""
+    """Count the |v| of each program's tile that are above `least`, and that are equal to it."""
     i = tl.program_id(0) * tile + tl.arange(0, tile)
     bits, cut = _magnitude(x, r, i, i < n, has_residual), tl.load(least)
     tl.store(above + tl.program_id(0), tl.sum((bits > cut).to(tl.int32), axis=0))
