@@ -34,7 +34,7 @@ def test_16_bits_are_rounded_once(dtype: torch.dtype, size: float) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=max(1e-7 * size, 6e-8))
 
 
-@pytest.mark.parametrize("num_ranks, rounds", [(1, 0), (2, 1), (3, 3), (4, 2), (6, 4), (7, 4), (8, 3)])
+@pytest.mark.parametrize(("num_ranks", "rounds"), [(1, 0), (2, 1), (3, 3), (4, 2), (6, 4), (7, 4), (8, 3)])
 def test_ranks_beyond_a_power_of_two_take_a_round_before_the_pairs_and_one_after(num_ranks: int, rounds: int) -> None:
     cost = adasum().cost(Bundle({"w": torch.zeros(3)}), num_ranks)
     assert [each.sent.rounds for each in cost.exchanges] == [rounds]
