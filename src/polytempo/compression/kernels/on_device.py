@@ -31,7 +31,7 @@ Residual = Tensor | None
 
 @cache
 def _driven() -> str:
-    """The type of the devices that Triton drives here, as "cuda"; "" where there is none, or no Triton."""
+    """The type of the devices that Triton drives here; "" where there is none, or no Triton."""
     try:
         driver = import_module("triton.runtime").driver
         return str(driver.active.get_active_torch_device().type)

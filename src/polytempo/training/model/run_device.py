@@ -20,8 +20,8 @@ def run_device(options: RunOptions, strategy: Strategy, local: int | None = None
     """The device of this process for `options.device`, with its number.
 
     "auto" is the accelerator of this process where there is one, except for strategies and options that need the
-    memory of the host. Processes of one host share its devices round robin: `local` is the number of this one, whose
-    device becomes the process's current one; None: it is that already (`pt.init` sets it by the rank on its host).
+    memory of the host. Processes of one host share its devices round robin: `local` is the number of this one, and
+    its device becomes the current one; None: it is that already (`pt.init` sets it by the rank on its host).
 
     Errors: ValueError for a device that is not there.
     """
@@ -34,7 +34,7 @@ def run_device(options: RunOptions, strategy: Strategy, local: int | None = None
     kind, _, number = asked.partition(":")
     if found is None or (kind not in ("auto", found)):
         has = "no accelerator" if found is None else f"{num_devices()} of {found}"
-        raise ValueError(f"device={asked} is not here: torch sees {has}; give device=auto, cpu, or what is there")
+        raise ValueError(f"device={asked} is not here: torch sees {has}; give device=auto or cpu, or one of these")
     count = num_devices()
     if number and int(number) >= count:
         raise ValueError(f"device={asked} is not here: there are {count}, numbered from 0; give one of these")
