@@ -82,6 +82,7 @@ def test_an_unknown_codec_is_named() -> None:
 def test_a_law_is_found_again(noise_scale: float) -> None:
     """The tolerance is the grid's step of 𝓑, a factor of the fourth root of 2 either way."""
     law = SamplesLaw(100.0 * noise_scale, 100.0)
+    assert law.noise_scale == noise_scale
     again = fitted([(batch, law.samples(batch)) for batch in (8, 64, 512)])
     for batch in (8, 64, 512, 2048):
         assert again.samples(batch) == pytest.approx(law.samples(batch), rel=0.2)

@@ -59,6 +59,24 @@ def test_noise_dropout_and_a_last_batch_that_is_smaller(dtype: torch.dtype) -> N
     assert len(hashes(job(dtype=dtype), workers)) == 1
 
 
+def test_a_parameter_without_a_gradient_is_not_decayed() -> None:
+    """As in plain torch, where its gradient is None."""
+    spares: list[tuple[nn.Parameter, Tensor]] = []
+
+    class Spare(nn.Identity):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Parameter(torch.ones(3))
+            spares.append((self.spare, self.spare.detach().clone()))
+
+    decaying = replace(
+        job(Spare), optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, weight_decay=0.5)
+    )
+    pt.simulate(decaying, INVARIANT, 2, global_batch_size=20, steps=3)
+    assert spares
+    assert all(torch.equal(after, before) for after, before in spares)
+
+
 def test_another_global_batch_and_other_slices_are_other_bits() -> None:
     found = [pt.simulate(job(), INVARIANT, 2, global_batch_size=size, steps=4) for size in (16, 24)]
     found += [pt.simulate(job(), pt.strategies.sync_sgd(invariant(slices=4)), 2, global_batch_size=16, steps=4)]
