@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polytempo.cli.main import app
-from polytempo.cli.predict.cut import state_per_parameter
+from polytempo.cli.predict.cut import predictions, state_per_parameter
 from polytempo.jobs import find
 
 WIDE = """
@@ -118,6 +118,13 @@ def test_a_wrong_question_has_one_answer(
     out, err = asked(capsys, *arguments, code=2)
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(message)
+
+
+def test_a_link_in_seconds_is_a_link_between_any_two_stages() -> None:
+    """And micro-batches' messages take their part of it."""
+    found = predictions([1.0, 2.0, 1.0], 4, link_s=0.4)
+    assert found == predictions([1.0, 2.0, 1.0], 4, link_s=lambda source, target: 0.4)
+    assert found != predictions([1.0, 2.0, 1.0], 4)
 
 
 def test_the_state_of_an_optimizer_is_counted() -> None:

@@ -171,6 +171,8 @@ def test_layers_in_parts() -> None:
     assert (second["base"], second["x"], second["y"]) == ([4 / 7], [3 / 7], [0])
     assert (whole["x"], whole["y"]) == ([1.0], [1])
     assert (forward["x"], backward["x"], backward["xaxis"]) == ([0.0, 0.0], [2.0, 0.0], "x2")
+    few = record("split", layers=[layers[0] | {"backward_bytes": 2000.0}])
+    assert parts.picture(few).data[-1]["hovertext"] == ["up: 2 kB backward"]
     assert list(parts.colors(run)) == ["part 0", "part 1", "whole on each", "sent forward", "sent backward"]
     written = page([run], title="split")
     assert "<h2>Layers in parts</h2>" in written
