@@ -10,6 +10,7 @@ import pytest
 from polytempo.cli.main import app
 from polytempo.cli.predict.cut import predictions, state_per_parameter
 from polytempo.jobs import find
+from polytempo.partition.schedules.timetable import LinkSeconds
 
 WIDE = """
 import torch
@@ -122,9 +123,10 @@ def test_a_wrong_question_has_one_answer(
 
 def test_a_link_in_seconds_is_a_link_between_any_two_stages() -> None:
     """And micro-batches' messages take their part of it."""
-    found = predictions([1.0, 2.0, 1.0], 4, link_s=0.4)
-    assert found == predictions([1.0, 2.0, 1.0], 4, link_s=lambda source, target: 0.4)
-    assert found != predictions([1.0, 2.0, 1.0], 4)
+    links: list[LinkSeconds] = [0.4, lambda source, target: 0.4, 0.0]
+    constant, called, without = ([each.step_s for each in predictions([1.0, 2.0, 1.0], 4, link)] for link in links)
+    assert constant == pytest.approx(called)
+    assert constant != pytest.approx(without)
 
 
 def test_the_state_of_an_optimizer_is_counted() -> None:
