@@ -1,4 +1,4 @@
-"""`Part`: this rank's area of a tensor (…, places), as functions of pictures take and return it."""
+"""`PicturePart`: this rank's area of a tensor (…, places), as functions of pictures take and return it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from polytempo.partition.tensor.exchange import copied, gathered, scattered
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.spatial.areas import Places, cut_out, volume
+from polytempo.partition.tensor.spatial.areas import PicturePlaces, cut_out, volume
 
 
-class Part(NamedTuple):
+class PicturePart(NamedTuple):
     """`tensor` is (…, places of this rank's area)."""
 
     group: ModelGroup
-    places: Places
+    places: PicturePlaces
     tensor: Tensor
 
     @property
@@ -28,9 +28,9 @@ class Part(NamedTuple):
         """Sizes of the other dimensions: samples and channels."""
         return tuple(self.tensor.shape[: -self.dims])
 
-    def of(self, tensor: Tensor, places: Places | None = None) -> Part:
+    def of(self, tensor: Tensor, places: PicturePlaces | None = None) -> PicturePart:
         """Another tensor of this rank."""
-        return Part(self.group, places or self.places, tensor)
+        return PicturePart(self.group, places or self.places, tensor)
 
     def whole(self) -> Tensor:
         """(…, *sizes) on every rank; all ranks compute the same with it. Cost: forward a gather."""
@@ -52,12 +52,12 @@ class Part(NamedTuple):
         return found
 
 
-def entered(group: ModelGroup, places: Places, whole: Tensor) -> Part:
+def entered(group: ModelGroup, places: PicturePlaces, whole: Tensor) -> PicturePart:
     """This rank's area of a tensor that all ranks hold. Cost: where it learns, backward a gather."""
     rank = group.rank
     if not whole.requires_grad:
-        return Part(group, places, places.own(whole, rank))
+        return PicturePart(group, places, places.own(whole, rank))
     before = whole.shape[: -len(places.sizes)]
     sizes = [before.numel() * volume(area) for area in places.areas]
     own = cut_out(whole.detach(), places.areas[rank], [0] * len(places.sizes)).shape
-    return Part(group, places, scattered(group, places.flat(whole), sizes, 0).view(own))
+    return PicturePart(group, places, scattered(group, places.flat(whole), sizes, 0).view(own))

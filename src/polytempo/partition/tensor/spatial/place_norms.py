@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from polytempo.partition.tensor.exchange import gathered_to_split, shared_together
-from polytempo.partition.tensor.spatial.part import Part
+from polytempo.partition.tensor.spatial.part import PicturePart
 from polytempo.partition.wires import AS_THEY_ARE
 
 
 def batch_norm(
-    part: Part,
+    part: PicturePart,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -31,7 +31,7 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Part | None:
+) -> PicturePart | None:
     """`functional.batch_norm`, with running statistics of all places."""
     w, b = shared_together(part.group, weight, bias)
     if not training:
@@ -51,8 +51,8 @@ def batch_norm(
 
 
 def group_norm(
-    part: Part, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Part | None:
+    part: PicturePart, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> PicturePart | None:
     """`functional.group_norm`."""
     samples, channels = part.tensor.shape[:2]
     if channels % num_groups:
@@ -64,7 +64,7 @@ def group_norm(
 
 
 def instance_norm(
-    part: Part,
+    part: PicturePart,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -72,14 +72,14 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Part | None:
+) -> PicturePart | None:
     """`functional.instance_norm` without running statistics."""
     if running_mean is not None or running_var is not None or part.tensor.dim() != part.dims + 2:
         return None
     return group_norm(part, part.tensor.shape[1], weight, bias, eps)
 
 
-def _statistics(part: Part, flat: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _statistics(part: PicturePart, flat: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Mean and variance over `dims` and all ranks' places; they keep the dimensions."""
     own = torch.stack([flat.mean(dims, keepdim=True), flat.var(dims, correction=0, keepdim=True)])
     size = part.group.size
@@ -91,7 +91,7 @@ def _statistics(part: Part, flat: Tensor, dims: tuple[int, ...]) -> tuple[Tensor
     return mean, ((every[:, 1] + (every[:, 0] - mean).square()) * shares).sum(0)
 
 
-def _scaled(part: Part, flat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _scaled(part: PicturePart, flat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(samples, channels, places) times weights of channels, as the part."""
     found = flat if weight is None else flat * weight.view(-1, 1)
     found = found if bias is None else found + bias.view(-1, 1)

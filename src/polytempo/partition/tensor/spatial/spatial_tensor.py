@@ -15,6 +15,7 @@ connected network over four machines by places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import isgetsetdescriptor as is_property
 from typing import Any
 
 import torch
@@ -26,24 +27,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polytempo.partition.tensor.exchange import copied
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.spatial import place_norms, windows
-from polytempo.partition.tensor.spatial.areas import Places, cut_out
-from polytempo.partition.tensor.spatial.part import Part
+from polytempo.partition.tensor.spatial.areas import PicturePlaces, cut_out
+from polytempo.partition.tensor.spatial.part import PicturePart
 
 
 class SpatialTensor(Tensor):
     """This rank's area; `whole()` is the picture. Made by `spatial`."""
 
     group: ModelGroup
-    places: Places
+    places: PicturePlaces
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The area, without an exchange: one rank may print it alone."""
         return f"SpatialTensor(rank {self.group.rank}'s {self.places.areas[self.group.rank]} of {self.places.sizes})"
 
-    def part(self) -> Part:
+    def part(self) -> PicturePart:
         """The same as a part."""
         with DisableTorchFunctionSubclass():
-            return Part(self.group, self.places, self.as_subclass(Tensor))
+            return PicturePart(self.group, self.places, self.as_subclass(Tensor))
 
     def whole(self) -> Tensor:
         """The picture, on every rank. All ranks call it."""
@@ -69,13 +70,13 @@ class SpatialTensor(Tensor):
             with DisableTorchFunctionSubclass():
                 answer = _DIVIDED[func](own[0].part(), *args[1:], **options)
             if answer is not None:
-                return spatial(answer) if isinstance(answer, Part) else answer
+                return spatial(answer) if isinstance(answer, PicturePart) else answer
         if alike and func in _JOINS and (joined := _joined(func, own, args, options)) is not None:
             return joined
         return func(*tree_map(whole, args), **tree_map(whole, options))
 
 
-def spatial(part: Part) -> SpatialTensor:
+def spatial(part: PicturePart) -> SpatialTensor:
     """The part as a tensor that knows its places."""
     with DisableTorchFunctionSubclass():
         found = part.tensor.as_subclass(SpatialTensor)
@@ -127,7 +128,7 @@ def _joined(func: Any, own: list[SpatialTensor], args: Any, options: Mapping[str
         return spatial(part.of(torch.cat([each.part().tensor for each in own], dim)))
 
 
-def _dropout(part: Part, p: float = 0.5, training: bool = True, inplace: bool = False) -> Part:
+def _dropout(part: PicturePart, p: float = 0.5, training: bool = True, inplace: bool = False) -> PicturePart:
     """This rank's area of the whole picture's mask, which all ranks draw from their common random state."""
     if not training or not p:
         return part
@@ -135,11 +136,11 @@ def _dropout(part: Part, p: float = 0.5, training: bool = True, inplace: bool = 
     return part.of(part.tensor * cut_out(mask, part.places.areas[part.group.rank], [0] * part.dims))
 
 
-def _prelu(part: Part, weight: Tensor) -> Part:
+def _prelu(part: PicturePart, weight: Tensor) -> PicturePart:
     return part.of(functional.prelu(part.tensor, copied(part.group, weight) if weight.requires_grad else weight))
 
 
-def _softmax(part: Part, dim: int | None = None, *more: Any, **options: Any) -> Part | None:
+def _softmax(part: PicturePart, dim: int | None = None, *more: Any, **options: Any) -> PicturePart | None:
     if dim is None or not -part.tensor.dim() <= dim % part.tensor.dim() - part.tensor.dim() < -part.dims:
         return None
     return part.of(functional.softmax(part.tensor, dim, *more, **options))
@@ -214,9 +215,8 @@ _SIZES: dict[Any, Callable[..., Any]] = {
 """Questions for sizes: the whole picture's."""
 _FACTS = {
     *(getattr(Tensor, name).__get__ for name in (
-        *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "layout", "ndim", "is_meta", "is_cuda"),
-        *("is_sparse", "is_quantized", "is_mkldnn", "_version", "output_nr", "_backward_hooks", "is_nested"),
-        *("is_cpu", "itemsize"),
+        *("dtype", "device", "requires_grad", "grad_fn", "layout", "ndim", "_version", "output_nr", "_backward_hooks"),
+        *("itemsize", *(name for name in dir(Tensor) if name.startswith("is_") and is_property(getattr(Tensor, name)))),
     )),
     *(Tensor.dim, Tensor.ndimension, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook),
     *(Tensor.retain_grad, Tensor.requires_grad_, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous),

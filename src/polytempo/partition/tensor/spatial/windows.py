@@ -29,15 +29,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from polytempo.partition.tensor.exchange import shared_together, summed
-from polytempo.partition.tensor.spatial.areas import Area, Areas, Places, Span, common
+from polytempo.partition.tensor.spatial.areas import Area, Areas, PicturePlaces, Span, common
 from polytempo.partition.tensor.spatial.halos import with_halos
-from polytempo.partition.tensor.spatial.part import Part
+from polytempo.partition.tensor.spatial.part import PicturePart
 
 Function = Callable[..., Any]
 Sizes = int | Sequence[int]
 
 
-class Window(NamedTuple):
+class PictureWindow(NamedTuple):
     """The windows of one dimension."""
 
     kernel: int
@@ -90,7 +90,7 @@ class Transposed(NamedTuple):
         return first, (span[1] - 1 + self.before) // self.stride + 1
 
 
-def slid(part: Part, windows: Sequence[Window], fill: float = 0.0) -> Part | None:
+def slid(part: PicturePart, windows: Sequence[PictureWindow], fill: float = 0.0) -> PicturePart | None:
     """The places that this rank's windows reach, `fill` outside of the picture, and the places of the output."""
     found = _output(part, [window.outputs(size) for window, size in zip(windows, part.places.sizes, strict=True)])
     if found is None:
@@ -101,19 +101,19 @@ def slid(part: Part, windows: Sequence[Window], fill: float = 0.0) -> Part | Non
     return part.of(with_halos(part.group, part.tensor, part.places.areas, want, fill), found)
 
 
-def wanted(outputs: Places, windows: Sequence[Window | Transposed]) -> Areas:
+def wanted(outputs: PicturePlaces, windows: Sequence[PictureWindow | Transposed]) -> Areas:
     """The areas that each rank's windows reach."""
     return tuple(
         tuple(window.inputs(span) for window, span in zip(windows, area, strict=True)) for area in outputs.areas
     )
 
 
-def _output(part: Part, sizes: Sequence[int]) -> Places | None:
-    found = Places(tuple(sizes), part.places.grid)
+def _output(part: PicturePart, sizes: Sequence[int]) -> PicturePlaces | None:
+    found = PicturePlaces(tuple(sizes), part.places.grid)
     return found if found.divide else None
 
 
-def _reached(places: Places, want: Areas) -> bool:
+def _reached(places: PicturePlaces, want: Areas) -> bool:
     picture: Area = tuple((0, size) for size in places.sizes)
     return all(common(picture, area) is not None for area in want)
 
@@ -125,20 +125,20 @@ def convolution(function: Function) -> Function:
     """One of torch's functions `conv1d`, `conv2d` and `conv3d`, of parts."""
 
     def divided(
-        part: Part,
+        part: PicturePart,
         weight: Tensor,
         bias: Tensor | None = None,
         stride: Sizes = 1,
         padding: Sizes | str = 0,
         dilation: Sizes = 1,
         groups: int = 1,
-    ) -> Part | None:
+    ) -> PicturePart | None:
         kernel, dims = weight.shape[2:], part.dims
         steps, spread = _each(stride, dims), _each(dilation, dims)
         if len(kernel) != dims:
             return None
         sides = padding_of(padding, kernel, spread)
-        windows = [Window(k, s, *side, d) for k, s, side, d in zip(kernel, steps, sides, spread, strict=True)]
+        windows = [PictureWindow(k, s, *side, d) for k, s, side, d in zip(kernel, steps, sides, spread, strict=True)]
         given = slid(part, windows)
         if given is None:
             return None
@@ -163,7 +163,7 @@ def transposed(function: Function) -> Function:
     """One of torch's functions `conv_transpose1d`, `conv_transpose2d` and `conv_transpose3d`, of parts."""
 
     def divided(
-        part: Part,
+        part: PicturePart,
         weight: Tensor,
         bias: Tensor | None = None,
         stride: Sizes = 1,
@@ -171,7 +171,7 @@ def transposed(function: Function) -> Function:
         output_padding: Sizes = 0,
         groups: int = 1,
         dilation: Sizes = 1,
-    ) -> Part | None:
+    ) -> PicturePart | None:
         kernel, dims = weight.shape[2:], part.dims
         if len(kernel) != dims:
             return None
@@ -212,14 +212,14 @@ def max_pooling(function: Function) -> Function:
     """One of torch's functions `max_pool1d`, `max_pool2d` and `max_pool3d`, of parts."""
 
     def divided(
-        part: Part,
+        part: PicturePart,
         kernel_size: Sizes,
         stride: Sizes | None = None,
         padding: Sizes = 0,
         dilation: Sizes = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
-    ) -> Part | None:
+    ) -> PicturePart | None:
         if return_indices or not part.tensor.is_floating_point():
             return None
         windows = _pooled(part.dims, kernel_size, stride, padding, dilation, ceil_mode)
@@ -236,14 +236,14 @@ def mean_pooling(function: Function) -> Function:
     """One of torch's functions `avg_pool1d`, `avg_pool2d` and `avg_pool3d`, of parts."""
 
     def divided(
-        part: Part,
+        part: PicturePart,
         kernel_size: Sizes,
         stride: Sizes | None = None,
         padding: Sizes = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> Part | None:
+    ) -> PicturePart | None:
         windows = _pooled(part.dims, kernel_size, stride, padding, 1, ceil_mode)
         given = slid(part, windows)
         if given is None:
@@ -264,7 +264,7 @@ def mean_pooling(function: Function) -> Function:
     return divided
 
 
-def _counts(windows: Sequence[Window], sizes: Sequence[int], area: Area, with_padding: bool) -> list[list[int]]:
+def _counts(windows: Sequence[PictureWindow], sizes: Sequence[int], area: Area, with_padding: bool) -> list[list[int]]:
     """Places of each window that count, in each dimension: torch counts padding, but none beyond it."""
     found = []
     for window, size, span in zip(windows, sizes, area, strict=True):
@@ -276,11 +276,14 @@ def _counts(windows: Sequence[Window], sizes: Sequence[int], area: Area, with_pa
 
 def _pooled(
     dims: int, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool
-) -> list[Window]:
+) -> list[PictureWindow]:
     sizes = _each(kernel, dims)
     steps = sizes if stride is None or stride == [] else _each(stride, dims)
     sides = _each(padding, dims)
-    return [Window(k, s, p, p, d, ceil) for k, s, p, d in zip(sizes, steps, sides, _each(dilation, dims), strict=True)]
+    return [
+        PictureWindow(k, s, p, p, d, ceil)
+        for k, s, p, d in zip(sizes, steps, sides, _each(dilation, dims), strict=True)
+    ]
 
 
 def adaptive_mean(pooling: Function) -> Function:
@@ -290,7 +293,7 @@ def adaptive_mean(pooling: Function) -> Function:
     """
     by_windows = mean_pooling(pooling)
 
-    def divided(part: Part, output_size: Sizes) -> Part | Tensor | None:
+    def divided(part: PicturePart, output_size: Sizes) -> PicturePart | Tensor | None:
         asked = _asked(output_size, part.places.sizes)
         if all(each == 1 for each in asked):
             dims = tuple(range(-part.dims, 0))
@@ -305,7 +308,7 @@ def adaptive_max(pooling: Function) -> Function:
     """The adaptive max pooling of parts, by torch's `pooling`; sizes of the output must divide the picture's."""
     by_windows = max_pooling(pooling)
 
-    def divided(part: Part, output_size: Sizes, return_indices: bool = False) -> Part | None:
+    def divided(part: PicturePart, output_size: Sizes, return_indices: bool = False) -> PicturePart | None:
         kernel = _dividing(_asked(output_size, part.places.sizes), part.places.sizes)
         return None if kernel is None or return_indices else by_windows(part, kernel)
 
