@@ -126,6 +126,7 @@ def test_state_stays_on_the_device(device: str) -> None:
         ("device", "cpu", "local_sgd(period=4)", None),
         ("cpu", "device", "slowmo(period=4)", None),
         ("device", "device", "top_k_sgd(0.05)", 0.9),
+        ("device", "device", "pipedream(stages=2)", None),
     ],
 )
 def test_a_checkpoint_of_any_device_goes_on_on_any(

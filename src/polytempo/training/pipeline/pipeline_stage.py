@@ -57,6 +57,9 @@ class WholeModel(NamedTuple):
     buffers: dict[str, Tensor]
 
 
+_LOSS = "loss/"
+
+
 class PipelineStage:
     """The stage that rank `port.rank` has of `model`, which is cut as `parts` says. It begins nothing itself.
 
@@ -176,7 +179,7 @@ class PipelineStage:
         buffers = self.replica.buffers
         about = {"shares": list(self._shares), "passed": buffers.passed}
         found = saved_state(self.program.state(), about)
-        tensors = found.tensors | {f"loss/{i}": t for i, t in enumerate(self._losses.under_way)}
+        tensors = found.tensors | {f"{_LOSS}{i}": t for i, t in enumerate(self._losses.under_way)}
         tensors |= {f"buffer/{name}": t for name, t in buffers.tensors().items() if buffers.passed}
         scalars = dict(found.scalars)
         for path, part in self._remembering.items():
@@ -186,8 +189,11 @@ class PipelineStage:
 
     def restore(self, source: Saved) -> None:
         """Go on from the result of `state`, in the same stage of the same schedule. Parameters are loaded before."""
-        on_device = {name: tensor.to(device_of(self.model)) for name, tensor in source.tensors.items()}
-        source = Saved(on_device, source.scalars)
+        own, device = source.tensors, device_of(self.model)
+        moved = {
+            name: t if name.startswith(_LOSS) else t.to(device) for name, t in own.items()
+        }  # losses travel by host
+        source = Saved(moved, source.scalars)
         state, about = restored_state(source)
         micro_batches = self.schedule.micro_batches
         self.program.restore(state, lambda number: self._batches.seeded(*divmod(number, micro_batches)))
@@ -195,7 +201,7 @@ class PipelineStage:
         self.replica.buffers.passed = self.program.passed = about.get("passed", False)
         for name, buffer in self.replica.buffers.tensors().items() if self.program.passed else ():
             buffer.copy_(source.tensors[f"buffer/{name}"])
-        losses = [tensor for name, tensor in source.tensors.items() if name.startswith("loss/")]
+        losses = [tensor for name, tensor in source.tensors.items() if name.startswith(_LOSS)]
         self._losses.restore(losses, state.step)
         for path, part in self._remembering.items():
             part.restore(source.under(path))
