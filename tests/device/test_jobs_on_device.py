@@ -5,6 +5,7 @@ Runs fork from this process, which never uses the device; a `Trainer` or a simul
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,35 @@ def test_a_simulation_ends_with_the_cpus_result(device: str, name: str) -> None:
 
 
 def without_dropout() -> pt.Job:
-    from dataclasses import replace
-
     return replace(JOB, model=lambda: nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("strategy", ["sync_sgd()", "async_sgd()"])
+def test_a_loss_with_weights_of_classes_is_copied_there(device: str, strategy: str) -> None:
+    weighted = replace(JOB, loss=nn.CrossEntropyLoss(weight=torch.linspace(1, 2, 10)))
+    check(device, *(facts(pt.run(weighted, strategy, 1, device=where, **PLAIN)) for where in (device, "cpu")))
+    assert weighted.loss.weight.device.type == "cpu"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("strategy", ["async_sgd()", "easgd(period=2)"])
+def test_a_loop_pushes_from_the_device(device: str, strategy: str) -> None:
+    def trained(where: str) -> float:
+        torch.manual_seed(0)
+        net = nn.Linear(64, 10).to(where)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        handle = pt.attach(net, optimizer, pt.parse_strategy(strategy))
+        for _, (x, y) in zip(range(8), pt.shard(pt.data.digits().train, batch_size=16), strict=False):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x.to(where)), y.to(where)).backward()
+            optimizer.step()
+        handle.detach()
+        assert net.weight.device.type == where
+        return float(net.weight.double().sum())
+
+    found = [apart(lambda where=where: trained(where)) for where in (device, "cpu")]
+    check(device, [8, found[0]], [8, found[1]])
 
 
 @pytest.mark.process

@@ -42,7 +42,7 @@ from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
-from polytempo.training.model.run_device import run_device
+from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.background_observer import BackgroundObserver
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
@@ -92,11 +92,12 @@ class Trainer:
         if not isinstance(job, RunSpec):
             made = sync_sgd() if strategy is None else strategy_from(strategy)
             job = RunSpec.of(job, made, self.world.size, with_keywords(options, more))
-        spec = job
-        self.job, self.options = job, options = spec.job, spec.options
-        self.world.port = laid_out_run(self.world.port, spec.strategy)
-        self.device = run_device(options, spec.strategy)
+        self.options = options = job.options
+        self.world.port = laid_out_run(self.world.port, job.strategy)
+        self.device = run_device(options, job.strategy)
         """The device that this rank computes on."""
+        spec = on_device(job, self.device)
+        self.job = job = spec.job
         self.model, optimizer = replica_of(of_group(spec, self.world.port), self.device)
         if split_models(self.model) or divided_layers(self.model):
             raise ValueError(

@@ -11,7 +11,17 @@ from msgspec import Meta
 
 from polytempo.cli.options import values
 from polytempo.cli.options.completion import CUT_GOALS, cluster_names, cut_goals, engine_names, job_names
-from polytempo.cli.options.shared_options import ARGUMENT, OPTIONS, BatchSize, Data, Job, Json, Strategy, Workers
+from polytempo.cli.options.shared_options import (
+    ARGUMENT,
+    OPTIONS,
+    BatchSize,
+    Data,
+    Device,
+    Job,
+    Json,
+    Strategy,
+    Workers,
+)
 from polytempo.spec.table.option import Count, Option, Positive
 
 
@@ -82,6 +92,7 @@ class ProfileOptions:
     batch_size: BatchSize = None
     cluster: Annotated[str | None, Option(OPTIONS, "FILE", read=values.cluster)] = None
     """A file of `polytempo calibrate`, to predict the times."""
+    device: Device = "auto"
     data: Data = None
     json: Json = False
 

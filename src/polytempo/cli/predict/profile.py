@@ -13,6 +13,7 @@ from polytempo.spec.job_calls import data_of, replica_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
+from polytempo.training.model.run_device import run_device
 from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.step.job_profile import JobProfile, OperatorCost, profiled
 
@@ -21,7 +22,7 @@ _SHOWN = 12
 
 
 def profile(asked: ProfileOptions) -> None:
-    """Profile a batch on one thread, estimate the memory of a worker, and measure a process's."""
+    """Profile a batch on a device, or on one thread; estimate the memory of a worker, and measure a process's."""
     described = None if asked.cluster is None else parse_cluster(asked.cluster)
     if described is not None and described.speeds is None:
         raise ValueError(
@@ -29,12 +30,12 @@ def profile(asked: ProfileOptions) -> None:
         )
     made = parse_strategy(asked.strategy)
     with notes_on_stderr():
-        options = RunOptions(batch_size=asked.batch_size, data=asked.data, threads=1)
+        options = RunOptions(batch_size=asked.batch_size, data=asked.data, threads=1, device=asked.device)
         spec = RunSpec.of(found_job(asked.job), made, asked.workers, options)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            model, _ = replica_of(spec)
+            model, _ = replica_of(spec, run_device(options, made))
             held = data_of(spec.job, asked.data)
             found = profiled(spec.job, model, held, spec.seed, spec.batch_size, _REPEATS)
         finally:

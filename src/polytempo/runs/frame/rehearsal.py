@@ -29,7 +29,7 @@ from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.evaluate import Evaluation, check_goals, tensors_of
 from polytempo.training.model.requirements import check_loss, check_model, fitted
-from polytempo.training.model.run_device import beside, devices_of, run_device
+from polytempo.training.model.run_device import beside, devices_of, on_device, run_device
 from polytempo.training.parts.parted_training import check_parted_model
 from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.precision.masters import masters_of
@@ -131,7 +131,9 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
         check_goals(job, spec.options, has_test=data.test is not None)
         batch = next_batch(job, iter(shard))
         if here:
-            move_model(model, run_device(spec.options, spec.strategy))
+            device = run_device(spec.options, spec.strategy)
+            move_model(model, device)
+            job = on_device(spec, device).job
         batch = beside(model, batch)
         Threads(inter=spec.options.inter_threads).apply(model)
         masters_of(model, optimizer_of(job, model, spec.lr), spec.options.precision)

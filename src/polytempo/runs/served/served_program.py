@@ -37,7 +37,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.job.evaluate import check_goals
 from polytempo.training.model.local_decay import LocalDecay
-from polytempo.training.model.run_device import run_device
+from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.model.running_statistics import Running
 from polytempo.training.model.trainable_parameters import trainable
 from polytempo.training.precision.masters import bytes_of, masters_of
@@ -143,6 +143,7 @@ class ServedProgram:
         """The training of a worker; a virtual worker charges `cost`. `stages`: its replica's processes."""
         spec, stage, meta = self.spec, None, self._without_values is not None
         device = None if meta else run_device(spec.options, spec.strategy)
+        spec = spec if device is None else on_device(spec, device)
         batches = self.batches.on(device)
         if self.stages is None:
             model, optimizer = self._without_values or replica_of(spec, device)
@@ -183,8 +184,9 @@ class ServedProgram:
 
     def scorer(self) -> Scorer:
         """A scorer of the shards' weights, with a model of its own."""
-        spec = self.spec
-        found = replica_of(spec, run_device(spec.options, spec.strategy))
+        device = run_device(self.spec.options, self.spec.strategy)
+        spec = on_device(self.spec, device)
+        found = replica_of(spec, device)
         return Scorer(spec.job, self.data, self.batches, *found, spec.options.precision)
 
     @property

@@ -42,7 +42,7 @@ from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.ports import ports_of
-from polytempo.training.model.run_device import run_device
+from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model
@@ -140,6 +140,8 @@ def _trained(spec: RunSpec, cluster: Cluster, progress: Progress | None, togethe
     job, workers, options = spec.job, spec.workers, spec.options
     data = data_of(job, options.data)
     device = run_device(options, spec.strategy)
+    spec = on_device(spec, device)
+    job = spec.job
     model, _ = replica_of(spec, device)
     gathered, test_parts = (None, None) if together is None else (Gathered(), 1)
     if together is None:

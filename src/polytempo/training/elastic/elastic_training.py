@@ -44,7 +44,7 @@ from polytempo.training.job.evaluate import evaluation_of
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
 from polytempo.training.model.agree import gather_json
-from polytempo.training.model.run_device import run_device
+from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.collective_observer import CollectiveObserver
 from polytempo.training.observe.holding import Whole
 from polytempo.training.observe.resumption import load
@@ -63,8 +63,9 @@ class ElasticTraining:
     def __init__(
         self, spec: RunSpec, life: int, wishes: Callable[[], Wishes], record: Callable[[dict[str, Any]], None]
     ) -> None:
-        self.spec, self.member = spec, ElasticMember(life)
         self._device = run_device(spec.options, spec.strategy, local=life)
+        self.spec = spec = on_device(spec, self._device)
+        self.member = ElasticMember(life)
         self.model, self.optimizer = replica_of(spec, self._device)
         self.data = data_of(spec.job, spec.options.data)
         self._wishes, self._record = wishes, record

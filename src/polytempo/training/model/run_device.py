@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from polytempo.core.calls.refusals import refusal_of, refuse
 from polytempo.data.mover import BatchMover
 from polytempo.device import HOST, accelerator_in_use, accelerator_kind, current_device, num_devices, use_device
 from polytempo.spec.run_options import RunOptions
+from polytempo.spec.run_spec import RunSpec
 
 T = TypeVar("T")
 
@@ -48,6 +51,14 @@ def suits_device(options: RunOptions, strategy: Strategy) -> bool:
     more = {"device"} | ({"threads"} if options.inter_threads > 1 else set())
     row = refusal_of(strategy.features | more)
     return row is None or "device" not in row.features
+
+
+def on_device(spec: RunSpec, device: torch.device) -> RunSpec:
+    """The run with a loss on `device`: a copy, if it is a module with tensors, such as weights of classes."""
+    loss = spec.job.loss
+    if not isinstance(loss, nn.Module) or not [*loss.parameters(), *loss.buffers()]:
+        return spec
+    return replace(spec, job=replace(spec.job, loss=deepcopy(loss).to(device)))
 
 
 def device_of(model: nn.Module) -> torch.device:
