@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+"""torch then looks for devices without beginning to use them: a launcher looks, and forks its workers afterwards."""
 HOST = torch.device("cpu")
 _ONE_GENERATOR = frozenset({"mps"})
 """Kinds with one device, and with functions in torch that take no number of it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -64,3 +66,8 @@ def test_on_the_cpu_batches_are_handed_on() -> None:
     mover = BatchMover(torch.device("cpu"))
     assert mover.moved(batch) is batch
     assert next(iter(mover.ahead(iter([(1, batch)]))))[1] is batch
+
+
+def test_a_launcher_looks_for_devices_without_using_one() -> None:
+    """Else its forked workers could not use it; torch documents the variable for `torch.cuda.is_available`."""
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
