@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from polytempo.core import Port
 from polytempo.core.rule import Service
+from polytempo.core.system.url_path import Place
 from polytempo.data.batches import Batches
 from polytempo.data.plan import check_enough
 from polytempo.device import HOST
@@ -45,6 +46,7 @@ from polytempo.training.served.part_noise import PartNoise
 from polytempo.training.served.rate_schedule import RateSchedule, check_schedule
 from polytempo.training.served.scorer import Scorer
 from polytempo.training.served.served_context import ServedContext
+from polytempo.training.served.served_model import write_served_model
 from polytempo.training.served.served_replica import trained_of
 from polytempo.training.served.server_plan import ServerPlan, timing_of_processes
 from polytempo.training.served.shard_rule import flat_of, parameters_of, shard_rule_of
@@ -188,6 +190,15 @@ class ServedProgram:
         spec = on_device(self.spec, device)
         found = replica_of(spec, device)
         return Scorer(spec.job, self.data, self.batches, *found, spec.options.precision)
+
+    def leave_model(self, folder: Place) -> None:
+        """Leave the names and shapes of the model in `folder`, beside its snapshots (see `served_model`)."""
+        write_served_model(
+            *(folder, *replica_of(self.spec), self.plan),
+            strategy=str(self.spec.strategy),
+            workers=self.batches.size,
+            running=() if self.stages is None else self.stages.running_places,
+        )
 
     @property
     def _num_tickets(self) -> int:

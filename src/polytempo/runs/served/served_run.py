@@ -181,6 +181,7 @@ class ServedRun:
             print(f"note: {why}, so no record is kept, and the run cannot be replayed", file=sys.stderr)
             if self.program.stages is not None and self.run_snapshot is None:
                 files.remove(self.out / "record")  # of a run that this folder had before
+        self.program.leave_model(checkpoint)
         self.saves = SnapshotSaves(
             checkpoint,
             self.coordinator,

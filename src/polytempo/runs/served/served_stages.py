@@ -90,6 +90,11 @@ class ServedStages:
         found = [vector for vector in self._running if vector is not None]
         return torch.cat(found) if found else None
 
+    @property
+    def running_places(self) -> list[tuple[int, int, int]]:
+        """The first shard with each buffer of the model's norms, and its range in the shard's vector."""
+        return [(stage * self._shards_of_each, begin, end) for stage, begin, end in self._places]
+
     def running_of(self, parts: Mapping[int, Tensor | None]) -> Tensor | None:
         """The whole model's running statistics, from the first shard of each stage."""
         firsts = [parts[stage * self._shards_of_each] for stage in range(self._schedule.stages)]

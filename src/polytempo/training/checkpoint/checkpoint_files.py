@@ -36,6 +36,7 @@ from polytempo.core.system.descriptors import open_descriptor
 from polytempo.core.system.scratch_folder import ScratchFolder
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.training.checkpoint.checkpoint_folders import (
+    SERVED_MODEL,
     CheckpointError,
     DamagedCheckpoint,
     complete_in,
@@ -140,6 +141,7 @@ def commit(
     except OSError as error:
         raise CheckpointError(f"cannot complete the checkpoint {final}: {error}. {still_there(root)}") from error
     prune(root, step)
+    files.remove(root / SERVED_MODEL)  # snapshots that an earlier run has left here are not this run's
     return final
 
 

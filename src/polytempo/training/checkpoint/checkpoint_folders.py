@@ -23,6 +23,8 @@ from polytempo.core.system.url_path import P, Place, UrlPath
 from polytempo.training.checkpoint.checkpoint_objects import complete_steps, prune_objects
 from polytempo.training.checkpoint.manifest import BY_CONTENT, COMPLETE, KEPT, LEFTOVER, MANIFEST, MAX_MANIFEST_BYTES
 
+SERVED_MODEL = "model.safetensors"
+"""A folder with this file has snapshots of a run with a parameter server (see `training.served.served_model`)."""
 _TRIES = 100
 
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")

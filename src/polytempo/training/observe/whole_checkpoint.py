@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Mesh
-from polytempo.core.system.url_path import Place, place
+from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.partition.tensor.division import PARTS, Division, cuts_of
 from polytempo.spec.text.plain_values import typed
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
-from polytempo.training.checkpoint.checkpoint_folders import latest
+from polytempo.training.checkpoint.checkpoint_folders import complete_in, latest
 from polytempo.training.checkpoint.manifest import COMPLETE
 from polytempo.training.checkpoint.optimizer_state import load_exactly
 from polytempo.training.model.ports import DATA, STAGE
 from polytempo.training.observe.saved_model import mean_of
+from polytempo.training.served.served_model import has_served_model, read_served_model
 
 
 class WholeCheckpoint(NamedTuple):
@@ -160,19 +161,38 @@ def under(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
 
 
+class RunModel(NamedTuple):
+    """The model that a run has saved."""
+
+    tensors: dict[str, Tensor]
+    """Parameters and buffers by the model's names."""
+    step: int
+    strategy: str
+
+
 def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
     """The parameters and buffers of the model that a run has saved, by the names that the job's model has.
 
         net.load_state_dict(pt.checkpoint_model("runs/mine"))
 
-    `path`: a run's folder, its `checkpoint` folder, or one step in it; without a step, the newest. For every strategy
-    and every cut the answer is the whole model: stages and parts of layers are put together, and where workers hold
-    models that differ, it is their mean. Memory: all that the checkpoint holds.
+    `path`: a run's folder, its `checkpoint` folder, or one step in it, also as "runs/mine@400"; without a step, the
+    newest. For every strategy and every cut the answer is the whole model: stages and parts of layers are put together;
+    where workers hold models that differ, it is their mean; with a parameter server, it is the model of the shards.
+    Memory: all that the checkpoint holds.
 
     Errors: ValueError where there is no checkpoint, and for a checkpoint of `pt.init(mesh=…)` with parts that a job has
-    made; `CheckpointError` for a damaged one.
+    made; `CheckpointError` or `SnapshotError` for a damaged one.
     """
-    folder = _step(place(path))
+    return run_model(path).tensors
+
+
+def run_model(path: str | Path | UrlPath) -> RunModel:
+    """`checkpoint_model`, with its step and the strategy that saved it."""
+    run, step = _at_step(path)
+    for root in (run / "checkpoint", run):
+        if has_served_model(root):
+            return RunModel(*read_served_model(root, step))
+    folder = _step(run) if step is None else _complete_at(run, step)
     manifest = read_manifest(folder)
     saved = [read_part(folder, rank) for rank in range(len(manifest.parts))]
     has_parts = any(length > 1 for axis, length in manifest.mesh.axes if axis != DATA)
@@ -181,7 +201,23 @@ def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
             f"{folder} was saved by ranks in a {manifest.mesh}, and the job itself has made parts of a model; read "
             "each rank's own file: rank-0.safetensors, …"
         )
-    return whole_model(saved, manifest.mesh)
+    return RunModel(whole_model(saved, manifest.mesh), manifest.step, str(manifest.about.get("strategy")))
+
+
+def _at_step(path: str | Path | UrlPath) -> tuple[Place, int | None]:
+    """A run's folder, and the step behind its @."""
+    run, at, step = str(path).rpartition("@")
+    if at and step.isdecimal():
+        return place(run), int(step)
+    return place(path), None
+
+
+def _complete_at(run: Place, step: int) -> Place:
+    found = {**complete_in(run), **complete_in(run / "checkpoint")}
+    if step not in found:
+        there = ", ".join(map(str, sorted(found))) or "none"
+        raise ValueError(f"there is no checkpoint of step {step} in {run}; it has steps {there}")
+    return found[step]
 
 
 def _step(given: Place) -> Place:
