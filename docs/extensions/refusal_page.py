@@ -17,6 +17,7 @@ CHAPTERS = {
     "PT17": "Strategies inside strategies",
     "PT18": "Map and reduce",
     "PT19": "Devices",
+    "PT20": "Starts from other runs",
 }
 HEAD = """# Refusals
 

@@ -41,6 +41,7 @@ from polytempo.spec.precision import precision as precision
 from polytempo.spec.result import Result as Result
 from polytempo.spec.run_options import RunOptions as RunOptions
 from polytempo.spec.text.catalogue import parse_strategy as parse_strategy
+from polytempo.spec.then import then as then
 from polytempo.training.elastic.loop_state import ElasticState as ElasticState
 from polytempo.training.hooks.attached_models import no_sync as no_sync
 from polytempo.training.hooks.handle import Handle as Handle

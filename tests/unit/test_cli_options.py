@@ -179,7 +179,7 @@ def test_out_may_be_a_url(given: object) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("train digits --strategy async_sgd --ema 0.9", "PT1601"),
+        ("train digits --strategy hogwild --ema 0.9", "PT1603"),
         ("train digits --strategy gpipe --workers 3", "use workers=4"),
         ("compare digits --strategies sync_sgd,hogwild --precision bf16", "PT1401"),
         ("simulate digits --strategy codistillation --workers 4 --meta --steps 2", "PT1316"),

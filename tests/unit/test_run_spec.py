@@ -10,9 +10,9 @@ import torch
 
 import polytempo as pt
 from polytempo.core import Strategy
-from polytempo.spec.job_calls import replica_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.start import replica_of
 
 DIGITS = pt.jobs.find("digits")  # lr 0.1, batch size 32, 15 epochs
 LOCAL = pt.strategies.local_sgd(period=8)

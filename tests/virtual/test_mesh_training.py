@@ -14,7 +14,6 @@ from polytempo.cluster import one_host
 from polytempo.core import Port, Strategy
 from polytempo.data.shard import DataShard
 from polytempo.one_host.hogwild import Updates
-from polytempo.spec.job_calls import replica_of
 from polytempo.spec.result import parameters_sha256
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
@@ -22,6 +21,7 @@ from polytempo.training.checkpoint.checkpoint_files import read_manifest, read_p
 from polytempo.training.checkpoint.checkpoint_folders import latest
 from polytempo.training.job.evaluate import Evaluation
 from polytempo.training.job.program import TrainingContext, TrainingSummary, train
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.parted_parameters import clip_grad_norm_
 from polytempo.training.model.ports import ports_of
 from polytempo.training.observe.holding import Whole

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from polytempo import cluster, data, strategies
+from polytempo import cluster, data, strategies, then
 from polytempo.jobs import find
 from polytempo.runs.simulated.simulate import simulate
 from polytempo.spec.job import Data, Job
@@ -103,8 +103,12 @@ def test_a_simulation_refuses_what_it_would_ignore() -> None:
     job = find("digits")
     with pytest.raises(ValueError, match="PT1311"):
         simulate(job, strategies.sync_sgd(), 2, out="anywhere", resume=True)
+    with pytest.raises(ValueError, match="PT1312"):
+        simulate(job, strategies.ssp(), 2, out="anywhere", checkpoint_every=1, meta=True)
     with pytest.raises(ValueError, match="PT1313"):
-        simulate(job, strategies.ssp(), 2, out="anywhere", checkpoint_every=1)
+        simulate(job, strategies.ssp(), 2, start_from="anywhere", meta=True)
+    with pytest.raises(ValueError, match="PT2008"):
+        simulate(job, then(strategies.ssp(), 2, strategies.sync_sgd()), 2, meta=True)
     with pytest.raises(ValueError, match="PT1322"):
         simulate(job, strategies.sync_sgd(), 2, meta=True, epochs=2)
     with pytest.raises(ValueError, match="until needs a test set"):

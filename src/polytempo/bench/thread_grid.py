@@ -27,12 +27,13 @@ from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.partition.branches import BranchedModel, Threads
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, model_of, next_batch, replica_of
+from polytempo.spec.job_calls import data_of, model_of, next_batch
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.hooks.attach import AttachOptions, attach_replica
+from polytempo.training.job.start import replica_of
 from polytempo.worlds import ProcessWorld
 
 NEAR = 0.9

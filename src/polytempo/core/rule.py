@@ -200,5 +200,7 @@ class Service:
     decays: Literal["shards", "workers"] = "shards"
     hierarchical: bool = False
     """True if the workers of a host add up their gradients first, and one of them pushes the sum."""
+    average: float | None = None
+    """The decay of a moving average of the weights that each shard keeps, for scores; None: there is none."""
     least_workers: int = 1
     """A run with fewer workers is refused when it starts: the strategy's arguments leave none of them to wait for."""

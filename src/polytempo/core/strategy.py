@@ -105,6 +105,13 @@ Meeting = ByMessages | InSlices | OnOneCopy | Service
 """Partners of a worker. A `Service`: the parameters are at a parameter server; the transforms push and pull."""
 
 
+class Before(NamedTuple):
+    """A run before the strategy's own, whose model that starts from (see `spec.then`)."""
+
+    strategy: Strategy
+    steps: int
+
+
 def any_optimizer(strategy: Strategy, optimizer: Optimizer) -> Strategy:
     """The strategy itself, which does the same with each optimizer."""
     return strategy
@@ -122,6 +129,7 @@ class Strategy:
     is evaluated and handed out.
     `carries_optimizer`: the `parameters` transform sees the optimizer's state tensors too.
     `momentum`: momentum within `gradients` (`dgc`). The optimizer must then have none, or it counts twice.
+    `before`: the strategy that trains first, so that this one begins with its model.
     `fit`: this strategy with a given optimizer; it raises ValueError for an optimizer that does not suit it.
     """
 
@@ -133,6 +141,7 @@ class Strategy:
     synchronized: bool = True
     carries_optimizer: bool = False
     momentum: float = 0.0
+    before: Before | None = None
     fit: Callable[[Strategy, Optimizer], Strategy] = any_optimizer
 
     @property
@@ -196,6 +205,7 @@ class Strategy:
             "stages": self.schedule is not None,
             "parts": self.parted is not None,
             "groups": self.distillation is not None,
+            "then": self.before is not None,
         }
         return frozenset(name for name, has in found.items() if has)
 

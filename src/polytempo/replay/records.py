@@ -14,6 +14,7 @@ from polytempo.report.status.metrics import read_metrics
 from polytempo.runs.served.recording import FORMAT, VERSION, RunFacts
 from polytempo.runs.served.run_snapshot import resumed
 from polytempo.server.record import Asking, Entry, Lost, Record, RecordError, history, read_record
+from polytempo.training.job.start import START
 
 _MAX_FACTS_BYTES = 1 << 20
 _MOST = 100_000
@@ -61,6 +62,8 @@ def read_facts(run: Path) -> tuple[Path, RunFacts]:
         raise ValueError(
             f"{path} speaks of {facts.shards} shards and {facts.workers} workers; a run has 1 to {_MOST:,} of each"
         )
+    if "start_from" in facts.options:  # the run's own copy, wherever the folder is now
+        facts = msgspec.structs.replace(facts, options=facts.options | {"start_from": str(run / START)})
     return folders[-1], facts
 
 

@@ -17,10 +17,11 @@ from polytempo.report.pictures.picture import write_picture
 from polytempo.report.runs import load_result, load_run
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.arguments import check_workers, checked_job
+from polytempo.runs.frame.chain import has_saved
 from polytempo.runs.frame.divergence import diverged_result
 from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.folder_names import slug
-from polytempo.runs.run import performed, prepare
+from polytempo.runs.run import in_order, performed, prepare
 from polytempo.spec.job import Job
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
@@ -62,7 +63,7 @@ def compare(
     for strategy in asked:
         check_workers(strategy, workers)
     specs = [RunSpec.of(job, strategy, workers, options) for strategy in asked]
-    prepare(specs, setup)
+    prepare(in_order(specs), setup)
     with began(options.out):
         comparison = _Comparison(specs)
         try:
@@ -146,7 +147,7 @@ def _found(spec: RunSpec) -> Result | None:
 def _going_on(spec: RunSpec) -> RunSpec:
     """A run that resumes where it has saved something, and begins where it has not."""
     out: Place | None = spec.options.out
-    saved = out is not None and (out / "checkpoint").is_dir() and any((out / "checkpoint").iterdir())
+    saved = out is not None and (has_saved(out) or spec.strategy.before is not None)  # a chain looks itself
     return replace(spec, options=replace(spec.options, resume=spec.options.resume and saved))
 
 

@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import Unpack
 
 from polytempo.core import Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.notice import Preempted
+from polytempo.core.system.url_path import Place
 from polytempo.data.plan import check_enough
 from polytempo.engines.engine import EngineSetup, checked_engine
 from polytempo.engines.join.init import init
@@ -22,6 +24,7 @@ from polytempo.runs.frame.arguments import (
     check_workers,
     checked_job,
 )
+from polytempo.runs.frame.chain import chained
 from polytempo.runs.frame.divergence import left_result, saved_step
 from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.rehearsal import rehearse
@@ -34,6 +37,7 @@ from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
+from polytempo.training.job.start import with_start
 from polytempo.training.model.run_device import check_fork
 from polytempo.training.trainer import Trainer, held_by_first
 
@@ -79,7 +83,7 @@ def run(
         raise ValueError(
             "available says how many workers an elastic run may have; give min_workers or max_workers, too"
         )
-    prepare([spec], setup)
+    prepare(in_order([spec]), setup)
     return performed(spec, setup, progress, available)
 
 
@@ -116,12 +120,26 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
+def in_order(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """All runs that are to come, those included whose models others start from."""
+    return [each for spec in specs for each in (*(in_order([spec.first]) if spec.first else ()), spec)]
+
+
 def performed(
-    spec: RunSpec, engine: EngineSetup, progress: Progress | None, available: Available | None = None
+    spec: RunSpec,
+    engine: EngineSetup,
+    progress: Progress | None,
+    available: Available | None = None,
+    chain: Place | None = None,
 ) -> Result:
-    """The run itself."""
+    """The run itself, after the run that it starts from. `chain`: the folder to resume, if it is another one."""
     out = spec.options.out
-    with began(out):
+
+    def first(before: RunSpec) -> Result:
+        return performed(before, engine, progress, available, chain or out)
+
+    with began(out), chained(spec, first) as spec:
+        spec = with_start(spec)
         try:
             if out is not None and spec.options.resume and spec.strategy.server is None:
                 go_on_from(out)
@@ -132,13 +150,16 @@ def performed(
             return run_collective(spec, engine, progress)
         except Preempted as error:
             assert out is not None
-            told = type(error)(error.step, str(out))
+            folder = chain or out
+            told = type(error)(error.step, str(folder))
             page = reported(left_result(spec, told), out).report
-            print(f"polytempo: {told} (--resume --out {out}); the run so far: {page}", file=sys.stderr)
+            print(f"polytempo: {told} (--resume --out {folder}); the run so far: {page}", file=sys.stderr)
             raise told from None
         except KeyboardInterrupt:
             if out is not None and (step := saved_step(spec, out)) is not None:
-                print(f"polytempo: {out} holds step {step:,}: go on with --resume --out {out}", file=sys.stderr)
+                print(
+                    f"polytempo: {out} holds step {step:,}: go on with --resume --out {chain or out}", file=sys.stderr
+                )
             raise
 
 
@@ -152,6 +173,7 @@ def join(
 ) -> Result:
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
     job, strategy, options = checked_job(job), strategy_from(strategy), with_keywords(options, more)
+    refuse(strategy.features | {"one world"}, strategy=strategy)
     world = init(timeout_s=options.timeout_s)
     spec = RunSpec.of(job, strategy, world.size, options)
     shown = progress if world.rank == 0 else None

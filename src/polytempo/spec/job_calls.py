@@ -22,10 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polytempo.core.errors import JobFailed, PolytempoError
-from polytempo.device import seed_generators
-from polytempo.partition.branches import Threads
 from polytempo.spec.job import Data, Job
-from polytempo.spec.run_spec import RunSpec
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _JOBS = os.path.join(_OURS, "jobs", "")
@@ -87,21 +84,6 @@ def optimizer_of(job: Job, model: nn.Module, lr: float | None = None) -> Optimiz
         expected = "one of the parameters that it is given, and this one has none of them"
         raise wrong(job, form, optimizer, expected, job.optimizer)
     return optimizer
-
-
-def replica_of(spec: RunSpec, device: torch.device | None = None) -> tuple[nn.Module, Optimizer]:
-    """The job's model, the same wherever it is made, and its optimizer with the run's learning rate.
-
-    The model is made as the job makes it, so on the CPU its first values are the same for every `device`, and then
-    moved there (None: it stays).
-    """
-    seed_generators(spec.seed, unused_too=True)
-    model = model_of(spec.job)
-    if device is not None:
-        move_model(model, device)
-    optimizer = optimizer_of(spec.job, model, spec.lr)
-    Threads(inter=spec.options.inter_threads).apply(model)
-    return model, optimizer
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:

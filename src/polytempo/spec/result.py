@@ -76,6 +76,10 @@ class Result:
     """Each group of workers of an elastic run: its generation, its first step, the lives of its members, the number of
     newcomers, the processes that were lost before, and the seconds until the first step in it. Else None."""
 
+    started_from: dict[str, Any] | None = None
+    """The run whose weights this run began with (`start_from`): the name of its folder (`run`), the `step` and
+    `strategy` that saved it, and a hash of its tensors (`sha256`). Else None."""
+
     def as_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`; values that are not finite (a run that diverged) are null."""
         plain = asdict(self)

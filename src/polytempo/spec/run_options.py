@@ -64,6 +64,12 @@ def _device(given: object) -> str:
     return text
 
 
+def _start(given: object) -> str | None:
+    if given is not None and (not str(given) or callable(getattr(given, "model", None))):
+        raise ValueError("must be a run's folder, as a text or a Path")
+    return None if given is None else str(given)
+
+
 LENGTH, TRAINING, PROCESS, FOLDER = "Length", "Training", "Processes", "Folder"
 """Headings of `--help`."""
 
@@ -124,12 +130,20 @@ class RunOptions:
     pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown.
     """
 
+    start_from: Annotated[str | None, Option(TRAINING, "RUN", read=_start)] = None
+    """Begin with the weights of another run: its folder, also with a step, as runs/first@400.
+
+    Of any strategy; or a file of named tensors, *.safetensors. Parameters and buffers are taken; optimizer and schedule
+    begin as in any run. A run that is resumed goes on from its own checkpoint.
+    """
+
     device: Annotated[str, Option(PROCESS, "D", read=_device)] = "auto"
     """Compute on auto, cpu, cuda, cuda:1, xpu, mps, …. Default: auto, an accelerator if there is one.
 
     Without a number the workers of a host share its devices round robin. Strategies with one copy of the weights, and
     branches in threads, compute on the CPU. See `docs/on-a-gpu.md`.
     """
+
     threads: Annotated[NumThreads | None, Option(PROCESS, "T")] = None
     """Threads per worker. Default: the cores, divided among the workers."""
     inter_threads: Annotated[NumThreads, Option(PROCESS, "T", PROCESSES)] = 1

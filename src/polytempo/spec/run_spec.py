@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -55,6 +56,8 @@ class RunSpec:
         """The run of `job` by `strategy` with so many `workers`."""
         check_job(job)
         _check_features(job, strategy, workers, options)
+        if strategy.before is not None:  # a first run that cannot be is refused before anything begins
+            cls.of(job, strategy.before.strategy, workers, _of_first(options, strategy.before.steps))
         each = options.batch_size or job.batch_size
         if options.global_batch_size is not None:
             each = -(-options.global_batch_size // max(1, workers // strategy.holders))
@@ -68,6 +71,14 @@ class RunSpec:
             batch_size=each,
             epochs=None if by_steps else options.epochs or job.epochs * (_UNTIL_EPOCHS if options.until else 1),
         )
+
+    @property
+    def first(self) -> RunSpec | None:
+        """The run whose model this one starts from, without a folder; None if it is alone. See `then`."""
+        before = self.strategy.before
+        if before is None:
+            return None
+        return RunSpec.of(self.job, before.strategy, self.workers, _of_first(self.options, before.steps))
 
     @property
     def seed(self) -> int:
@@ -136,7 +147,7 @@ class RunSpec:
             raise ValueError(f"this is not a {FORMAT} of version {VERSION} ({error}): {text[:80]!r}") from None
         return cls(
             job=_found(told.job, find_job),
-            strategy=parse_strategy(told.strategy),
+            strategy=replace(parse_strategy(told.strategy), before=None),  # the launcher has seen to that
             workers=told.workers,
             options=RunOptions(**told.options),
             lr=told.lr,
@@ -170,6 +181,13 @@ class _SpecText(msgspec.Struct, forbid_unknown_fields=True):
     version: Literal[1] = VERSION
 
 
+def _of_first(options: RunOptions, steps: int) -> RunOptions:
+    """The options of the first of two runs: to its last step, with a checkpoint there."""
+    every = options.checkpoint_every or steps
+    folder = options.out or Path()  # which one is known when it begins
+    return replace(options, steps=steps, epochs=None, until={}, checkpoint_every=every, out=folder, ema=None)
+
+
 def check_precision(precision: Precision, strategy: Strategy) -> None:
     """`Incompatible` where a model of 16-bit parameters cannot be trained by `strategy`."""
     refuse(strategy.features | _features_of(precision), strategy=strategy, precision=precision)
@@ -183,6 +201,7 @@ def _check_features(job: Job, strategy: Strategy, workers: int, options: RunOpti
         "local scaling": options.scaling == "local",
         "global batch": options.global_batch_size is not None,
         "average": options.ema is not None,
+        "reshape": bool(options.reshape),
         "restore": options.on_drift == "restore",
         "threads": options.inter_threads > 1,
         "device": options.device not in ("auto", "cpu"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port, Strategy
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.system.files import run_folder
 from polytempo.core.system.folder_lock import FolderTaken, Owner, held
 from polytempo.core.system.notice import noticed
@@ -24,7 +25,7 @@ from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, optimizer_of, replica_of, schedule_of
+from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
 from polytempo.spec.result import Result, parameters_sha256
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
@@ -40,6 +41,7 @@ from polytempo.training.job.evaluate import Evaluation, average_of
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import Observer, TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.start import replica_of, start_facts
 from polytempo.training.model.agree import agree, broadcast_model, gather_json, next_series
 from polytempo.training.model.ports import mesh_of
 from polytempo.training.model.run_device import on_device, run_device
@@ -91,6 +93,7 @@ class Trainer:
         self._own_port = self.world.port
         if not isinstance(job, RunSpec):
             made = sync_sgd() if strategy is None else strategy_from(strategy)
+            refuse(made.features | {"one world"}, strategy=made)
             job = RunSpec.of(job, made, self.world.size, with_keywords(options, more))
         self.options = options = job.options
         self.world.port = laid_out_run(self.world.port, job.strategy)
@@ -222,7 +225,8 @@ def _facts(spec: RunSpec, data: Data, port: Port) -> dict[str, Any]:
     facts = {name: told[name] for name in _MUST_AGREE}
     facts |= {"job": spec.job.name, "lr": spec.lr, "batch_size": spec.batch_size}
     facts |= {"samples": getattr(data.train, "__len__", lambda: None)(), "out": spec.options.out is not None}
-    return facts | {"mesh": str(mesh_of(port))}
+    start = start_facts(spec.options)
+    return facts | {"mesh": str(mesh_of(port)), "first weights": None if start is None else start["sha256"]}
 
 
 class _Part(NamedTuple):
@@ -333,6 +337,7 @@ def result_of(
         reached=summary.reached,
         resumed_at=context.resumed_at,
         stages=[first[number] for number in sorted(first)] or None,
+        started_from=start_facts(context.options),
         ledger=in_order(check_length(shard), shard.epoch, shard.consumed) if learned and one_model else None,
     )
 

@@ -9,10 +9,11 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, s
 from polytempo.cli.predict.prediction_options import ProfileOptions
 from polytempo.cluster import Cluster
 from polytempo.runs.frame.job_memory import WorkerMemory, estimated, estimated_stage, measured_bytes
-from polytempo.spec.job_calls import data_of, replica_of
+from polytempo.spec.job_calls import data_of
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import parse_cluster, parse_strategy
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.run_device import run_device
 from polytempo.training.parts.staged_training import cut_of
 from polytempo.training.step.job_profile import JobProfile, OperatorCost, profiled

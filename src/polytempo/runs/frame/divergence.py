@@ -19,6 +19,7 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.checkpoint_files import read_manifest
 from polytempo.training.checkpoint.checkpoint_folders import CheckpointError, latest
+from polytempo.training.job.start import start_facts
 
 
 def diverged_result(spec: RunSpec, error: NotFinite) -> Result:
@@ -66,6 +67,7 @@ def _so_far(spec: RunSpec) -> Result:
         threads=torch.get_num_threads(),
         parameters_sha256=None,
         trace_hash="",
+        started_from=start_facts(options),
     )
 
 

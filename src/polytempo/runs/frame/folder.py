@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from polytempo.core.system import files
 from polytempo.core.system.folder_lock import held, is_lock
 from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.training.job.start import START
 
-_OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json"})
+_OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json", START})
 """Names that a run may have made before its first row of metrics."""
 
 

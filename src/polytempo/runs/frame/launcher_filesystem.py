@@ -20,6 +20,7 @@ from polytempo.core.system.folder_lock import bears
 from polytempo.core.system.url_path import UrlPath
 from polytempo.runs.frame.launcher_files import PART_BYTES, FileAnswer, FileRequest
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.start import START
 from polytempo.wire.channel import ChannelClient
 from polytempo.wire.keys import Keys
 
@@ -145,4 +146,7 @@ def with_launcher_files(spec: RunSpec, setting: Mapping[str, Any]) -> RunSpec:
         return spec
     LauncherFileSystem.asks = FileClient(given["address"], Keys.from_plain(given["keys"]))
     fsspec.register_implementation(LauncherFileSystem.protocol, LauncherFileSystem, clobber=True)
-    return replace(spec, options=replace(spec.options, out=UrlPath(URL)))
+    start = spec.options.start_from
+    if start == str(out / START):
+        start = str(UrlPath(URL) / START)
+    return replace(spec, options=replace(spec.options, out=UrlPath(URL), start_from=start))

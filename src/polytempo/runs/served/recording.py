@@ -65,9 +65,10 @@ class RunFacts(msgspec.Struct, frozen=True):
 def facts_now(spec: RunSpec, *, native: bool, threads: int) -> RunFacts:
     """The facts of a run that is about to begin on this machine."""
     job, strategy, options = spec.job, spec.strategy, spec.options
-    kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan")
+    kept = ("epochs", "steps", "batch_size", "lr", "seed", "allow_nan", "ema")
     taken = {name: getattr(options, name) for name in kept}
     taken |= {"until": dict(options.until), "data": None if options.data is None else str(options.data.absolute())}
+    taken |= {} if options.start_from is None else {"start_from": options.start_from}
     taken |= {} if options.precision is None else {"precision": str(options.precision)}
     return RunFacts(
         format=FORMAT,

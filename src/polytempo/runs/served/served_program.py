@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from polytempo.core import Port
+from polytempo.core.calls.refusals import refuse
 from polytempo.core.rule import Service
 from polytempo.core.system.url_path import Place
 from polytempo.data.batches import Batches
@@ -32,11 +33,12 @@ from polytempo.server.snapshots.score_snapshots import ScorePoints, score_points
 from polytempo.server.tensors.running_statistics import of_first
 from polytempo.server.timing import Timing
 from polytempo.spec.job import Data
-from polytempo.spec.job_calls import data_of, made_schedule, replica_of
+from polytempo.spec.job_calls import data_of, made_schedule
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.topology import Topology
 from polytempo.training.job.evaluate import check_goals
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.local_decay import LocalDecay
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.model.running_statistics import Running
@@ -226,6 +228,9 @@ class ServedProgram:
                 f"the rows of {', '.join(tables)} that travel depend on values; make the embeddings with sparse=False, "
                 "or leave out meta"
             )
+        if self.spec.options.ema is not None:
+            shown = ", ".join(each.name for each in tables)
+            refuse({"average", "tables"}, strategy=self.spec.strategy, ema=self.spec.options.ema, tables=shown)
         if service.hierarchical:
             raise ValueError(
                 f"{self.spec.strategy} sums whole gradients within a host, and {', '.join(tables)} travel by "
@@ -235,7 +240,8 @@ class ServedProgram:
     def _service(self, service: Service, optimizer: Optimizer) -> Service:
         """`service` with the optimizer that its shards apply. The job's `optimizer` must not be used afterwards."""
         allow_nan = self.spec.options.allow_nan or self._without_values is not None
-        made = replace(service, optimizer=shard_rule_of(service, optimizer), allow_nan=allow_nan)
+        rule, average = shard_rule_of(service, optimizer), self.spec.options.ema
+        made = replace(service, optimizer=rule, allow_nan=allow_nan, average=average)
         if (schedule := made_schedule(self.spec.job)) is not None:
             check_schedule(optimizer, schedule, self._steps_per_epoch, _movable(service))
         return made

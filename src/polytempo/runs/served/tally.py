@@ -15,6 +15,7 @@ from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Statistics
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import RunOptions
+from polytempo.training.job.start import start_facts
 from polytempo.training.served.server_facts import facts_of
 from polytempo.training.served.worker_program import Attendance
 from polytempo.training.step.guard import check_score
@@ -121,6 +122,7 @@ class Tally:
             | totals.server_facts,
             stages=list(totals.stages) or None,
             precision=self._precision,
+            started_from=start_facts(self._spec.options),
         )
 
 

@@ -27,10 +27,11 @@ from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.plan import split_plan
 from polytempo.partition.tensor.way import SplitLayers
 from polytempo.spec.job import Data
-from polytempo.spec.job_calls import optimizer_of, replica_of
+from polytempo.spec.job_calls import optimizer_of
 from polytempo.spec.objective import pair_loss
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.distillation import objective_of
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.ports import ports_of
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model, planned_names

@@ -25,6 +25,7 @@ from polytempo.partition.cut import Cut
 from polytempo.partition.tensor.parted_model import PartedModel
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.arguments import check_batches, check_workers, checked_job
+from polytempo.runs.frame.chain import chained
 from polytempo.runs.frame.folder import began
 from polytempo.runs.frame.run_frame import torch_threads
 from polytempo.runs.frame.run_page import simulated, virtual_rows
@@ -32,7 +33,7 @@ from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of, replica_of, schedule_of
+from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
@@ -41,6 +42,7 @@ from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import geometric_growth, norm_growth
 from polytempo.training.job.program import TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.start import replica_of, with_start
 from polytempo.training.model.ports import ports_of
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.holding import HeldParts, HeldStage, Holding, Whole
@@ -109,17 +111,27 @@ def simulate(
     check_workers(strategy, workers)
     options = with_keywords(options, more)
     check_simulation(strategy, options, meta=meta, batched=batched)
+    return _simulated(RunSpec.of(job, strategy, workers, options), cluster, progress, meta=meta, batched=batched)
+
+
+def _simulated(
+    spec: RunSpec, cluster: Cluster | str | None, progress: Progress | None, *, meta: bool, batched: bool
+) -> Result:
+    """The run, after the run that it starts from."""
+    job, strategy, workers, options = spec.job, spec.strategy, spec.workers, spec.options
+    check_simulation(strategy, options, meta=meta, batched=batched)
     together = BatchedReplicas(job, strategy, workers) if batched else None
-    cluster = cluster_from(cluster or default_cluster(strategy, workers))
+    given, cluster = cluster, cluster_from(cluster or default_cluster(strategy, workers))
     num_hosts = len(set(cluster.hosts(workers)))
     if is_hogwild(strategy) and num_hosts > 1:
         raise ValueError(
             f"{strategy} has one copy of the parameters in the memory of one host, but on {cluster.name} {workers} "
             f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
         )
-    spec = RunSpec.of(job, strategy, workers, options)
     check_batches(spec)
-    with torch_threads(options.threads or 1), collecting_rarely(), began(options.out):
+    first = partial(_simulated, cluster=given, progress=progress, meta=meta, batched=batched)
+    with torch_threads(options.threads or 1), collecting_rarely(), began(options.out), chained(spec, first) as spec:
+        spec = with_start(spec)
         if strategy.server is not None:
             return _served(spec, cluster, progress, meta=meta)
         return _priced(spec, cluster) if meta else _trained(spec, cluster, progress, together)

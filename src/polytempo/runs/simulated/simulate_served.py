@@ -25,6 +25,7 @@ from polytempo.engines.processes.capacity import check_simulated
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.run_page import simulated, virtual_rows
 from polytempo.runs.served.reshaping import Reshapes
+from polytempo.runs.served.run_snapshot import discard
 from polytempo.runs.served.served_program import ServedProgram
 from polytempo.runs.served.tally import ServedTotals, Tally
 from polytempo.runs.simulated.virtual_scoring import OffTheClock
@@ -32,6 +33,7 @@ from polytempo.server.coordinator.coordinator import Coordinator, Listeners
 from polytempo.server.loop import serve
 from polytempo.server.message import Message, Outbox, View
 from polytempo.server.shard.node import Node
+from polytempo.server.snapshots.snapshot import check_finite, write
 from polytempo.server.timing import Timing
 from polytempo.spec.job import Data
 from polytempo.spec.result import Result
@@ -175,8 +177,22 @@ class ServedSimulation:
             raise PolytempoError("no worker lived to the end of the run; let fewer of them crash")
         if self.scores is not None and not self.scheduler.stopped:
             self.scores.end(self.nodes[chain[0]].shard for chain in self.coordinator.chains if chain)
+        if self.options.checkpoint_every is not None:
+            self._save()
         result = self._result(outcome, attendances)
         return simulated(result, outcome.trace, self.options.out)
+
+    def _save(self) -> None:
+        """Leave the shards' last state in the run's folder: its model is for `checkpoint_model`, not for a resume."""
+        assert self.options.out is not None
+        folder = self.options.out / "checkpoint"
+        discard(folder)
+        for number, chain in enumerate(self.coordinator.chains):
+            state, tensors = self.nodes[chain[0]].shard.dump()
+            if not self.options.allow_nan:
+                check_finite(number, tensors)
+            write(folder, 1, number, state, tensors)
+        self.program.leave_model(folder)
 
     def _result(self, outcome: Outcome[Attendance | None], attendances: list[Attendance]) -> Result:
         workers, trace = self.spec.workers, outcome.trace

@@ -10,7 +10,7 @@ from polytempo.spec.run_options import RunOptions
 def check_simulation(strategy: Strategy, options: RunOptions, *, meta: bool, batched: bool) -> None:
     """Raises `Incompatible` for options that no simulation, or none of this strategy, can have."""
     features = _features(strategy, options, meta=meta, batched=batched)
-    refuse(features, strategy=strategy, precision=options.precision, ema=options.ema)
+    refuse(features, **vars(options) | {"strategy": strategy})
 
 
 def needs_values(strategy: Strategy, options: RunOptions) -> bool:
@@ -28,6 +28,7 @@ def _features(strategy: Strategy, options: RunOptions, *, meta: bool, batched: b
         "precision": options.precision is not None and (batched or meta),
         "resume": bool(options.resume),
         "checkpoints": bool(options.checkpoint_every),
+        "start": options.start_from is not None,
         "average": meta and options.ema is not None,
         "goal": bool(options.epochs or options.until),
     }

@@ -50,6 +50,7 @@ from polytempo.server.shard.roster import Roster
 from polytempo.server.snapshots.state import State, decode, encode, renumbered
 from polytempo.server.snapshots.transfer import Likeness, covers, lend, likeness_of, take_over
 from polytempo.server.tensors.holder import HeldElements, Holder, held_elements
+from polytempo.server.tensors.moving_average import MovingAverage
 from polytempo.server.tensors.optimizer import Moments, can_be_native
 from polytempo.server.tensors.running_statistics import RunningStatistics
 from polytempo.server.tensors.tables import separate_tables
@@ -97,6 +98,9 @@ class Shard:
         self._queues = Queues(service.rule.name)
         self.decisions = Decisions(service.numbers_per_batch)
         self._running = RunningStatistics(running)
+        self._average: MovingAverage | None = None
+        if service.average is not None and not weights.is_meta:
+            self._average = MovingAverage(service.average, weights)
 
     @property
     def version(self) -> int:
@@ -301,6 +305,7 @@ class Shard:
     def _update(self, action: Update) -> None:
         rates, divisors = self._weights.update(action.divisor, action.including)
         self._running.update(len(self._roster.counted))
+        self._take_average()
         if self._tables is not None:
             self._tables.update(divisors, rates, self._weights.steps, self.version)
 
@@ -311,6 +316,11 @@ class Shard:
         self._running.mix(waiting.running, action.alpha)
         self._decide(waiting, "applied")
         waiting.difference = self._weights.mix(theirs, action.alpha)
+        self._take_average()
+
+    def _take_average(self) -> None:
+        if self._average is not None:
+            self._average.update(self.weights, self.version)
 
     def _answer(self, worker: int, replies: list[Reply]) -> None:
         for waiting in self._queues.answerable(worker):
@@ -331,10 +341,13 @@ class Shard:
         return pulled(self.number, worker, waiting, self.version, values, rows=rows, running=running)
 
     def hold(self) -> HeldElements:
-        """The elements of this shard as they are now. They stay so until they are released.
+        """The elements of this shard as they are now, or their moving average. They stay so until they are released.
 
-        Cost: no copy and no pass over memory, except for tables, where rows change in place.
+        Cost: no copy and no pass over memory, except for tables, where rows change in place, and for an average.
         """
+        if self._average is not None:
+            values = self._average.present.to(self.weights.dtype, copy=True)
+            return HeldElements(self._all_spans, values, self._running.present, lambda: None)
         return held_elements(self._weights, self._tables, self._all_parameters, self._all_spans, self._running.present)
 
     # ------------------------------------------------------------------ the whole state
@@ -372,6 +385,7 @@ class Shard:
             running_total=self._running.total,
             running_count=self._running.count,
             unused=weights.unused,
+            average=None if self._average is None else self._average.present,
         )
         return encode(state)
 
@@ -387,6 +401,8 @@ class Shard:
         state = decode(data, tensors, weights.numel, weights.dtype, own)
         if self._tables is not None:
             self._tables.load(state.tables)
+        if self._average is not None:
+            self._average.load(state.average)
         weights.restore(state.buffers, Moments(state.first, state.second), state.total, state.partial_sums, spare)
         weights.version, weights.steps, weights.rates = state.version, state.steps, state.rates
         weights.leases, weights.reads, weights.unused = state.leases, state.reads, state.unused

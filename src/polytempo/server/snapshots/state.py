@@ -58,6 +58,8 @@ class State(msgspec.Struct, array_like=True, eq=False):
     running_total: Tensor | None = None
     running_count: int = 0
     unused: UnusedParameters = msgspec.field(default_factory=UnusedParameters)
+    average: Tensor | None = None
+    """The moving average of the weights."""
 
     def held_buffers(self) -> list[int]:
         """The buffers that are held beside the present weights, each as often as it is held."""

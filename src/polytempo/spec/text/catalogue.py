@@ -14,13 +14,14 @@ from polytempo.core import Codec, Strategy
 from polytempo.data import scheduled as scheduled_data
 from polytempo.partition import scheduled, schedules
 from polytempo.server.rules import staleness
+from polytempo.spec import then as then_module
 from polytempo.spec.text.call import split_calls
 from polytempo.spec.text.names import BUSY, COMPARED, names
 from polytempo.spec.text.resolution import Function
 
 _FOLDERS = {module.__name__.rpartition(".")[2]: module for module in (aggregation, cluster, collectives, compression)}
 _FOLDERS |= {"strategies": strategies, "partition.schedules": schedules, "server.rules.staleness": staleness}
-_FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data}
+_FOLDERS |= {"partition.scheduled": scheduled, "data.scheduled": scheduled_data, "spec.then": then_module}
 
 
 def _imported(folder: str) -> Mapping[str, Function]:

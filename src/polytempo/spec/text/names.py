@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from polytempo.spec.text.call import parse_call
+from polytempo.spec.text.call import Call, parse_call
 from polytempo.spec.text.resolution import Factory, Function, resolve
 
 BUSY = "busy"
@@ -55,6 +55,8 @@ class Names(NamedTuple):
     """The route that `sync_sgd` alone can take: it says how gradients are computed, too."""
     scheduled: Mapping[str, Function]
     """Programs of scheduled model parallelism."""
+    then: Function
+    """A strategy after another one."""
     scheduled_data: Mapping[str, Function]
     """Data that programs learn from."""
     arguments: Mapping[str, Mapping[str, object]]
@@ -63,6 +65,8 @@ class Names(NamedTuple):
     def strategy(self, text: str) -> object:
         """The answer of the strategy's function to the call `text`. `ValueError` for wrong names and arguments."""
         call = parse_call(text)
+        if call.name == "then":
+            return self._then(call)
         if call.name not in self.strategies and call.name in {"low_rank", *self.codecs}:
             raise ValueError(self._no_strategy(call.name))
         arguments = self.arguments
@@ -72,6 +76,14 @@ class Names(NamedTuple):
                 inner = {name: Factory(function) for name, function in self.strategies.items()}
                 arguments |= {"inner": inner, "route": {**self.arguments["route"], **self.wire_routes}}
         return resolve(call, self.strategies, arguments, what="strategy")
+
+    def _then(self, call: Call) -> object:
+        """A strategy after another one: two of the three arguments are calls of strategies."""
+        try:
+            given = inspect.signature(self.then).bind(*call.positional, **call.keywords).arguments
+        except TypeError as error:
+            raise ValueError(f"{call!r}: {error}; it is written then(downpour(), 2000, sync_sgd())") from None
+        return self.then(**given | {name: self.strategy(str(given[name])) for name in ("first", "second")})
 
     def codec(self, text: str) -> object:
         """The answer of a codec's function, or of `low_rank`, to the call `text`."""
@@ -134,6 +146,7 @@ def names(load: Load) -> Names:
         low_rank=aggregation["low_rank"],
         invariant=load("collectives")["invariant"],
         scheduled={name: scheduled[name] for name in SCHEDULED},
+        then=load("spec.then")["then"],
         scheduled_data=load("data.scheduled"),
         arguments={
             **_arguments(load("collectives"), aggregation, codecs, stragglers),

@@ -24,7 +24,7 @@ from polytempo.data.sample_account import SampleAccount
 from polytempo.data.shard import DataShard
 from polytempo.membership.member import ElasticMember
 from polytempo.membership.message import GroupView
-from polytempo.spec.job_calls import data_of, replica_of, schedule_of
+from polytempo.spec.job_calls import data_of, schedule_of
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.optimizer_state import schedule_restore, schedule_saved
 from polytempo.training.elastic.commit_point import Committed, Wishes, commit_point
@@ -43,6 +43,7 @@ from polytempo.training.hooks.handle import Handle
 from polytempo.training.job.evaluate import evaluation_of
 from polytempo.training.job.gradients import StepGradients
 from polytempo.training.job.program import TakeStep, TrainingContext, TrainingSummary, check_length, train
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.agree import gather_json
 from polytempo.training.model.run_device import on_device, run_device
 from polytempo.training.observe.collective_observer import CollectiveObserver

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from polytempo.aggregation.peer_models import GROUP
 from polytempo.core import Mesh
 from polytempo.core.system.url_path import Place, UrlPath, place
 from polytempo.partition.tensor.division import PARTS, Division, cuts_of
 from polytempo.spec.text.plain_values import typed
 from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, ForeignCheckpoint, read_manifest, read_part
 from polytempo.training.checkpoint.checkpoint_folders import complete_in, latest
-from polytempo.training.checkpoint.manifest import COMPLETE
+from polytempo.training.checkpoint.manifest import COMPLETE, along_data
 from polytempo.training.checkpoint.optimizer_state import load_exactly
 from polytempo.training.model.ports import DATA, STAGE
 from polytempo.training.observe.saved_model import mean_of
@@ -177,8 +178,8 @@ def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
 
     `path`: a run's folder, its `checkpoint` folder, or one step in it, also as "runs/mine@400"; without a step, the
     newest. For every strategy and every cut the answer is the whole model: stages and parts of layers are put together;
-    where workers hold models that differ, it is their mean; with a parameter server, it is the model of the shards.
-    Memory: all that the checkpoint holds.
+    where workers hold models that differ, it is their mean; of several groups, it is the first one's; with a parameter
+    server, it is the model of the shards. Memory: all that the checkpoint holds.
 
     Errors: ValueError where there is no checkpoint, and for a checkpoint of `pt.init(mesh=…)` with parts that a job has
     made; `CheckpointError` or `SnapshotError` for a damaged one.
@@ -194,14 +195,18 @@ def run_model(path: str | Path | UrlPath) -> RunModel:
             return RunModel(*read_served_model(root, step))
     folder = _step(run) if step is None else _complete_at(run, step)
     manifest = read_manifest(folder)
-    saved = [read_part(folder, rank) for rank in range(len(manifest.parts))]
-    has_parts = any(length > 1 for axis, length in manifest.mesh.axes if axis != DATA)
+    mesh, ranks = manifest.mesh, list(range(len(manifest.parts)))
+    if GROUP in mesh.lengths:  # groups have a model each, and their workers have whole ones
+        ranks = [rank for rank in ranks if not mesh.coordinates(rank).get(GROUP, 0)]
+        mesh = along_data(len(ranks))
+    saved = [read_part(folder, rank) for rank in ranks]
+    has_parts = any(length > 1 for axis, length in mesh.axes if axis != DATA)
     if PARTS not in manifest.about and "stages" not in manifest.about and has_parts:
         raise ValueError(
             f"{folder} was saved by ranks in a {manifest.mesh}, and the job itself has made parts of a model; read "
             "each rank's own file: rank-0.safetensors, …"
         )
-    return RunModel(whole_model(saved, manifest.mesh), manifest.step, str(manifest.about.get("strategy")))
+    return RunModel(whole_model(saved, mesh), manifest.step, str(manifest.about.get("strategy")))
 
 
 def _at_step(path: str | Path | UrlPath) -> tuple[Place, int | None]:

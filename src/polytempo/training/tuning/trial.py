@@ -16,13 +16,14 @@ from polytempo.core.bundle import pack
 from polytempo.data.shard import DataShard
 from polytempo.large_batch.noise_scale import Squares, of_workers, sketch
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import replica_of, schedule_of
+from polytempo.spec.job_calls import schedule_of
 from polytempo.spec.objective import loss_of, part_weights
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.strategies import sync_sgd
 from polytempo.training.job.evaluate import Evaluation, tensors_of
 from polytempo.training.job.sliced_step import BatchSlice, next_slices
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.randomness import seed_step
 
 
