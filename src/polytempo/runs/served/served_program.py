@@ -229,8 +229,8 @@ class ServedProgram:
                 "or leave out meta"
             )
         if self.spec.options.ema is not None:
-            shown = ", ".join(each.name for each in tables)
-            refuse({"average", "tables"}, strategy=self.spec.strategy, ema=self.spec.options.ema, tables=shown)
+            shown = {"strategy": self.spec.strategy, "ema": self.spec.options.ema, "tables": ", ".join(tables)}
+            refuse({"average", "tables"}, **shown)
         if service.hierarchical:
             raise ValueError(
                 f"{self.spec.strategy} sums whole gradients within a host, and {', '.join(tables)} travel by "
