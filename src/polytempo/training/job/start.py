@@ -30,6 +30,7 @@ from polytempo.spec.job_calls import model_of, move_model, optimizer_of, who
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.checkpoint.manifest import COMPLETE
+from polytempo.training.model.randomness import kept_random_states
 from polytempo.training.observe.whole_checkpoint import run_model
 
 START = "start.safetensors"
@@ -51,7 +52,9 @@ def replica_of(spec: RunSpec, device: torch.device | None = None) -> tuple[nn.Mo
     """The job's model, the same wherever it is made, and its optimizer with the run's learning rate.
 
     The model is made as the job makes it, so on the CPU its first values are the same for every `device`, and then
-    moved there (None: it stays). Errors: `Incompatible` (PT2001, PT2002) where the run starts from tensors of other names or shapes.
+    moved there (None: it stays).
+
+    Errors: `Incompatible` (PT2001, PT2002) where the run starts from tensors of other names or shapes.
     """
     seed_generators(spec.seed, unused_too=True)
     model = model_of(spec.job)
@@ -79,8 +82,8 @@ def with_start(spec: RunSpec) -> RunSpec:
             files.remove(kept)  # of a run that this folder had before
         return spec
     start = read_start(options.start_from)
-    torch.default_generator.manual_seed(spec.seed)
-    _load(model_of(spec.job), start.tensors, spec)
+    with kept_random_states():
+        _load(model_of(spec.job), start.tensors, spec)
     if kept is None:
         return _from(spec, _absolute(options.start_from))
     content = save({n: t.contiguous() for n, t in start.tensors.items()}, metadata={_FACTS: json.dumps(start.facts)})
