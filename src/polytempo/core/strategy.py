@@ -106,7 +106,7 @@ Meeting = ByMessages | InSlices | OnOneCopy | Service
 
 
 class Before(NamedTuple):
-    """A run before the strategy's own, whose model that starts from (see `spec.then`)."""
+    """A run before the strategy's own run, which starts from its model (see `spec.then`)."""
 
     strategy: Strategy
     steps: int

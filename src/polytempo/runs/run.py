@@ -121,7 +121,7 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
 
 
 def in_order(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """All runs that are to come, those included whose models others start from."""
+    """All runs that are to come, with each run that another one starts from before that."""
     return [each for spec in specs for each in (*(in_order([spec.first]) if spec.first else ()), spec)]
 
 

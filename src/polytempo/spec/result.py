@@ -77,7 +77,7 @@ class Result:
     newcomers, the processes that were lost before, and the seconds until the first step in it. Else None."""
 
     started_from: dict[str, Any] | None = None
-    """The run whose weights this run began with (`start_from`): the name of its folder (`run`), the `step` and
+    """The run that this run started from (`start_from`): the name of its folder (`run`), the `step` and
     `strategy` that saved it, and a hash of its tensors (`sha256`). Else None."""
 
     def as_json(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class RunSpec:
 
     @property
     def first(self) -> RunSpec | None:
-        """The run whose model this one starts from, without a folder; None if it is alone. See `then`."""
+        """The run that this one starts from, without a folder; None if it is alone. See `then`."""
         before = self.strategy.before
         if before is None:
             return None

@@ -39,7 +39,7 @@ _FACTS = "polytempo start"
 _MOST_NAMED = 3
 
 
-class Start(NamedTuple):
+class FirstWeights(NamedTuple):
     """The first weights of a run."""
 
     tensors: dict[str, Tensor]
@@ -96,14 +96,14 @@ def start_facts(options: RunOptions) -> dict[str, Any] | None:
     return None if options.start_from is None else read_start(options.start_from).facts
 
 
-def read_start(text: str) -> Start:
+def read_start(text: str) -> FirstWeights:
     """The weights that `text` names: a run's folder, "folder@step", or a file of named tensors, *.safetensors."""
     path = place(text)
     if path.name.endswith(".safetensors"):
         return _read_file(path)
     found = run_model(text)
     facts = {"run": _name(path), "step": found.step, "strategy": found.strategy}
-    return Start(found.tensors, facts | {"sha256": tensors_sha256(found.tensors)})
+    return FirstWeights(found.tensors, facts | {"sha256": tensors_sha256(found.tensors)})
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -143,7 +143,7 @@ def _absolute(text: str) -> str:
     return text if isinstance(place(text), UrlPath) else str(place(text).absolute())
 
 
-def _read_file(path: Place) -> Start:
+def _read_file(path: Place) -> FirstWeights:
     try:
         content = path.read(path.size()) if isinstance(path, UrlPath) else files.read(path, path.stat().st_size)
         tensors = load(content)
@@ -157,11 +157,11 @@ def _read_file(path: Place) -> Start:
         ) from error
     sha256 = tensors_sha256(tensors)
     if told is None:
-        return Start(tensors, {"run": path.name, "step": None, "strategy": None, "sha256": sha256})
+        return FirstWeights(tensors, {"run": path.name, "step": None, "strategy": None, "sha256": sha256})
     facts = json.loads(told)
     if facts["sha256"] != sha256:
         raise ValueError(f"start_from {path}: its tensors have changed since the run began; begin another run")
-    return Start(tensors, facts)
+    return FirstWeights(tensors, facts)
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ from polytempo.training.served.server_plan import ServerPlan
 _FORMAT, _VERSION = "polytempo-served-model", 1
 
 
-class _Places(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TensorPlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The places of a model's tensors in the parts of a snapshot."""
 
     strategy: str
@@ -90,7 +90,7 @@ def write_served_model(
         buffers[id(buffer)] = running[number][:2] if running else (0, at)
         at += buffer.numel()
     named = model.state_dict(keep_vars=True)
-    places = _Places(
+    places = _TensorPlaces(
         strategy=strategy,
         workers=workers,
         numbers_per_batch=plan.service.numbers_per_batch,
@@ -135,14 +135,14 @@ def read_served_model(folder: Place, step: int | None = None) -> ServedModel:
     return ServedModel(rest | _tensors(places, rest, found), steps[-1], places.strategy)
 
 
-def _read_places(folder: Place) -> tuple[_Places, dict[str, Tensor]]:
+def _read_places(folder: Place) -> tuple[_TensorPlaces, dict[str, Tensor]]:
     path = folder / SERVED_MODEL
     try:
         disk = disk_of(folder)
         content = disk.read(path, disk.size(path))
         length = int.from_bytes(content[:8], "little")
         header = msgspec.json.decode(content[8 : 8 + length])
-        places = msgspec.json.decode(header["__metadata__"]["places"], type=_Places)
+        places = msgspec.json.decode(header["__metadata__"]["places"], type=_TensorPlaces)
         if (places.format, places.version) != (_FORMAT, _VERSION):
             raise ValueError(f"it is {places.format!r} version {places.version}")
         return places, load(content)
@@ -157,7 +157,7 @@ def _state(folder: Place, number: int, shard: int) -> State:
         return decode(part.state, part.tensors, weights.numel(), weights.dtype, lambda given: given)
 
 
-def _tensors(places: _Places, rest: Mapping[str, Tensor], states: Sequence[State]) -> dict[str, Tensor]:
+def _tensors(places: _TensorPlaces, rest: Mapping[str, Tensor], states: Sequence[State]) -> dict[str, Tensor]:
     """The trained parameters and the norms' statistics by name."""
     parameters = places.parameters
     flat = torch.empty(sum(each.numel for each in parameters), dtype=states[0].buffers[0].dtype)
