@@ -29,6 +29,7 @@ class OptionKeywords(TypedDict, total=False):
     precision: Precision | str | None
     noise_scale: int | None
     batch_growth: BatchGrowth | str
+    start_from: str | str | None
     device: str | str
     threads: int | None
     inter_threads: int
