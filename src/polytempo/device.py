@@ -80,6 +80,19 @@ def visible_devices() -> list[str]:
     return [f"{found}:{number}" for number in numbers]
 
 
+def one_device_for_each(hosts: Sequence[str], devices: Sequence[Sequence[str]]) -> bool:
+    """True if every rank may have a device of its own: each host shows as many as it has ranks.
+
+    `hosts[r]`: rank r's host; `devices[r]`: the names of the devices that it may use, the current one where it has
+    begun to use it.
+    """
+    for host in set(hosts):
+        here = [set(shown) for shown, of in zip(devices, hosts, strict=True) if of == host]
+        if not all(here) or len(set().union(*here)) < len(here):
+            return False
+    return True
+
+
 def _used() -> tuple[str, Any] | None:
     """The accelerator's kind and torch's module for it, if this process has begun to use it."""
     found = torch.accelerator.current_accelerator()
@@ -277,10 +290,9 @@ class HostCopy:
     later work waits for the copy where `overwritten` is True.
     """
 
-    def __init__(self, given: Sequence[Tensor], *, overwritten: bool = False) -> None:
-        self.device = given[0].device
+    def __init__(self, given: Sequence[Tensor], device: torch.device, *, overwritten: bool = False) -> None:
         self.tensors = [pinned_like(tensor) for tensor in given]
-        stream, here = side_stream(self.device), current_stream(self.device)
+        stream, here = side_stream(device), current_stream(device)
         stream.wait_stream(here)
         with stream:
             for copy, tensor in zip(self.tensors, given, strict=True):

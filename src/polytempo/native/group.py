@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from polytempo.core.errors import Mismatch, PeerLost, PolytempoError, TimedOut
+from polytempo.device import is_host
 from polytempo.native import departure
 from polytempo.native.arena import Arena, own_arena
 from polytempo.native.call import (
@@ -208,6 +209,7 @@ class Group:
         Cost: with tensors in the arenas each rank reads K and writes K bytes; else see `native/collectives.cpp`.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        check_on_host(tensor)
         with self.lock:
             status = self._library.pt_all_reduce(
                 self._handle,
@@ -234,6 +236,7 @@ class Group:
     ) -> None:
         """`output` becomes `op` over all ranks' `inputs[rank of this one]`."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        check_on_host(output, *inputs)
         with self.lock:
             status = self._library.pt_reduce_scatter(
                 self._handle,
@@ -265,6 +268,7 @@ class Group:
         compared = example if even else None
         count, form = (0, 0) if compared is None else (compared.numel(), form_of(compared.shape))
         num_sends = max(1, len(sends))
+        check_on_host(*sends, *receives)
         with self.lock:
             status = self._library.pt_exchange(
                 self._handle,
@@ -288,6 +292,7 @@ class Group:
         """Begin to send. The tensor stays unchanged until the transfer is done."""
         if to == self.rank:
             raise ValueError(f"rank {self.names[to]} cannot send to itself; copy the tensor instead")
+        check_on_host(tensor)
         dtype = MOVED[tensor.dtype]
         pointer = self._library.pt_send(self._handle, to, tag, dtype, tensor.data_ptr(), tensor.nbytes)
         return Transfer(self, pointer, tensor, f"send(to={self.names[to]}, tag={tag})")
@@ -296,6 +301,7 @@ class Group:
         """Begin to receive from `source`, or from anyone (-1)."""
         if source == self.rank:
             raise ValueError(f"rank {self.names[source]} cannot receive from itself; copy the tensor instead")
+        check_on_host(tensor)
         dtype = MOVED[tensor.dtype]
         pointer = self._library.pt_receive(self._handle, source, tag, dtype, tensor.data_ptr(), tensor.nbytes)
         whom = "anyone" if source < 0 else self.names[source]
@@ -385,6 +391,13 @@ class Transfer:
             wanted = f"{self.tensor.nbytes} bytes of {name_of(MOVED[self.tensor.dtype])}"
             raise Mismatch(f"rank {me}: {self.what} expects {wanted}, and rank {peer} sent {came}")
         raise PeerLost(me, None, self.what, peer, LOST_WHY)
+
+
+def check_on_host(*tensors: Tensor | None) -> None:
+    """ValueError for a tensor in a device's memory, which the native core cannot read."""
+    for tensor in tensors:
+        if tensor is not None and not is_host(tensor):
+            raise ValueError(f"a native group takes tensors of the host, got one on {tensor.device}; give its .cpu()")
 
 
 def _forget(group: Group, pointer: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -19,10 +20,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # holds the group as default arguments if it is loaded after joining: see _leave
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 
 from polytempo.core import Mesh, PeerLost, TimedOut, world_port
 from polytempo.core.system.folder_lock import machine_identity
-from polytempo.device import accelerator_kind, num_devices, use_device, with_backend
+from polytempo.device import (
+    HOST,
+    accelerator_kind,
+    backend_of,
+    num_devices,
+    one_device_for_each,
+    use_device,
+    visible_devices,
+    with_backend,
+)
 from polytempo.engines.join.elastic_round import name_of_round
 from polytempo.engines.join.environment import RankPlace, recognise
 from polytempo.engines.join.keyed_store import KeyedStore, StoreHolder
@@ -33,6 +44,7 @@ from polytempo.interop.autoload import register
 from polytempo.native.library import available
 from polytempo.wire.keys import Keys, read_keys
 from polytempo.worlds import ProcessWorld, current, set_current
+from polytempo.worlds.process.transport import Substitute, group_timeout_s
 
 _LAST_MOMENT_S = 0.05
 """A pause between the last operation on a foreign group and Python's end (see `_leave`): the group's threads release
@@ -82,7 +94,9 @@ def init(
                 "already; let pt.init() make it"
             )
         atexit.register(time.sleep, _LAST_MOMENT_S)
-        world = ProcessWorld(dist.get_rank(), hosts_of_ranks())
+        substitute = _substitute()
+        world = ProcessWorld(dist.get_rank(), hosts_of_ranks(substitute))
+        world.transport.substitute = substitute
     elif place.size == 1 and not servers:
         _say(launcher, world, quiet)
         return _laid_out(world, mesh)
@@ -245,10 +259,27 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def hosts_of_ranks() -> list[int]:
+def _substitute() -> Substitute | None:
+    """A group beside the process group that exists, which all ranks make where that one does not serve: it has no
+    backend for the host's tensors, or there is an accelerator, and it has not the fitting one. None: it serves."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    store = PrefixStore("polytempo/places", distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), json.dumps([host_digest(), visible_devices()]))
+    told = [json.loads(store.get(str(rank))) for rank in range(dist.get_world_size())]
+    hosts, devices = [host for host, _ in told], [shown for _, shown in told]
+    kind, within = accelerator_kind(), backends.get(HOST.type)
+    own = kind is not None and backend_of(kind) in {backends.get(kind)} - {None} and one_device_for_each(hosts, devices)
+    if within == "polytempo" or (within is not None and (own or not any(devices))):
+        return None
+    backend = backend_name(one_host=len(set(hosts)) == 1)
+    return Substitute(dist.new_group(timeout=timedelta(seconds=group_timeout_s()), backend=backend), backend)
+
+
+def hosts_of_ranks(substitute: Substitute | None = None) -> list[int]:
     """Each rank's host as a small number: ranks on one host share its name, its running kernel and its network."""
     name = torch.frombuffer(bytearray.fromhex(host_digest()), dtype=torch.uint8)
     alone = ProcessWorld(dist.get_rank(), [0] * dist.get_world_size())
+    alone.transport.substitute = substitute
 
     async def everyone() -> list[torch.Tensor]:
         return await world_port(alone.rank, [0] * alone.size).all_gather(name)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ReduceOp, Store, Work
 
-from polytempo.device import is_host
 from polytempo.interop.backend.process_group import SharedMemoryGroup
 from polytempo.native.group import Group
 
@@ -240,17 +239,11 @@ class HostsGroup(SharedMemoryGroup):
         """A barrier that names the ranks that are missing."""
         self.group.gloo.monitored_barrier(timeout or self.timeout, wait_all_ranks)
 
-    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
-        """Send; done once it is on its way, and the tensor may be changed."""
-        if not is_host(tensors[0]):
-            return self.on_devices.send(tensors, to, tag)
-        return self.group.gloo.send([tensors[0].contiguous()], to, tag)
+    def _begin_send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        return self.group.gloo.send([tensor], to, tag)
 
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
-        """Receive from one rank."""
-        if not is_host(tensors[0]):
-            return self.on_devices.recv(tensors, source, tag)
-        return self.group.gloo.recv(list(tensors), source, tag)
+    def _begin_receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        return self.group.gloo.recv([tensor], source, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive from the rank that sends first."""

@@ -17,9 +17,11 @@ from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
+from polytempo.device import one_device_for_each, visible_devices
 from polytempo.interop.backend.across_hosts import Hosts, HostsGroup, Look, connected
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.process_group import SharedMemoryGroup
+from polytempo.interop.backend.staged import DevicePlace, Place, StagedReceive, StagedSend
 from polytempo.interop.backend.work import Finished, PendingMessage, Queued
 from polytempo.native.group import Group
 from polytempo.native.library import why_not
@@ -86,6 +88,7 @@ def _skip(code: Any) -> None:
 
 allow_monitored_barrier()
 leave_alone(NamedGroup, SharedMemoryGroup, HostsGroup, Finished, Queued, PendingMessage)
+leave_alone(Place, DevicePlace, StagedSend, StagedReceive)
 
 
 def create(options: Any, given: Options | None = None) -> Any:
@@ -99,7 +102,7 @@ def create(options: Any, given: Options | None = None) -> Any:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     look = None if given is None else given.while_connecting
     names = list(options.global_ranks_in_group) or list(range(size))
-    hosts, refusal = _hosts(store, rank, size, names)
+    hosts, own_devices, refusal = _hosts(store, rank, size, names)
     if refusal:
         return _gloo_instead(store, rank, size, timeout, refusal, look)
     mine = [r for r in range(size) if hosts[r] == hosts[rank]]
@@ -121,20 +124,22 @@ def create(options: Any, given: Options | None = None) -> Any:
     if local is None or any(reasons):
         return _gloo_instead(store, rank, size, timeout, next(r for r in reasons if r), look)
     if len(mine) == size:
-        return SharedMemoryGroup(store, local, timeout)
+        return SharedMemoryGroup(store, local, timeout, own_devices)
     try:
-        return HostsGroup(store, Hosts(store, rank, size, local, hosts, timeout, look), timeout)
+        return HostsGroup(store, Hosts(store, rank, size, local, hosts, timeout, look), timeout, own_devices)
     except BaseException:
         local.leave()
         raise
 
 
-def _hosts(store: Store, rank: int, size: int, names: list[int]) -> tuple[list[str], str]:
-    """Each rank's host, and the reason why a rank cannot share memory: none, if all have the native core."""
-    store.set(f"native/{rank}", json.dumps([host_identity(), why_not() or ""]))
+def _hosts(store: Store, rank: int, size: int, names: list[int]) -> tuple[list[str], bool, str]:
+    """Each rank's host, whether each has a device of its own, and the reason why a rank cannot share memory: none, if
+    all have the native core."""
+    store.set(f"native/{rank}", json.dumps([host_identity(), visible_devices(), why_not() or ""]))
     found = [json.loads(store.get(f"native/{r}")) for r in range(size)]
-    lacking = [f"rank {names[r]} has no native core: {reason}" for r, (_, reason) in enumerate(found) if reason]
-    return [str(host) for host, _ in found], lacking[0] if lacking else ""
+    lacking = [f"rank {names[r]} has no native core: {reason}" for r, (_, _, reason) in enumerate(found) if reason]
+    hosts = [str(host) for host, _, _ in found]
+    return hosts, one_device_for_each(hosts, [shown for _, shown, _ in found]), lacking[0] if lacking else ""
 
 
 def _gloo_instead(store: Store, rank: int, size: int, timeout: timedelta, reason: str, look: Look) -> Any:

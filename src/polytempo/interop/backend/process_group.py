@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
 from polytempo.core.errors import TimedOut
-from polytempo.device import current_device, device_group, is_host
+from polytempo.device import backend_of, current_device, device_group, is_host
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.operands import (
     CODES,
@@ -27,6 +27,7 @@ from polytempo.interop.backend.operands import (
     rows,
     sum_of_sparse,
 )
+from polytempo.interop.backend.staged import placed, received, sent
 from polytempo.interop.backend.work import DONE, Courier, Lane
 from polytempo.native.call import form_of
 from polytempo.native.group import Group
@@ -57,20 +58,23 @@ def _blocks(opts: Any) -> bool:
 class SharedMemoryGroup(NamedGroup):
     """Ranks of one host. All collectives of one group run in the order of their issue, on every rank.
 
+    `own_devices`: each rank has a device of its own (see `interop.backend.staged`).
+
     Each answers a `Work`; a blocking call has done its work when it answers. Errors are `PeerLost`, `TimedOut` and
     `Mismatch`, subclasses of the RuntimeError that torch's own backends raise.
     """
 
-    def __init__(self, store: Store, group: Any, timeout: timedelta) -> None:
+    def __init__(self, store: Store, group: Any, timeout: timedelta, own_devices: bool = False) -> None:
         super().__init__(store, group.rank, group.size, timeout)
-        self.group = group
+        self.group, self._own_devices = group, own_devices
         self._lane = Lane(partial(group.issue, _patience_s(group.size)))
-        self._courier = Courier(group)
+        self._courier, self._departures = Courier(group), Lane(lambda: False)
         self._quick = group.quick() if isinstance(group, Group) else None
 
     def shutdown(self) -> None:
         """Leave the group. Ranks that still wait for this one raise `PeerLost`."""
         self._lane.close()
+        self._departures.close()
         self._courier.close()
         self.group.leave()
 
@@ -99,14 +103,15 @@ class SharedMemoryGroup(NamedGroup):
 
     def _reduced(self, tensors: list[Tensor], opts: Any, root: int) -> Work:
         first = tensors[0]
-        if not is_host(first):
-            return self.on_devices.allreduce(tensors, opts) if root < 0 else self.on_devices.reduce(tensors, opts)
+        if (theirs := self._between_devices(first)) is not None:
+            return theirs.allreduce(tensors, opts) if root < 0 else theirs.reduce(tensors, opts)
         op = op_of(opts, first.dtype)
         core_op, mark = in_core(op, first.dtype)
-        limit_s = self._limit_s(opts)
+        limit_s, place = self._limit_s(opts), placed(tensors, tensors)
 
         def run() -> None:
-            for tensor in tensors:
+            place.arrive()
+            for tensor in map(place, tensors):
                 if tensor.layout != torch.strided:
                     sum_of_sparse(self.group, tensor, op, limit_s)
                     continue
@@ -118,27 +123,30 @@ class SharedMemoryGroup(NamedGroup):
                     divide_(flat, mark, self.size())
                 if flat is not tensor:
                     tensor.copy_(flat)
+            place.leave()
 
         return self._lane.issue(run, tensors, blocking=_blocks(opts))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         """Each rank's piece of the reduction."""
-        if not is_host(outputs[0]):
-            return self.on_devices.reduce_scatter(outputs, inputs, opts)
+        if (theirs := self._between_devices(outputs[0])) is not None:
+            return theirs.reduce_scatter(outputs, inputs, opts)
         op, mark = in_core(op_of(opts, outputs[0].dtype), outputs[0].dtype)
-        limit_s = self._limit_s(opts)
+        limit_s, place = self._limit_s(opts), placed([piece for given in inputs for piece in given], outputs)
 
         def run() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
+            place.arrive()
+            for output, given in zip(map(place, outputs), inputs, strict=True):
                 check_pieces(given, output, self.size(), "reduce_scatter")
                 flat = dense(output)
-                sources = [reducible(piece.contiguous()) for piece in given]
+                sources = [reducible(place(piece).contiguous()) for piece in given]
                 real = reducible(flat)
                 form = form_of(real.shape, mark)
                 self.group.reduce_scatter(sources, real, op, timeout_s=limit_s, form=form)
                 divide_(flat, mark, self.size())
                 if flat is not output:
                     output.copy_(flat)
+            place.leave()
 
         return self._lane.issue(run, list(outputs), blocking=_blocks(opts))
 
@@ -161,16 +169,16 @@ class SharedMemoryGroup(NamedGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Rank `opts.rootRank`'s tensors, on every rank."""
-        if not is_host(tensors[0]):
-            return self.on_devices.broadcast(tensors, opts)
+        if (theirs := self._between_devices(tensors[0])) is not None:
+            return theirs.broadcast(tensors, opts)
         root = 0 if opts is None else opts.rootRank
         moves = [([t] if self.rank() == root else [], self._from(root, t, self.rank() != root)) for t in tensors]
         return self._moved("broadcast", moves, list(tensors), opts, root)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, on every rank."""
-        if not is_host(inputs[0]):
-            return self.on_devices.allgather(outputs, inputs, opts)
+        if (theirs := self._between_devices(inputs[0])) is not None:
+            return theirs.allgather(outputs, inputs, opts)
         moves = [([source], list(into)) for source, into in zip(inputs, outputs, strict=True)]
         return self._moved("all_gather", moves, [list(into) for into in outputs], opts)
 
@@ -190,8 +198,8 @@ class SharedMemoryGroup(NamedGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Several of them."""
-        if not is_host(inputs[0]):
-            return self.on_devices.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        if (theirs := self._between_devices(inputs[0])) is not None:
+            return theirs.allgather_into_tensor_coalesced(outputs, inputs, opts)
         moves = [
             ([source], pieces(output, source, self.size(), "all_gather"))
             for source, output in zip(inputs, outputs, strict=True)
@@ -202,23 +210,23 @@ class SharedMemoryGroup(NamedGroup):
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         """All ranks' tensors, on one rank."""
-        if not is_host(inputs[0]):
-            return self.on_devices.gather(outputs, inputs, opts)
+        if (theirs := self._between_devices(inputs[0])) is not None:
+            return theirs.gather(outputs, inputs, opts)
         receives = list(outputs[0]) if self.rank() == opts.rootRank else [None] * self.size()
         return self._moved("gather", [(list(inputs), receives)], list(outputs), opts, opts.rootRank)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         """One rank's tensors, a piece for each rank."""
-        if not is_host(outputs[0]):
-            return self.on_devices.scatter(outputs, inputs, opts)
+        if (theirs := self._between_devices(outputs[0])) is not None:
+            return theirs.scatter(outputs, inputs, opts)
         sends = list(inputs[0]) if self.rank() == opts.rootRank else []
         moves = [(sends, self._from(opts.rootRank, outputs[0], True))]
         return self._moved("scatter", moves, list(outputs), opts, opts.rootRank)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         """Each rank's tensors, a piece for each rank."""
-        if not is_host(inputs[0]):
-            return self.on_devices.alltoall(outputs, inputs, opts)
+        if (theirs := self._between_devices(inputs[0])) is not None:
+            return theirs.alltoall(outputs, inputs, opts)
         return self._moved("all_to_all", [(list(inputs), list(outputs))], list(outputs), opts)
 
     def all_to_all_single(
@@ -230,8 +238,8 @@ class SharedMemoryGroup(NamedGroup):
         opts: Any = None,
     ) -> Work:
         """Like `alltoall`, within one tensor each; sizes are rows, all equal if none are given."""
-        if not is_host(source):
-            return self.on_devices.alltoall_base(output, source, output_sizes, input_sizes, opts)
+        if (theirs := self._between_devices(source)) is not None:
+            return theirs.alltoall_base(output, source, output_sizes, input_sizes, opts)
         sends = rows(source, input_sizes, self.size())
         return self._moved("all_to_all", [(sends, rows(output, output_sizes, self.size()))], [output], opts)
 
@@ -249,14 +257,19 @@ class SharedMemoryGroup(NamedGroup):
         root: int = 0,
     ) -> Work:
         limit_s = self._limit_s(opts)
+        wanted = [tensor for _, receives in moves for tensor in receives if tensor is not None]
+        place = placed([tensor for sends, _ in moves for tensor in sends], wanted)
 
         def run() -> None:
+            place.arrive()
             for sends, receives in moves:
-                into = [None if tensor is None else dense(tensor) for tensor in receives]
-                self.group.exchange(kind, [t.contiguous() for t in sends], into, root=root, timeout_s=limit_s)
-                for tensor, flat in zip(receives, into, strict=True):
+                targets = [None if tensor is None else place(tensor) for tensor in receives]
+                into = [None if tensor is None else dense(tensor) for tensor in targets]
+                self.group.exchange(kind, [place(t).contiguous() for t in sends], into, root=root, timeout_s=limit_s)
+                for tensor, flat in zip(targets, into, strict=True):
                     if tensor is not None and flat is not None and flat is not tensor:
                         tensor.copy_(flat)
+            place.leave()
 
         return self._lane.issue(run, result, blocking=_blocks(opts))
 
@@ -286,16 +299,22 @@ class SharedMemoryGroup(NamedGroup):
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
         """Send; done once it is on its way, and the tensor may be changed."""
-        if not is_host(tensors[0]):
-            return self.on_devices.send(tensors, to, tag)
-        return self._courier.take(self.group.send(tensors[0].contiguous(), to, tag), None, self.timeout)
+        if (theirs := self._between_devices(tensors[0])) is not None:
+            return theirs.send(tensors, to, tag)
+        return sent(self._departures, tensors[0], self._begin_send, to, tag)
+
+    def _begin_send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        return self._courier.take(self.group.send(tensor, to, tag), None, self.timeout)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         """Receive from one rank."""
-        if not is_host(tensors[0]):
-            return self.on_devices.recv(tensors, source, tag)
-        flat = dense(tensors[0])
-        back = None if flat is tensors[0] else tensors[0]
+        if (theirs := self._between_devices(tensors[0])) is not None:
+            return theirs.recv(tensors, source, tag)
+        return received(tensors[0], self._begin_receive, source, tag)
+
+    def _begin_receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        flat = dense(tensor)
+        back = None if flat is tensor else tensor
         return self._courier.take(self.group.receive(flat, source, tag), back, self.timeout)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
@@ -306,10 +325,15 @@ class SharedMemoryGroup(NamedGroup):
 
     @cached_property
     def on_devices(self) -> Any:
-        """torch's backend over the same ranks for tensors on devices, as NCCL; made with the first of them."""
+        """torch's backend over the same ranks for tensors on devices, as NCCL; made with the first of them. None where
+        they travel through the host (`interop.backend.staged`)."""
         used = current_device()
-        assert used is not None
+        if not self._own_devices or used is None or backend_of(used.type) is None:
+            return None
         return device_group(used.type, self.store, self.rank(), self.size(), self.timeout)
+
+    def _between_devices(self, tensor: Tensor) -> Any:
+        return None if is_host(tensor) else self.on_devices
 
     def _limit_s(self, opts: Any) -> float:
         given: timedelta | None = getattr(opts, "timeout", None)

@@ -28,7 +28,7 @@ _thread = threading.local()
 """`announces`: True while this thread calls the callbacks of a future."""
 
 
-class _Waited(Work):
+class Waited(Work):
     """Work that is defined by `wait`, `is_completed` and `exception`."""
 
     def synchronize(self) -> None:
@@ -40,7 +40,7 @@ class _Waited(Work):
         return self.is_completed() and self.exception() is None
 
 
-class Finished(_Waited):
+class Finished(Waited):
     """Something that is done."""
 
     def __init__(self, result: Any) -> None:
@@ -73,7 +73,7 @@ DONE = Finished(None)
 """The answer of a blocking collective with tensors that no caller reads."""
 
 
-class Queued(_Waited):
+class Queued(Waited):
     """Something that a lane has still to do, or is doing."""
 
     def __init__(self, lane: Lane, run: Run, result: Any) -> None:
@@ -289,7 +289,7 @@ class Courier:
             self.group.serve_transfers(_LOOKS_S)
 
 
-class PendingMessage(_Waited):
+class PendingMessage(Waited):
     """A message under way."""
 
     def __init__(self, transfer: Transfer, back: Tensor | None, timeout: timedelta) -> None:

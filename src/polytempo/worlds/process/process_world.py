@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
@@ -228,7 +227,7 @@ class ProcessWorld:
     @property
     def reads_arenas(self) -> bool:
         """True if the transport reads tensors in shared memory in place, so that it pays to have them there."""
-        return self.size > 1 and isinstance(getattr(dist.group.WORLD, "group", None), Group)
+        return self.size > 1 and isinstance(getattr(self.transport.whole, "group", None), Group)
 
     def host_group(self) -> Group | None:
         """All ranks as a group that shares memory; None where they are on several hosts or lack the native core.

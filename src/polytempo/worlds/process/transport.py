@@ -75,11 +75,19 @@ class Begun(NamedTuple):
     answer: Callable[[], Any]
 
 
+class Substitute(NamedTuple):
+    """A group of all ranks that takes the default one's place, and the backend that groups of some ranks have."""
+
+    group: Any
+    backend: str
+
+
 class Transport:
     """Rank `rank` of `size` in `group`: a process group, a backend, or None for the default one."""
 
     def __init__(self, rank: int, size: int, group: Any = None) -> None:
         self.rank, self.size, self.group = rank, size, group
+        self.substitute: Substitute | None = None
         self._groups: dict[tuple[int, ...], Any] = {}
         self.unbatched = frozenset({HOST.type})
         """Kinds of devices with messages that travel alone, not in batches (see `MessageBatches`)."""
@@ -87,16 +95,16 @@ class Transport:
 
     def share_groups(self, other: Transport) -> None:
         """Use the groups that `other` has made, and share the groups that are made here with it."""
-        self._groups = other._groups
+        self._groups, self.substitute = other._groups, other.substitute
 
     def forget(self) -> None:
         """Let go of all groups, so that they can end."""
-        self._groups, self.group, self._batches = {}, None, None
+        self._groups, self.group, self._batches, self.substitute = {}, None, None, None
 
     @property
     def timeout_s(self) -> float:
         """The deadline of operations that have none of their own."""
-        return group_timeout_s(self.group)
+        return group_timeout_s(self.whole)
 
     # ------------------------------------------------------------------ messages
 
@@ -104,8 +112,8 @@ class Transport:
         """Hand a buffer over; done when it may change."""
         tag = wire_tag(op.channel, op.tag)
         if isinstance(op, LentSend) and (group := self._sharing(op.buffer)) is not None:
-            return Begun(self._whole.send([lent(group, op.buffer, op.to)], op.to, tag), _none)
-        work = self._message(op, op.buffer, lambda: self._whole.send([op.buffer.contiguous()], op.to, tag))
+            return Begun(self.whole.send([lent(group, op.buffer, op.to)], op.to, tag), _none)
+        work = self._message(op, op.buffer, lambda: self.whole.send([op.buffer.contiguous()], op.to, tag))
         return Begun(work, _none)
 
     def recv(self, op: Recv) -> Begun:
@@ -114,13 +122,13 @@ class Transport:
         if isinstance(op, LentRecv) and (group := self._sharing(op.like)) is not None:
             note = empty_note()
             answer = cache(partial(borrowed, group, note, op.like, op.source))
-            return Begun(self._whole.recv([note], op.source, tag), answer)
+            return Begun(self.whole.recv([note], op.source, tag), answer)
         into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
-        return Begun(self._message(op, into, lambda: self._whole.recv([into], op.source, tag)), lambda: into)
+        return Begun(self._message(op, into, lambda: self.whole.recv([into], op.source, tag)), lambda: into)
 
     def _sharing(self, tensor: Tensor) -> Group | None:
         """The ranks, where a tensor like this is lent from one to another through memory that they share."""
-        group = getattr(self._whole, "group", None)
+        group = getattr(self.whole, "group", None)
         return group if isinstance(group, Group) and lendable(tensor) else None
 
     def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
@@ -129,7 +137,10 @@ class Transport:
         if tensor.device.type in self.unbatched:
             return begin()
         if self._batches is None:
-            self._batches = MessageBatches(_batching(self._whole, tensor.device))
+            if (backend := _batching(self.whole, tensor.device)) is None:
+                self.unbatched |= {tensor.device.type}
+                return begin()
+            self._batches = MessageBatches(backend)
         return self._batches.hold(op.channel, isinstance(op, Send), begin)
 
     # ------------------------------------------------------------------ collectives
@@ -183,17 +194,19 @@ class Transport:
     # ------------------------------------------------------------------ groups and errors
 
     @property
-    def _whole(self) -> Any:
-        return self.group or dist.group.WORLD
+    def whole(self) -> Any:
+        """The group of all ranks."""
+        return self.group or (dist.group.WORLD if self.substitute is None else self.substitute.group)
 
     def _group(self, members: tuple[int, ...]) -> Any:
         if len(members) == self.size:
-            return self._whole
+            return self.whole
         if self.group is not None:
             raise ValueError(f"collectives of some ranks {members} need the default process group; use another route")
         if members not in self._groups:
             timeout = timedelta(seconds=group_timeout_s())
-            self._groups[members] = dist.new_group(sorted(members), timeout, use_local_synchronization=True)
+            backend = None if self.substitute is None else self.substitute.backend
+            self._groups[members] = dist.new_group(sorted(members), timeout, backend, use_local_synchronization=True)
         return self._groups[members]
 
     def translated(self, op: Op[Any], step: int, peer: int, error: RuntimeError) -> Exception:
@@ -218,10 +231,12 @@ def _none() -> None:
 
 
 def _batching(group: Any, device: torch.device) -> Any:
-    """The object that batches messages between devices: torch's backend of `group`, also behind our own."""
-    if (ours := getattr(group, "on_devices", None)) is not None:
-        return ours
-    return group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+    """The object that batches messages between devices: torch's backend of `group`, also behind our own. None where
+    each travels alone: through the host, or by a backend without batches."""
+    if hasattr(group, "on_devices"):
+        return group.on_devices
+    backend = group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group
+    return backend if getattr(backend, "supports_coalescing", True) else None
 
 
 def _options(kind: Callable[[], Any], op: Op[Any]) -> Any:
