@@ -285,12 +285,15 @@ def pinned_like(tensor: Tensor) -> Tensor:
 class HostCopy:
     """Device tensors on their way to the host, on a stream beside the computing one.
 
-    `tensors` are the copies, contiguous and in pinned memory. Only after `wait` may the host read them. The originals
-    may change as soon as this is made: the work that computed them is over on the device before they are copied, and
-    later work waits for the copy where `overwritten` is True.
+    `tensors` are the copies, contiguous and in pinned memory. Only after `wait` may the host read them. The
+    device copies the originals once the work that computes them is over; they may change only after `wait`, or at once
+    where `overwritten` is True: then later work on the device waits for the copy.
     """
 
-    def __init__(self, given: Sequence[Tensor], device: torch.device, *, overwritten: bool = False) -> None:
+    def __init__(
+        self, given: Sequence[Tensor], device: torch.device | None = None, *, overwritten: bool = False
+    ) -> None:
+        device = given[0].device if device is None else device
         self.tensors = [pinned_like(tensor) for tensor in given]
         stream, here = side_stream(device), current_stream(device)
         stream.wait_stream(here)

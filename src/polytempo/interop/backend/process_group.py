@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store, Work
+from torch._C._distributed_c10d import ReduceScatterOptions, Store, Work
 
 from polytempo.core.errors import TimedOut
-from polytempo.device import backend_of, current_device, device_group, is_host
+from polytempo.device import accelerator_kind, backend_of, device_group, is_host
 from polytempo.interop.backend.named import NamedGroup
 from polytempo.interop.backend.operands import (
     CODES,
@@ -152,6 +152,8 @@ class SharedMemoryGroup(NamedGroup):
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         """Like `reduce_scatter`, from one tensor that holds all pieces."""
+        if (theirs := self._between_devices(output)) is not None:
+            return theirs._reduce_scatter_base(output, source, ReduceScatterOptions() if opts is None else opts)
         return self.reduce_scatter([output], [pieces(source, output, self.size(), "reduce_scatter")], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -199,7 +201,7 @@ class SharedMemoryGroup(NamedGroup):
     ) -> Work:
         """Several of them."""
         if (theirs := self._between_devices(inputs[0])) is not None:
-            return theirs.allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return [theirs._allgather_base(into, source) for source, into in zip(inputs, outputs, strict=True)][-1]
         moves = [
             ([source], pieces(output, source, self.size(), "all_gather"))
             for source, output in zip(inputs, outputs, strict=True)
@@ -327,10 +329,10 @@ class SharedMemoryGroup(NamedGroup):
     def on_devices(self) -> Any:
         """torch's backend over the same ranks for tensors on devices, as NCCL; made with the first of them. None where
         they travel through the host (`interop.backend.staged`)."""
-        used = current_device()
-        if not self._own_devices or used is None or backend_of(used.type) is None:
+        kind = accelerator_kind()
+        if not self._own_devices or kind is None or backend_of(kind) is None:
             return None
-        return device_group(used.type, self.store, self.rank(), self.size(), self.timeout)
+        return device_group(kind, self.store, self.rank(), self.size(), self.timeout)
 
     def _between_devices(self, tensor: Tensor) -> Any:
         return None if is_host(tensor) else self.on_devices

@@ -82,7 +82,7 @@ class StagedSend(Waited):
 
     def __init__(self, departures: Lane, tensor: Tensor, begin: Callable[[Tensor], Work]) -> None:
         super().__init__()
-        self._copy, self._begin = HostCopy([tensor], tensor.device), begin
+        self._copy, self._begin = HostCopy([tensor]), begin
         self._work: Any = None
         self._departed: Any = departures.issue(self._depart, [tensor], blocking=False)
 
