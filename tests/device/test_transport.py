@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from device.crew import GROUPS, check_all, last_line, together
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.functional import mse_loss
 
 import polytempo as pt
-from device.crew import GROUPS, check_all, last_line, together
 from polytempo.device import backend_of, current_device, num_devices, one_device_for_each, visible_devices
 from polytempo.engines.local_engine import launch
 from polytempo.native.group import Group
@@ -201,6 +201,41 @@ def test_the_native_core_refuses_memory_that_it_cannot_read(device: str) -> None
     check_all(together(device, 2, work))
 
 
+@pytest.mark.parametrize("backend", ["pt.init's own", "named"])
+@pytest.mark.parametrize(
+    "schedule", ["gpipe(stages=2, micro_batches=4)", "one_f_one_b(stages=2, micro_batches=4)", "pipedream(stages=2)"]
+)
+def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, backend: str, schedule: str) -> None:
+    """Stage 0 needs the last gradient before it comes to the barrier where stage 1 waits. In a device's batch the
+    gradient was held until stage 1 awaited another message."""
+
+    def trained(world: ProcessWorld, where: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 1)).to(where)
+        x = torch.stack([numbers(sample) for sample in range(4)]).to(where)
+        strategy = pt.parse_strategy(schedule)
+        stages = pt.pipeline(net, lambda p: torch.optim.SGD(p, lr=0.1), mse_loss, strategy, sample=x)
+
+        async def meet() -> None:
+            await world.port.barrier()
+
+        found = []
+        for step in range(3):
+            stages.step(x + step, torch.ones(4, 1, device=where))
+            found = [parameter.detach().cpu() for parameter in stages.model.parameters()]
+            world.drive(meet())
+        stages.finish()
+        return found
+
+    def work(world: ProcessWorld, card: torch.device) -> dict[str, str]:
+        there, here = trained(world, card), trained(world, torch.device("cpu"))
+        close = [torch.allclose(t, h, atol=1e-6) for t, h in zip(there, here, strict=True)]
+        return {} if all(close) else {schedule: str(close)}
+
+    mesh = {"stage": 2}
+    check_all(together(device, 2, work, backend=GROUPS[device] if backend == "named" else None, mesh=mesh))
+
+
 # ---------------------------------------------------------------------- random numbers
 
 
@@ -235,7 +270,7 @@ def test_ddp_with_a_hook(device: str, num_ranks: int) -> None:
 
     def trained(rank: int, where: torch.device) -> list[Tensor]:
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(where)
+        net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 1)).to(where)
         ddp = DistributedDataParallel(net)
         ddp.register_comm_hook(None, pt.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -178,9 +178,8 @@ def _devices(health: Health) -> str:
     if health.accelerator is None:
         return "none: --device auto is the CPU"
     sums = backend_of(health.accelerator)
-    return f"{health.devices} of {health.accelerator}, which --device auto takes; sums " + (
-        f"by {sums}" if sums else "through the host"
-    )
+    way = f"by {sums} where each worker has a device of its own, else through the host" if sums else "through the host"
+    return f"{health.devices} of {health.accelerator}, which --device auto takes; tensors of workers travel {way}"
 
 
 def _rows(health: Health) -> list[tuple[str, str]]:

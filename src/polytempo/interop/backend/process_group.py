@@ -305,6 +305,10 @@ class SharedMemoryGroup(NamedGroup):
             return theirs.send(tensors, to, tag)
         return sent(self._departures, tensors[0], self._begin_send, to, tag)
 
+    def send_through_host(self, tensor: Tensor, to: int, tag: int) -> Work:
+        """Send a tensor of a device to a rank that receives on its host. It may not change until it is sent."""
+        return sent(self._departures, tensor, self._begin_send, to, tag)
+
     def _begin_send(self, tensor: Tensor, to: int, tag: int) -> Work:
         return self._courier.take(self.group.send(tensor, to, tag), None, self.timeout)
 

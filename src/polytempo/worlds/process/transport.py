@@ -17,8 +17,13 @@ batch is, of its channel,
 
 All messages are batches, a single one, too: NCCL gives a batch another communicator than a message without one. Only
 the stream waits for a batch, so a launched coroutine goes on to its end, and the next one's batches follow its own.
-That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`). If
-ranks receive from more others than they send to, an exchange may not end.
+That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`), but for
+those of pipelines. If ranks receive from more others than they send to, an exchange may not end.
+
+A pipeline's messages (`LentSend`) go through the host. A stage sends a gradient as its last message of a step and
+awaits none after it, so its batch would begin with the next step, while the receiver may have to end this one first,
+as where all stages meet to save. And messages of stages cross: two batches of sends alone, in both directions, would
+wait for each other for ever. On the host a message waits for no other.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ from polytempo.core.op import (
     Send,
 )
 from polytempo.core.port import CHANNELS_OF_A_GROUP
-from polytempo.device import HOST
+from polytempo.device import HOST, HostCopy, on_accelerator, pinned_like
 from polytempo.native.group import Group
 from polytempo.native.lending import borrowed, empty_note, lendable, lent
 
@@ -113,6 +118,8 @@ class Transport:
         tag = wire_tag(op.channel, op.tag)
         if isinstance(op, LentSend) and (group := self._sharing(op.buffer)) is not None:
             return Begun(self.whole.send([lent(group, op.buffer, op.to)], op.to, tag), _none)
+        if isinstance(op, LentSend) and on_accelerator(op.buffer) and op.buffer.numel():
+            return Begun(self._sent_through_host(op, tag), _none)
         work = self._message(op, op.buffer, lambda: self.whole.send([op.buffer.contiguous()], op.to, tag))
         return Begun(work, _none)
 
@@ -124,12 +131,21 @@ class Transport:
             answer = cache(partial(borrowed, group, note, op.like, op.source))
             return Begun(self.whole.recv([note], op.source, tag), answer)
         into = torch.empty_like(op.like, memory_format=torch.contiguous_format)
+        if isinstance(op, LentRecv) and on_accelerator(into) and into.numel():
+            here = pinned_like(into)
+            return Begun(self.whole.recv([here], op.source, tag), cache(lambda: into.copy_(here, non_blocking=True)))
         return Begun(self._message(op, into, lambda: self.whole.recv([into], op.source, tag)), lambda: into)
 
     def _sharing(self, tensor: Tensor) -> Group | None:
         """The ranks, where a tensor like this is lent from one to another through memory that they share."""
         group = getattr(self.whole, "group", None)
         return group if isinstance(group, Group) and lendable(tensor) else None
+
+    def _sent_through_host(self, op: LentSend, tag: int) -> Any:
+        """A message that leaves without being awaited, as one in a device's batch does not."""
+        if (begin := getattr(self.whole, "send_through_host", None)) is not None:
+            return begin(op.buffer, op.to, tag)
+        return self.whole.send(HostCopy([op.buffer]).wait(), op.to, tag)
 
     def _message(self, op: Send | Recv, tensor: Tensor, begin: Callable[[], Any]) -> Any:
         if not tensor.numel():
