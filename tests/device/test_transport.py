@@ -212,7 +212,7 @@ def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, back
     def trained(world: ProcessWorld, where: torch.device) -> list[Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 1)).to(where)
-        x = torch.stack([numbers(sample) for sample in range(4)]).to(where)
+        x = torch.stack([numbers(sample) / 20 for sample in range(4)]).to(where)
         strategy = pt.parse_strategy(schedule)
         stages = pt.pipeline(net, lambda p: torch.optim.SGD(p, lr=0.1), mse_loss, strategy, sample=x)
 
@@ -221,7 +221,7 @@ def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, back
 
         found = []
         for step in range(3):
-            stages.step(x + step, torch.ones(4, 1, device=where))
+            stages.step(x + step / 4, torch.ones(4, 1, device=where))
             found = [parameter.detach().cpu() for parameter in stages.model.parameters()]
             world.drive(meet())
         stages.finish()
