@@ -72,3 +72,21 @@ def test_autocast_in_another_thread() -> None:
 def test_the_host_counts_no_memory() -> None:
     assert device.device_memory(device.HOST) == (0, 0)
     device.forget_peak(device.HOST)
+
+
+@pytest.mark.parametrize(
+    ("devices", "hosts", "own"),
+    [
+        ([["d:0"], ["d:1"]], "aa", True),
+        ([["d:0"], ["d:0"]], "aa", False),
+        ([["d:0"], ["d:0"]], "ab", True),
+        ([["d:0", "d:1"], ["d:0", "d:1"]], "aa", True),
+        ([["d:0", "d:1"]] * 3, "aaa", False),
+        ([["d:0"], []], "aa", False),
+        ([["d:0"], []], "ab", False),
+        ([[], []], "aa", False),
+        ([["d:0"], ["d:1"], ["d:0"], ["d:0"]], "aabb", False),
+    ],
+)
+def test_one_device_for_each_rank(devices: list[list[str]], hosts: str, own: bool) -> None:
+    assert device.one_device_for_each(list(hosts), devices) is own
