@@ -27,7 +27,7 @@ from polytempo.device import HostCopy, copied_back, is_host, pinned_like
 from polytempo.interop.backend.work import Lane, Waited
 
 
-class Place:
+class Operands:
     """The host's tensors for the tensors of one collective: themselves."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class Place:
         """Give the results back."""
 
 
-class DevicePlace(Place):
-    """Copies in pinned memory of the tensors that a collective reads, and memory for those that it writes."""
+class StagedOperands(Operands):
+    """Copies in pinned memory of the tensors that a collective reads, and memory for its results."""
 
     def __init__(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         self._reads, self._writes = reads, writes
@@ -55,7 +55,7 @@ class DevicePlace(Place):
                 self._host[id(tensor)] = pinned_like(tensor) if strided else tensor.cpu()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Its copy, or the memory for it."""
+        """The tensor's copy, or the memory for it."""
         return self._host[id(tensor)]
 
     def arrive(self) -> None:
@@ -68,13 +68,13 @@ class DevicePlace(Place):
             copied_back([self(tensor) for tensor in self._writes], self._writes).synchronize()
 
 
-_HOST = Place()
+_HOST = Operands()
 
 
-def placed(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Place:
+def placed(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Operands:
     """The place of a collective that reads and writes these tensors, all on one device or on the host."""
     every = (*reads, *writes)
-    return _HOST if not every or is_host(every[0]) else DevicePlace(reads, writes)
+    return _HOST if not every or is_host(every[0]) else StagedOperands(reads, writes)
 
 
 class StagedSend(Waited):
@@ -143,7 +143,7 @@ class StagedReceive(Waited):
 
 
 def sent(departures: Lane, tensor: Tensor, begin: Callable[..., Work], to: int, tag: int) -> Work:
-    """Send a tensor: at once from the host, and from a device as soon as its copy is there."""
+    """Send a tensor, from a device as soon as its copy is there."""
     if is_host(tensor):
         return begin(tensor.contiguous(), to, tag)
     return StagedSend(departures, tensor, partial(begin, to=to, tag=tag))

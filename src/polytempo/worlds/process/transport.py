@@ -17,8 +17,8 @@ batch is, of its channel,
 
 All messages are batches, a single one, too: NCCL gives a batch another communicator than a message without one. Only
 the stream waits for a batch, so a launched coroutine goes on to its end, and the next one's batches follow its own.
-That every exchange of the library ends this way is a law (`laws/test_batched_messages.py` under `tests/`), but for
-those of pipelines. If ranks receive from more others than they send to, an exchange may not end.
+That every exchange of the library but a pipeline's ends this way is a law (`laws/test_batched_messages.py` under
+`tests/`). If ranks receive from more others than they send to, an exchange may not end.
 
 A pipeline's messages (`LentSend`) go through the host. A stage sends a gradient as its last message of a step and
 awaits none after it, so its batch would begin with the next step, while the receiver may have to end this one first,
