@@ -285,9 +285,9 @@ def pinned_like(tensor: Tensor) -> Tensor:
 class HostCopy:
     """Device tensors on their way to the host, on a stream beside the computing one.
 
-    `tensors` are the copies, contiguous and in pinned memory. Only after `wait` may the host read them. The device copies
-    the originals once the work that computes them is over; they may change only after `wait`, or immediately where
-    `overwritten` is True: then later work on the device waits for the copy.
+    `tensors` are the copies, contiguous and in pinned memory. Only after `wait` may the host read them. The device
+    copies the originals once the work that computes them is over; they may change only after `wait`, or immediately
+    where `overwritten` is True: then later work on the device waits for the copy.
     """
 
     def __init__(
