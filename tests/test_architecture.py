@@ -122,6 +122,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.look.sharpness"): TORCH,
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_threads"): TORCH,
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.tune_batch"): TORCH,
+    ("cli/main.py", "polytempo.cli.run.compress"): TORCH,
     ("cli/main.py", "polytempo.cli.run.schedule"): TORCH,
     ("cli/main.py", "polytempo.cli.look.chaos"): TORCH,
     ("interop/autoload.py", "polytempo.interop.backend.create"): "`import torch` runs `register`, and must not wait",

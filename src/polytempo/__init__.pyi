@@ -14,6 +14,7 @@ from polytempo import partition as partition
 from polytempo import strategies as strategies
 from polytempo import synchronization as synchronization
 from polytempo import worlds as worlds
+from polytempo.compression.network.network_file import compressed_model as compressed_model
 from polytempo.core.strategy import Strategy as Strategy
 from polytempo.engines.join.init import init as init
 from polytempo.engines.local_engine import launch as launch
@@ -53,6 +54,7 @@ from polytempo.training.parts.layer_plan import plan_layers as plan_layers
 from polytempo.training.parts.split import place as place
 from polytempo.training.parts.split import split as split
 from polytempo.training.pipeline.pipeline import Pipeline as Pipeline
+from polytempo.training.smaller.compress import compress as compress
 from polytempo.training.trainer import Trainer as Trainer
 
 __version__: str

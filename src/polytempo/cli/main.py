@@ -30,11 +30,12 @@ from polytempo.cli.options.request import (
 )
 from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_options import CalibrateOptions, CutOptions, ProfileOptions, ValidateOptions
+from polytempo.cli.run.compress_options import CompressOptions
 from polytempo.cli.run.schedule_options import ScheduleOptions
 from polytempo.engines.processes.fork import collected_children, reserve_standard_files
 
 STORY = {
-    "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
+    "Run": ("train", "compare", "compress", "schedule", "submit", "horovodrun"),
     "Look": ("top", "strategies", "explain", "sharpness", "replay"),
     "Predict": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
     "Tune and test": ("tune", "doctor", "bench", "chaos"),
@@ -275,6 +276,19 @@ def cut(asked: CutOptions) -> None:
     of the job's data.
     """
     from polytempo.cli.predict.cut import cut as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(CompressOptions)
+def compress(asked: CompressOptions) -> None:
+    """Make a small file of the network that RUN has trained.
+
+    Prunes small weights, lets the others share a few values, trains on with both, and codes the rest by Huffman. The
+    file needs only Python and NumPy to be read.
+    """
+    from polytempo.cli.run.compress import compress as command  # imports torch, which takes seconds
 
     command(asked)
 

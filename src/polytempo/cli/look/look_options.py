@@ -18,12 +18,6 @@ _STOPS = ("step", "ticket", "version")
 _MOST_PER_CORE = 16
 
 
-def _given_folder(text: str) -> str:
-    if "://" not in text and not Path(text).is_dir():
-        raise ValueError("there is no such folder; name the folder of a run, or of one of its checkpoints")
-    return text
-
-
 def _picture_folder(text: str) -> str:
     if "://" not in text and not Path(text).is_dir():
         raise ValueError("there is no such folder; make it, or leave --out out")
@@ -136,7 +130,7 @@ class ExplainOptions:
 class SharpnessOptions:
     """Options of `polytempo sharpness`."""
 
-    run: Annotated[str, Option(ARGUMENT, "RUN", read=_given_folder)]
+    run: Annotated[str, Option(ARGUMENT, "RUN", read=values.run_folder)]
     """The folder of a run, as --out names it."""
     epsilon: Annotated[Positive, Option(OPTIONS, "E")] = 1e-3
     """The box of Keskar's measure. Default: 0.001."""
@@ -146,7 +140,7 @@ class SharpnessOptions:
     """The radius of SAM's neighbourhood. Default: 0.05."""
     samples: Annotated[Count | None, Option(OPTIONS, "N")] = None
     """Measure on so many training samples, drawn from --seed. Default: all."""
-    line: Annotated[str | None, Option(OPTIONS, "RUN2", read=_given_folder)] = None
+    line: Annotated[str | None, Option(OPTIONS, "RUN2", read=values.run_folder)] = None
     """Draw the loss along the line to the checkpoint of another run."""
     surface: Annotated[bool, Option(OPTIONS)] = False
     """Draw the loss in a plane of two random directions."""

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polytempo import jobs, large_batch
+from polytempo import large_batch
 from polytempo.cli.look.look_options import SharpnessOptions
-from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.saved_job import saved_job
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.core.system.url_path import Place, place
 from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.training.job.training_loss import TrainingLoss
-from polytempo.training.observe.saved_model import checkpoint_in, load_saved, run_of, saved_about
+from polytempo.training.observe.saved_model import checkpoint_in, load_saved, run_of
 
 
 class _Subject(NamedTuple):
@@ -49,25 +49,12 @@ def sharpness(asked: SharpnessOptions) -> None:
 
 def _subject(asked: SharpnessOptions) -> _Subject:
     folder = checkpoint_in(place(asked.run))
-    job = _job(asked.job, folder)
+    job = saved_job(asked.job, folder)
     model = model_of(job).eval()
     step = load_saved(model, folder)
     return _Subject(
         folder, job, step, model, TrainingLoss(job, model, data_of(job, asked.data), asked.samples, asked.seed)
     )
-
-
-def _job(named: str | None, folder: Place) -> Job:
-    """The job that saved `folder`: by its name, if it ships; else the job of --job."""
-    saved = str(saved_about(folder).get("job"))
-    if named is None and saved not in jobs.names():
-        raise ValueError(
-            f"{folder} was saved by job {saved!r}, which does not ship; name it: --job path/to/file.py:job"
-        )
-    job = found_job(named or saved)
-    if job.name != saved:
-        raise ValueError(f"{folder} was saved by job {saved!r}, and --job {named} is {job.name!r}; name the same")
-    return job
 
 
 def _measured(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:

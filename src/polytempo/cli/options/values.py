@@ -24,6 +24,13 @@ def written(given: object) -> str:
     return text
 
 
+def run_folder(text: str) -> str:
+    """The folder of a run that exists; a URL is looked at later."""
+    if "://" not in text and not Path(text).is_dir():
+        raise ValueError("there is no such folder; name the folder of a run, or of one of its checkpoints")
+    return text
+
+
 def job(given: object) -> str:
     """A job that exists."""
     jobs.check(text := written(given))

@@ -1,0 +1,22 @@
+"""The job of a checkpoint."""
+
+from __future__ import annotations
+
+from polytempo import jobs
+from polytempo.cli.options.plan import found_job
+from polytempo.core.system.url_path import Place
+from polytempo.spec.job import Job
+from polytempo.training.observe.saved_model import saved_about
+
+
+def saved_job(named: str | None, folder: Place) -> Job:
+    """The job that saved `folder`: by its name, if it ships; else the job of --job. ValueError for another one."""
+    saved = str(saved_about(folder).get("job"))
+    if named is None and saved not in jobs.names():
+        raise ValueError(
+            f"{folder} was saved by job {saved!r}, which does not ship; name it: --job path/to/file.py:job"
+        )
+    job = found_job(named or saved)
+    if job.name != saved:
+        raise ValueError(f"{folder} was saved by job {saved!r}, and --job {named} is {job.name!r}; name the same")
+    return job

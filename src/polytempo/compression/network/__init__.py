@@ -1,0 +1,1 @@
+"""The file of a compressed network: shared values, Huffman codes, bytes."""
