@@ -66,6 +66,7 @@ ROWS = [
     ),
     Row("prune(below=0.5)", lambda: c.prune(below=0.5), "contraction", sparse=True, fixed=False),
     Row("pca(rank=2)", lambda: c.pca(rank=2), "contraction"),
+    Row("pca(error=0.3)", lambda: c.pca(error=0.3), "contraction", fixed=False),
     Row("qsgd()", c.qsgd, "unbiased", draws=True, diverges=True),
     Row("qsgd(levels=15, bucket=64)", lambda: c.qsgd(levels=15, bucket=64), "unbiased", draws=True),
     Row("terngrad()", c.terngrad, "conserving", summable=True, draws=True, diverges=True),

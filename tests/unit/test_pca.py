@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import polytempo as pt
 from polytempo.compression import pca
 from polytempo.core import NotFinite
+from polytempo.jobs.digits import job as digits
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -115,3 +118,86 @@ def test_pca_of_the_largest_numbers_is_finite() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.finfo(dtype).max * (normal(64, 400) > 0).to(dtype)
         assert pca(2).decode(pca(2).encode(x)[0], x).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------- within an error
+
+
+def falling(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A matrix with singular values 1, 1/2, 1/4, …, and a mean."""
+    k = min(rows, columns)
+    left = torch.linalg.qr(normal(rows, k).double()).Q
+    right = torch.linalg.qr(normal(columns, k, seed=1).double()).Q
+    return (left * 0.5 ** torch.arange(k).double() @ right.T + 0.1).to(dtype)
+
+
+def components(wire: Tensor) -> int:
+    return int(wire[:4].view(torch.int32))
+
+
+@pytest.mark.parametrize("allowed", [0.3, 0.1, 0.01, 1e-3])
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60)], ids=str)
+def test_pca_takes_the_fewest_components_within_the_error(allowed: float, shape: tuple[int, int]) -> None:
+    x, codec = falling(*shape), pca(error=allowed)
+    wire, _ = codec.encode(x)
+    k, size = components(wire), float(x.double().norm())
+    values = torch.linalg.svdvals(x.double() - x.double().mean(0))
+    assert float(values[k:].norm()) <= allowed * size < float(values[k - 1 :].norm())
+    assert float((codec.decode(wire, x) - x).double().norm()) <= allowed * size
+    assert wire.nbytes == 4 + 4 * (shape[1] + k * sum(shape)) < x.nbytes
+    assert 1 - codec.facts.law.bound(x) == pytest.approx(allowed**2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(50, 30), (31, 17), (7,), (0, 4), (), (1, 9)], ids=str)
+def test_the_tensor_travels_exactly_where_no_few_components_are_enough(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x, codec = normal(*shape).to(dtype), pca(error=0.02)
+    wire, _ = codec.encode(x)
+    assert components(wire) == -1
+    assert 0 <= codec.wire_bytes(x) - 4 - x.nbytes < 4
+    assert torch.equal(codec.decode(wire, x), x)
+
+
+def test_equal_rows_are_their_mean_alone() -> None:
+    for x in (torch.zeros(40, 30), normal(30).repeat(40, 1)):
+        wire, _ = pca(error=0.1).encode(x)
+        assert (components(wire), wire.nbytes) == (0, 4 + 4 * 30)
+        torch.testing.assert_close(pca(error=0.1).decode(wire, x), x)
+
+
+def test_pca_within_an_error_refuses() -> None:
+    for wrong in (0, 1, -0.1, math.nan):
+        with pytest.raises(ValueError, match="error is a share of the norm|error must be"):
+            pca(error=wrong)
+    with pytest.raises(ValueError, match="a rank, or an error"):
+        pca(2, 0.1)
+    x = falling(50, 40)
+    wire, _ = pca(error=0.1).encode(x)
+    with pytest.raises(ValueError, match="bytes"):
+        pca(error=0.1).decode(wire[:-4], x)
+    wire[:4].view(torch.int32).fill_(77)
+    with pytest.raises(ValueError, match="77 components"):
+        pca(error=0.1).decode(wire, x)
+    assert pca().facts.name == "pca(rank=4)"
+    assert pca(error=0.1).facts.name == "pca(error=0.1)"
+
+
+def test_a_server_takes_pca_within_an_error_of_three_tenths() -> None:
+    strategy = pt.strategies.async_sgd(pull_codec=pca(error=0.3))
+    assert pt.parse_strategy(strategy.name) == strategy
+    with pytest.raises(ValueError, match=r"may change the weights of a large tensor by 16\.0%"):
+        pt.strategies.async_sgd(pull_codec=pca(error=0.4))
+    with pytest.raises(ValueError, match=r"pca\(rank=4\) may change the weights .* finer one"):
+        pt.strategies.async_sgd(pull_codec=pca(rank=4))
+
+
+def test_workers_compute_with_the_pulled_components() -> None:
+    """One worker by hand: each pull is the decoded message of the server's float32 weights."""
+    job = replace(digits, model=lambda: nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10)), schedule=None)
+    codec = pca(error=0.3)
+    found = pt.simulate(job, pt.strategies.async_sgd(pull_codec=codec), workers=1, steps=5, seed=3, batch_size=32)
+    exact = pt.simulate(job, pt.strategies.async_sgd(), workers=1, steps=5, seed=3, batch_size=32)
+    assert found.parameters_sha256 != exact.parameters_sha256
+    assert found.loss == pytest.approx(exact.loss, rel=0.2)

@@ -108,7 +108,7 @@ def check_pull_codec(codec: Codec | None) -> None:
     """Raise ValueError for a codec that leaves weights out, changes them much, or keeps a state: all are pulled."""
     if codec is None:
         return
-    fit = "bf16(), fp16(), int8() or dynamic8()"
+    fit = "bf16(), fp16(), int8(), dynamic8() or pca(error=0.1)"
     if codec.facts.memory != "none":
         raise ValueError(
             f"pull_codec={codec.facts.name} keeps a residual for one receiver, and a shard sends the same weights to "

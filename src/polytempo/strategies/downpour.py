@@ -40,7 +40,7 @@ def downpour(
 
     `codec` encodes each sum for each shard, `compression.feedback(compression.top_k(0.01))` for example: the part held
     back goes with the worker's next sum, and is lost with the worker's life, as is a sum that a shard drops.
-    `pull_codec` encodes fetched parameters, and must keep every one: bf16, fp16, int8, dynamic8.
+    `pull_codec` encodes fetched parameters, and must keep every one: bf16, fp16, int8, dynamic8, `pca(error=0.1)`.
 
     `hierarchical`: the workers of a host add up their sums before one of them pushes that, as in `async_sgd`.
 
