@@ -41,9 +41,10 @@ def pca(rank: int | None = None, error: float | None = None) -> Coded:
     k is min(rank, m - 1, n), for more there cannot be. The law leaves room for a wire in float32,
     (2 + √k) · 2^-24 · ‖W‖, which counts where k is as large as can be, and for Ŵ's own rounding.
 
-    Cost: 4 · (n + k · (m + n)) bytes, with `error` 4 more. Encoding takes min(m, n)² · max(m, n) multiplications for the Gram matrix and
-    about 10 · min(m, n)³ for its eigenvectors, in float64: for matrices of some thousand rows that is seconds, so it is
-    for rare transmissions, not for every step. Vectors, and matrices where this saves nothing, travel exactly.
+    Cost: 4 · (n + k · (m + n)) bytes, with `error` 4 more. Encoding takes min(m, n)² · max(m, n) multiplications for
+    the Gram matrix and about 10 · min(m, n)³ for its eigenvectors, in float64: for matrices of some thousand rows that
+    is seconds, so it is for rare transmissions, not for every step. Vectors, and matrices where this saves nothing,
+    travel exactly.
     Beyond 1e38 scores may be clamped to float32's range, and the law does not hold; Ŵ is finite.
     Deterministic on one kind of machine. Raises ValueError for a rank < 1, an error not between 0 and 1, and for both,
     NotFinite for NaN, infinities, and float64 values beyond float32's range.
