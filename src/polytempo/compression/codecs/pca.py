@@ -30,7 +30,7 @@ _LARGEST = torch.finfo(torch.float32).max
 def pca(rank: int | None = None, error: float | None = None) -> Coded:
     """Ŵ = mean row + the `rank` principal components of the rows around it: the best such matrix in ‖W - Ŵ‖.
 
-    Or, with `error`, as few components as keep ‖W - Ŵ‖ ≤ error · ‖W‖, for each tensor and each time anew: the basis is
+    Or, with `error`, as few components as keep ‖W - Ŵ‖ ≤ error · ‖W‖, for each tensor and each time: the basis is
     always the one of the tensor that travels. Where that saves nothing, the tensor travels exactly. Such a codec may
     encode pulls from a parameter server up to error=0.3. Without both, rank is 4.
 
