@@ -18,7 +18,7 @@ from torch import Tensor
 import polytempo as pt
 from polytempo.compression.network import huffman
 from polytempo.compression.network.network_file import MAGIC, KeptElements, from_bytes, to_bytes
-from polytempo.compression.network.shared_values import Shared, shared_values
+from polytempo.compression.network.shared_values import SharedValues, shared_values
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compressed_network.py"
 
@@ -157,7 +157,7 @@ def test_a_file_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_an_element_that_is_kept_may_be_zero() -> None:
-    kept = KeptElements(torch.tensor([0, 2]), Shared(torch.tensor([0.0, 2.0]), torch.tensor([0, 1])))
+    kept = KeptElements(torch.tensor([0, 2]), SharedValues(torch.tensor([0.0, 2.0]), torch.tensor([0, 1])))
     tensors = {"w": torch.tensor([[0.0, 0.0, 2.0]])}
     assert same(from_bytes(to_bytes(tensors, {"w": kept})[0], "it"), tensors)
 

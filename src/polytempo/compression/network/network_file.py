@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.compression.network import huffman
-from polytempo.compression.network.shared_values import Shared
+from polytempo.compression.network.shared_values import SharedValues
 
 MAGIC = b"PTNET001"
 _DTYPES = {
@@ -60,7 +60,7 @@ class KeptElements(NamedTuple):
 
     places: Tensor
     """(n,), int64, ascending: in the flat tensor."""
-    shared: Shared
+    shared: SharedValues
 
 
 class _Part(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 _MOST_ROUNDS = 300
 
 
-class Shared(NamedTuple):
+class SharedValues(NamedTuple):
     """Values (n,) as members of clusters."""
 
     centroids: Tensor
@@ -24,7 +24,7 @@ class Shared(NamedTuple):
     """(n,), int64: the cluster of each value."""
 
 
-def shared_values(values: Tensor, most: int) -> Shared:
+def shared_values(values: Tensor, most: int) -> SharedValues:
     """Clusters of `values` (n,), at most `most`, so that Σ (w - c)² is small: Lloyd's rounds in float64.
 
     The first centroids are evenly spread from the smallest value to the largest, so that the few large weights, which
@@ -34,7 +34,7 @@ def shared_values(values: Tensor, most: int) -> Shared:
     """
     wide = values.double()
     if not len(wide):
-        return Shared(values.clone(), torch.zeros(0, dtype=torch.int64))
+        return SharedValues(values.clone(), torch.zeros(0, dtype=torch.int64))
     centroids = torch.linspace(float(wide.min()), float(wide.max()), most, dtype=torch.float64)
     members = _nearest(wide, centroids)
     for _ in range(_MOST_ROUNDS):
@@ -45,7 +45,7 @@ def shared_values(values: Tensor, most: int) -> Shared:
             break
         members = moved
     used, members = members.unique(return_inverse=True)
-    return Shared(means(wide, members, len(used)).to(values.dtype), members)
+    return SharedValues(means(wide, members, len(used)).to(values.dtype), members)
 
 
 def means(values: Tensor, members: Tensor, num_clusters: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.compression.network.network_file import KeptElements, TensorSize, to_bytes
-from polytempo.compression.network.shared_values import Shared, means, shared_values
+from polytempo.compression.network.shared_values import SharedValues, means, shared_values
 from polytempo.core.errors import NotFinite
 from polytempo.core.system import files
 from polytempo.core.system.url_path import place
@@ -194,7 +194,7 @@ class _Tuning:
         members = kept.shared.members
         centroids = kept.shared.centroids.clone()
         centroids[members] = values
-        return KeptElements(kept.places, Shared(centroids, members))
+        return KeptElements(kept.places, SharedValues(centroids, members))
 
     @torch.no_grad()
     def _masked_(self, model: nn.Module) -> None:
