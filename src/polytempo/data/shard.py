@@ -266,6 +266,8 @@ class DataShard:
         self.local_samples = self.global_samples = 0
 
     def _moved(self) -> Iterator[tuple[Pick, Any]]:
+        if not self._mover.moves:
+            return self._batches()
         if self.in_memory:
             return self._mover.ahead(self._batches())
         return ((step, self._mover.moved(batch)) for step, batch in self._batches())
