@@ -52,7 +52,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all mutations test-integrations test-engines test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-all test-device mutations test-integrations test-engines test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -93,6 +93,10 @@ ifneq ($(WITHOUT_BROWSER),)
 endif
 	BUDGET=all $(PYTEST) -q -n 2 --dist loadfile $(WITHOUT_BROWSER) $(addprefix --ignore=,$(ALONE))
 	BUDGET=all $(PYTEST) -q $(ALONE)
+	$(PYTEST) -q tests/device
+
+test-device: install $(LIBRARY) ## the catalogue on a pretend accelerator, which needs a C++ compiler and is built once (five minutes)
+	$(PYTEST) -q tests/device
 
 # Which tier: check, test or all. MUTATION is a part of the paths that are changed.
 TIER ?= test

@@ -75,7 +75,7 @@ def _users() -> dict[str, set[str]]:
 
 def _is_test(path: str) -> bool:
     name = Path(path)
-    outside = ("tests/engines/", "tests/integrations/")
+    outside = ("tests/engines/", "tests/integrations/", "tests/device/")
     return name.match("tests/**/test_*.py") and not path.startswith(outside) and (ROOT / path).exists()
 
 

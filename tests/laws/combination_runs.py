@@ -22,6 +22,8 @@ from polytempo.worlds import ProcessWorld
 SAMPLES, GLOBAL_BATCH, STEPS = 71, 24, 6
 """Two epochs of two whole batches and one of 23 samples, which two replicas share unevenly."""
 
+CPU = torch.device("cpu")
+
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.02),
     "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02),
@@ -291,13 +293,15 @@ def loss_of(row: Combination, state: dict[str, Tensor]) -> float:
 # ------------------------------------------------------------------ a user's loop
 
 
-def own_loop(row: Combination, world: ProcessWorld, stop: int | None = None) -> dict[str, Tensor]:
+def own_loop(
+    row: Combination, world: ProcessWorld, stop: int | None = None, device: torch.device = CPU
+) -> dict[str, Tensor]:
     """The whole model after a loop of `STEPS` steps; after `stop` steps all is saved, made again, and goes on."""
-    loop = (StagedLoop if row.layout in STAGED else AttachedLoop)(row, world)
+    loop = (StagedLoop if row.layout in STAGED else AttachedLoop)(row, world, device)
     step = 0
     while step < STEPS:
         for x, y in loop.batches:
-            loop.step(x, y)
+            loop.step(x.to(device), y.to(device))
             step += 1
             if step == stop:
                 loop = loop.again()
@@ -308,16 +312,16 @@ def own_loop(row: Combination, world: ProcessWorld, stop: int | None = None) -> 
 class StagedLoop:
     """`pt.pipeline`, and a step a batch."""
 
-    def __init__(self, row: Combination, world: ProcessWorld) -> None:
+    def __init__(self, row: Combination, world: ProcessWorld, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.row, self.world = row, world
+        self.row, self.world, self.device = row, world, device
         dtype = dtype_of(row)
         self.pipe = pt.pipeline(
-            model_of(row),
+            model_of(row).to(device),
             partial(trainable, row),
             nn.functional.mse_loss,
             strategy_of(row),
-            sample=torch.zeros(2, 4, dtype=dtype),
+            sample=torch.zeros(2, 4, dtype=dtype, device=device),
             max_norm=0.1 if row.loop == "clipped" else None,
         )
         self.batches = pt.shard(points(SAMPLES, 0, dtype), batch_size=GLOBAL_BATCH // row.replicas)
@@ -327,7 +331,7 @@ class StagedLoop:
 
     def again(self) -> StagedLoop:
         state, place = self.pipe.training_state(), self.batches.state_dict()
-        other = StagedLoop(self.row, self.world)
+        other = StagedLoop(self.row, self.world, self.device)
         other.pipe.load_training_state(state)
         other.batches.load_state_dict(place)
         return other
@@ -340,10 +344,10 @@ class StagedLoop:
 class AttachedLoop:
     """`pt.attach`, and the loop of every textbook; parts of layers by `pt.split` or `pt.hybrid`."""
 
-    def __init__(self, row: Combination, world: ProcessWorld) -> None:
+    def __init__(self, row: Combination, world: ProcessWorld, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.row, self.world = row, world
-        self.net = self._parted(model_of(row))
+        self.row, self.world, self.device = row, world, device
+        self.net = self._parted(model_of(row).to(device))
         self.optimizer = trainable(row, self.net.parameters())
         strategy = pt.strategies.shared_memory() if row.layout == "one_copy" else FAMILIES[row.family]()
         self.handle = pt.attach(self.net, self.optimizer, strategy, precision=options_of(row).get("precision"))
@@ -373,7 +377,7 @@ class AttachedLoop:
         states = [each.state_dict() for each in (self.net, self.optimizer, self.handle, self.batches)]
         states = deepcopy(states)
         self.handle.detach()
-        other = AttachedLoop(self.row, self.world)
+        other = AttachedLoop(self.row, self.world, self.device)
         for each, state in zip((other.net, other.optimizer, other.handle, other.batches), states, strict=True):
             each.load_state_dict(state)
         return other

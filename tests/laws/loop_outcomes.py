@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from laws.catalogue import ROWS, Row, label
-from laws.loops import Loop, MakeOptimizer, Trial
+from laws.loops import CPU, Loop, MakeOptimizer, Trial
 from polytempo.engines.processes.worker import Result
 from polytempo.worlds import ProcessWorld
 from process.crew import together
@@ -51,10 +52,10 @@ ROUNDING = {"cast": 0.02}
 JOINED = 1e-5
 
 
-def ran(row: Row, loop: Loop, world: ProcessWorld) -> Trial | str:
+def ran(row: Row, loop: Loop, world: ProcessWorld, device: torch.device = CPU) -> Trial | str:
     """The trial after the loop, or the refusal."""
     try:
-        trial = Trial(row.make(), world, loop.make, scaled=loop.scaled)
+        trial = Trial(row.make(), world, loop.make, device, scaled=loop.scaled)
     except ValueError as error:
         return str(error)
     try:

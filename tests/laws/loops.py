@@ -23,6 +23,7 @@ from polytempo.worlds import ProcessWorld
 
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
+CPU = torch.device("cpu")
 
 STEPS = 7
 SKIPPED = 3
@@ -45,13 +46,15 @@ class Trial:
         strategy: Strategy | None,
         world: ProcessWorld | None = None,
         make: MakeOptimizer = momentum,
+        device: torch.device = CPU,
         **options: Any,
     ) -> None:
         self.world = world if strategy is not None else None
+        self.device = device
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(device)
         self.optimizer = make(self.net)
-        self.scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        self.scaler = GradScaler(device.type, init_scale=1024.0, growth_interval=1)
         if options.pop("scaled", False):
             options["scaler"] = self.scaler
         self.races = strategy is not None and strategy.one_copy not in (None, "together")
@@ -71,10 +74,14 @@ class Trial:
         random = torch.Generator().manual_seed(seed)
         for _ in range(num_steps):
             inputs, targets = torch.randn(8, 4, generator=random), torch.randn(8, 3, generator=random)
-            yield inputs.chunk(self.size)[self.rank], targets.chunk(self.size)[self.rank]
+            yield self.moved(inputs.chunk(self.size)[self.rank]), self.moved(targets.chunk(self.size)[self.rank])
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """The tensor on the device of the model."""
+        return tensor.to(self.device)
 
     def loss(self, batch: Batch) -> Tensor:
-        return squared(self.net(batch[0]), batch[1])
+        return squared(self.net(self.moved(batch[0])), self.moved(batch[1]))
 
     def no_sync(self) -> Any:
         return nullcontext() if self.handle is None else self.handle.no_sync()
@@ -173,7 +180,7 @@ def twice(net: nn.Module) -> Optimizer:
 
 def other_loss(trial: Trial, *, set_to_none: bool = True) -> None:
     """A GAN's: the generator's loss, with an optimizer of its own, reaches these parameters, too."""
-    generator = nn.Linear(4, 4)
+    generator = nn.Linear(4, 4).to(trial.device)
     theirs = SGD(generator.parameters(), lr=0.1)
     for noise, batch in zip(trial.batches(8), trial.batches(), strict=True):
         theirs.zero_grad(set_to_none=set_to_none)
@@ -334,7 +341,7 @@ def scheduled(trial: Trial) -> None:
 def cast(trial: Trial) -> None:
     for inputs, targets in trial.batches():
         trial.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(trial.device.type, torch.bfloat16):
             output = trial.net(inputs)
         squared(output.float(), targets).backward()
         trial.optimizer.step()

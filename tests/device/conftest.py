@@ -1,0 +1,53 @@
+"""The device of these tests: `--device pretend`, which is compiled here once, or a real one's name: `--device cuda`.
+
+This process gives torch the device and never uses it: ranks are forked from it, and a fork of a process that has used
+a device cannot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from device.build import built, compiler, give
+
+WITHOUT_COMPILER = "no C++ compiler here, so the pretend device is not built (with CI=1 these tests would fail)"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="pretend", help="the device of tests/device: pretend, cuda, …")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "pretend" and can_build():
+        folder = built()
+        give(os.environ, folder)
+        sys.path.insert(0, str(folder))
+        importlib.import_module("pretend").register()
+
+
+def can_build() -> bool:
+    return compiler() is not None or "CI" in os.environ
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "pretend" and not can_build():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=WITHOUT_COMPILER))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device's type."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def _never_used_here(device: str) -> Iterator[None]:
+    yield
+    assert not torch.get_device_module(device).is_initialized(), "the test has used the device in the process of pytest"

@@ -1,0 +1,58 @@
+"""Ranks on a device: as `process.crew`, with a process group for the device's tensors."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from polytempo.engines.engine import Result
+from polytempo.engines.join.init import init
+from polytempo.engines.local_engine import launch
+from polytempo.engines.processes.worker import RankInfo
+from polytempo.worlds import ProcessWorld
+
+GROUPS = {"pretend": "cpu:gloo,pretend:pccl", "cuda": "cpu:gloo,cuda:nccl"}
+"""Process groups that a user names."""
+
+
+def together(
+    device: str,
+    num_ranks: int,
+    work: Callable[[ProcessWorld, torch.device], Result],
+    *,
+    backend: str | None = None,
+    timeout_s: float = 100,
+    mesh: Mapping[str, int] | None = None,
+) -> list[Any]:
+    """The value of `work(world, card)` on each of `num_ranks` processes, in the order of ranks, with cards in turn."""
+
+    def serve(rank_info: RankInfo) -> Result:
+        world = init(timeout_s=20, quiet=True, mesh=mesh, backend=backend)
+        card = torch.device(device, rank_info.rank % torch.get_device_module(device).device_count())
+        torch.accelerator.set_device_index(card.index)
+        return work(world, card)
+
+    return launch(serve, num_ranks, threads=1, timeout_s=timeout_s)
+
+
+def last_line(error: Exception) -> str:
+    """The error, and the last line of ours that it passed through."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/polytempo/" in frame.filename]
+    place = f"{ours[-1].filename.rpartition('/polytempo/')[2]}:{ours[-1].lineno}" if ours else "tests"
+    return f"{type(error).__name__} at {place}: {error}"
+
+
+def check_all(found: list[dict[str, str]]) -> None:
+    """Fail with a line for each fault of each rank."""
+    lines = [f"rank {rank} {case}: {fault}" for rank, faults in enumerate(found) for case, fault in faults.items()]
+    if lines:
+        pytest.fail("\n".join([f"{len(lines)} faults", *lines]), pytrace=False)
+
+
+def first_fault(cases: Mapping[str, Callable[[], str]]) -> dict[str, str]:
+    """The first case that has one, with its fault: after it ranks are out of step."""
+    return next(({name: wrong} for name, case in cases.items() if (wrong := case())), {})
