@@ -52,7 +52,7 @@ COMPILER := $(shell command -v $(CXX) || command -v c++ || command -v g++ || com
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-device mutations test-integrations test-engines test-torch docs check lint fmt bench soak clean
+.PHONY: help install demo test test-all test-device test-gpu mutations test-integrations test-engines test-torch docs check lint fmt bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -100,6 +100,12 @@ test-device: install $(LIBRARY) ## the catalogue on a pretend accelerator, which
 
 # Which tier: check, test or all. MUTATION is a part of the paths that are changed.
 TIER ?= test
+
+# The device of test-gpu: cuda, xpu, mps, …; auto: the one that torch finds.
+DEVICE ?= auto
+
+test-gpu: install $(LIBRARY) ## on a machine with a GPU: the same tests there, then speed and memory into build/gpu (a quarter of an hour)
+	$(BIN)/python benchmarks/gpu/main.py --device $(DEVICE)
 
 mutations: install ## how many of 40 planted bugs the tests of a tier find: TIER=check, test or all (an hour)
 	$(BIN)/python tests/mutations.py --tier $(TIER) --only '$(MUTATION)' --later $(LATER)
@@ -165,7 +171,7 @@ fmt: install ## format, mend what can be mended, and write the keywords' types f
 	$(BIN)/ruff check --fix .
 
 bench: install ## run every benchmark (longer)
-	@for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
+	@for main in $(filter-out benchmarks/gpu/main.py,$(wildcard benchmarks/*/main.py)); do echo "== $$main"; $(BIN)/python "$$main" || exit 1; done
 
 soak: install ## long searches: 10,000 seeds of chaos, a million hostile frames, hundreds of killed processes (hours)
 	$(BIN)/python benchmarks/attacks/attacks.py --seed $(SEED) --minutes 60
