@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 BROKEN_OFF_AT = 4
 COVERING = [row for row in covering() if row.loop not in OWN and row.world == "processes"]
 STAGES = "messages between stages outside of batches: being mended"
-ONE_COPY = "PT1901"
-"""The refusal of one copy of the weights, which is in the memory of the host."""
+ONE_COPY, SERVED_STAGES = "PT1901", "PT1903"
+"""Refusals on a device: of one copy of the weights in the memory of the host, and of a parameter server for stages."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +106,9 @@ def test_every_strategy_ends_with_the_cpus_result(device: str, row: Row) -> None
 @pytest.mark.parametrize("row", COVERING, ids=str)
 def test_a_job_of_two_features(device: str, tmp_path: Path, row: Combination) -> None:
     """As the simulation on the CPU, also where it is broken off and resumed."""
-    words = refusal(row._asdict()) or (ONE_COPY if row.layout == "one_copy" else None)
+    words = refused_on_device(row) or refusal(row._asdict())
     if words is not None:
-        with pytest.raises((ValueError, PolytempoError), match=words):
+        with pytest.raises((ValueError, PolytempoError), match="|".join(filter(None, [words, refusal(row._asdict())]))):
             pt.run(job_of(row), strategy_of(row), workers_of(row), **options_of(row), device=device)
         return
     if strategy_of(row).schedule is not None:
@@ -126,6 +126,13 @@ def test_a_job_of_two_features(device: str, tmp_path: Path, row: Combination) ->
         assert found.loss == pytest.approx(expected[1], rel=1e-5)
     else:
         check(device, facts(found), expected)
+
+
+def refused_on_device(row: Combination) -> str | None:
+    """The code of the refusal."""
+    if row.layout == "one_copy":
+        return ONE_COPY
+    return SERVED_STAGES if row.family in SERVED_FAMILIES and strategy_of(row).schedule is not None else None
 
 
 def simulated(row: Combination) -> list[Any]:
