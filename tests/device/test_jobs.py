@@ -16,6 +16,7 @@ from laws.catalogue import GROUPED, HELPED, PARTED, ROWS, SERVED, STAGED, Row, r
 from laws.combination_runs import STEPS, job_of, options_of, strategy_of, workers_of
 from laws.combinations import OWN, Combination, covering, refusal
 from laws.combinations import SERVED as SERVED_FAMILIES
+from laws.combinations import STAGED as STAGED_LAYOUTS
 from polytempo.core import PolytempoError
 from polytempo.engines.local_engine import launch
 from polytempo.runs.frame import run_page
@@ -132,7 +133,7 @@ def refused_on_device(row: Combination) -> str | None:
     """The code of the refusal."""
     if row.layout == "one_copy":
         return ONE_COPY
-    return SERVED_STAGES if row.family in SERVED_FAMILIES and strategy_of(row).schedule is not None else None
+    return SERVED_STAGES if row.family in SERVED_FAMILIES and row.layout in STAGED_LAYOUTS else None
 
 
 def simulated(row: Combination) -> list[Any]:
