@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/main.py [--device auto] [--out build/gpu] [--minutes 14] [--tiny] [--only SECTION ...]
 
-Sections run one after the other, each in processes of its own; the table is written after each, so that what is
-measured stays if the time ends. `--tiny` takes sizes for the pretend device of `tests/device`, which has no speed.
+Sections run one after the other, each in processes of its own. The table is written after each section, so finished
+sections stay if the time ends. `--tiny` takes sizes for the pretend device of `tests/device`, which has no speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def conformance(device: str, timeout_s: float) -> Rows:
 
 
 def sections(device: str, tiny: bool, timeout_s: float) -> dict[str, Callable[[], Rows]]:
-    """The sections by name, in the order in which they run: the first are the most wanted."""
+    """The sections by name, in their order: the most wanted come first."""
     plan = Plan(device, rounds=2 if tiny else 5, turn_s=0.01 if tiny else 0.4)
     models = workloads(tiny)
     shared = plan._replace(families=("sync_sgd()", "local_sgd(period=8)", "gossip()", "top_k_sgd(0.01)"))
@@ -124,7 +124,7 @@ def main() -> None:
         print(f"{name} …", file=sys.stderr, flush=True)
         try:
             result["sections"][name] = measure()
-        except Exception as error:  # what is measured stays
+        except Exception as error:  # finished sections stay
             result["missing"][name] = f"{type(error).__name__}: {str(error)[:500]}"
         (given.out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         (given.out / "gpu.md").write_text(table(result), encoding="utf-8")

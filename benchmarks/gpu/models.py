@@ -58,7 +58,7 @@ class Gpt(nn.Module):
 
 
 def workloads(tiny: bool) -> dict[str, Workload]:
-    """By name: ResNet-18-like, GPT-30M-like, embeddings with sparse gradients."""
+    """Models by name: like ResNet-18, like a GPT of 30 million parameters, embeddings with sparse gradients."""
     batch, pixels, width = (4, 8, 4) if tiny else (128, 32, 64)
     symbols, length = (32, 8) if tiny else (4096, 256)
     rows = 100 if tiny else 1_000_000

@@ -64,7 +64,7 @@ class Loop:
         self.batches = cycle([(x.to(card), y.to(card)) for x, y in batches])
 
     def run(self, calls: int) -> list[float]:
-        """Seconds a step, over steps of which the host awaits the last alone."""
+        """Seconds a step; the host awaits the last step alone."""
         torch.accelerator.synchronize(self.card)
         begun = time.perf_counter()
         for _ in range(calls):
@@ -155,7 +155,7 @@ def parameters(workload: Workload) -> int:
 
 
 def median_s(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of a call: the median of some, each awaited, after one that warms up."""
+    """Seconds of a call: the median of some calls, each awaited, after a first call to warm up."""
     seconds = []
     for _ in range(repeats + 1):
         torch.accelerator.synchronize(device)

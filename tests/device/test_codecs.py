@@ -1,4 +1,4 @@
-"""Every codec on a device: the CPU's wires to the bit, and what they decode to stays on the device."""
+"""Every codec on a device: the CPU's wires to the bit; decoded tensors stay on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(1,), (7,), (5, 3), (257,), (64, 40)]
 CASES = [Case(shape, kind, torch.float32, seed=3) for shape in SHAPES for kind in MODERATE]
 WHEN = EncodeContext(5, 1, 77)
 TOLERANCE = {"pretend": 0.0, "cuda": 2e-2}
-"""Of decoded values, relative to the largest of the tensor; another device may round a code the other way."""
+"""The tolerance of decoded values, relative to the largest of the tensor; another device may round a code the other way."""
 
 
 def test_every_codec_encodes_as_on_the_cpu(device: str) -> None:
@@ -57,7 +57,7 @@ def fault(codec: Codec, case: Case, card: torch.device) -> str:
 
 
 class Round(NamedTuple):
-    """A wire, what it decodes to, a sum with it, and the codec's next state."""
+    """A wire, the decoded tensor, a sum with it, and the codec's next state."""
 
     wire: Tensor
     decoded: Tensor

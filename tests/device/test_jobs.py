@@ -106,7 +106,7 @@ def test_every_strategy_ends_with_the_cpus_result(device: str, row: Row) -> None
 
 @pytest.mark.parametrize("row", COVERING, ids=str)
 def test_a_job_of_two_features(device: str, tmp_path: Path, row: Combination) -> None:
-    """As the simulation on the CPU, also where it is broken off and resumed."""
+    """The result is the CPU's simulation, also where it is broken off and resumed."""
     words = refused_on_device(row) or refusal(row._asdict())
     if words is not None:
         with pytest.raises((ValueError, PolytempoError), match="|".join(filter(None, [words, refusal(row._asdict())]))):

@@ -1,4 +1,4 @@
-"""The pretend device is what it says: apart from the host, late, strict, and with the CPU's numbers."""
+"""Properties of the pretend device: memory apart from the host's, late copies, strict batches, the CPU's numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CARD, OTHER = "pretend:0", "pretend:1"
 @pytest.fixture(autouse=True)
 def _pretend_alone(device: str) -> None:
     if device != "pretend":
-        pytest.skip("what a real device does is not ours to test")
+        pytest.skip("these are properties of the pretend device")
 
 
 def alone(work: Callable[[], Any]) -> Any:
