@@ -17,10 +17,11 @@ from polytempo.spec.text.resolution import resolve, unknown
 if TYPE_CHECKING:
     pass  # imports torch, which the command line reads options without
 
-Dtype = Literal["bf16", "fp16"]
+Dtype = Literal["bf16", "fp16", "int8", "int4", "ternary"]
 DYNAMIC = "dynamic"
 
 _TORCH = {"bf16": "bfloat16", "fp16": "float16"}
+_BITS = {"int8": 8, "int4": 4, "ternary": 2}
 _MEANT = {
     "bfloat16": "bf16",
     "bfloat": "bf16",
@@ -35,20 +36,22 @@ _WHOLE = {"fp32", "float32", "f32", "float", "single", "fp64", "float64", "doubl
 
 @dataclass(frozen=True)
 class Precision:
-    """16-bit parameters with float32 masters; see `precision`, which makes one."""
+    """Parameters of fewer bits with float32 masters; see `precision`, which makes one."""
 
     dtype: Dtype
     loss_scale: float | Literal["dynamic"] | None = None
 
     def __post_init__(self) -> None:
         """Refuse a precision that could not train."""
-        if self.dtype not in _TORCH:
+        if self.dtype not in _TORCH and self.dtype not in _BITS:
             raise ValueError(_no_dtype(self.dtype))
         if self.dtype == "bf16" and self.loss_scale is not None:
             raise ValueError(
                 f"loss_scale={self.loss_scale!r}: bf16 has the range of float32, so its gradients need no scale; leave "
                 "loss_scale out"
             )
+        if self.is_quantised and self.loss_scale is not None:
+            raise ValueError(f"loss_scale={self.loss_scale!r}: gradients of {self.dtype} are float32; leave it out")
         if self.dtype == "fp16" and self.loss_scale is None:
             raise ValueError(
                 "gradients below 6e-8 are zero in fp16, so losses must be scaled; give loss_scale='dynamic', or a "
@@ -61,6 +64,16 @@ class Precision:
     def torch_name(self) -> str:
         """Torch's name of the dtype: "bfloat16" or "float16"."""
         return _TORCH[self.dtype]
+
+    @property
+    def is_quantised(self) -> bool:
+        """True for weights of a few bits that are computed with in float32."""
+        return self.dtype in _BITS
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return _BITS.get(self.dtype, 16)
 
     @property
     def is_dynamic(self) -> bool:
@@ -92,6 +105,10 @@ def precision(dtype: Dtype, *, loss_scale: float | Literal["dynamic"] | None = N
     Cost: 2 bytes for a weight and 2 for its gradient, in place of 4 and 4, and 4 for its master, which belongs to the
     optimizer's state; and a pass over these in each step. Plain means of gradients send 2 bytes a number.
 
+    "int8", "int4" and "ternary": forward and backward compute in float32 with weights of a few levels, Q(w) (see
+    `training.precision.quantised_weights`), biases and norms as they are, and w ← optimizer(w, ∂L/∂Q(w)), the
+    straight-through estimator. Cost: 4 bytes for Q(w), and a few passes over the weights in each step.
+
     Errors: ValueError for another dtype, for fp16 without a scale, and for bf16 with one.
 
     Source: P. Micikevicius et al., "Mixed precision training", 2018, sections 3.1 and 3.2. Deviations: normalization
@@ -103,7 +120,7 @@ def precision(dtype: Dtype, *, loss_scale: float | Literal["dynamic"] | None = N
 def parse_precision(text: str) -> Precision:
     """The precision that `text` spells: "bf16", or "fp16(loss_scale=dynamic)". ValueError for another."""
     call = parse_call(text)
-    if call.name not in _TORCH:
+    if call.name not in _MAKE:
         raise ValueError(_no_dtype(call.name))
     found = resolve(call, _MAKE, {}, what="precision")
     assert isinstance(found, Precision)
@@ -120,7 +137,22 @@ def fp16(loss_scale: float | str | None = None) -> Precision:
     return Precision("fp16", loss_scale)  # type: ignore[arg-type]
 
 
-_MAKE = {"bf16": bf16, "fp16": fp16}
+def int8() -> Precision:
+    """The call in `--precision int8`."""
+    return Precision("int8")
+
+
+def int4() -> Precision:
+    """The call in `--precision int4`."""
+    return Precision("int4")
+
+
+def ternary() -> Precision:
+    """The call in `--precision ternary`."""
+    return Precision("ternary")
+
+
+_MAKE = {"bf16": bf16, "fp16": fp16, "int8": int8, "int4": int4, "ternary": ternary}
 
 
 def precision_of(given: Precision | str | None) -> Precision | None:
@@ -144,4 +176,4 @@ def _no_dtype(given: object) -> str:
         return f"models compute in {name} anyway; leave precision out, or give bf16 or fp16"
     if name in _MEANT:
         return f"precision is bf16 or fp16, got {name!r} (write {_MEANT[name]!r})"
-    return unknown("precision", name, _TORCH)
+    return unknown("precision", name, _MAKE)

@@ -226,6 +226,7 @@ def _features_of(precision: Precision | None) -> frozenset[str]:
     if precision is None:
         return frozenset()
     scaled = {"loss scale"} if precision.loss_scale is not None else set()
+    scaled |= {"quantised"} if precision.is_quantised else set()
     return frozenset({"precision", *scaled, *({"dynamic loss scale"} if precision.is_dynamic else set())})
 
 

@@ -254,7 +254,7 @@ def _precision_facts(spec: RunSpec, model: nn.Module) -> dict[str, Any] | None:
         return None
     carried = {"pushes": service.codec, "pulls": service.pull_codec}
     names = {what: "float32" if codec is None else codec.facts.name for what, codec in carried.items()}
-    return {"dtype": str(precision)} | bytes_of(model) | {"loss_scale": 1.0, "skipped_steps": 0} | names
+    return {"dtype": str(precision)} | bytes_of(model, precision) | {"loss_scale": 1.0, "skipped_steps": 0} | names
 
 
 def _movable(service: Service | None) -> Collection[str] | None:

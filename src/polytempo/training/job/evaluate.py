@@ -24,6 +24,7 @@ from polytempo.spec.precision import Precision
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.sample_batches import SampleBatches
+from polytempo.training.precision.quantised_weights import kept_float32, lowered
 from polytempo.training.precision.reduced_forward import dtype_of, install
 
 _FEWEST = 8
@@ -42,7 +43,7 @@ class Evaluation:
 
     Memory: the model's modules once more; parameters are lent for the time of a score, buffers copied. So a module
     must allow `copy.deepcopy`; attributes that are neither parameters nor buffers stay as they are when this is made.
-    With a `precision` a score is computed in its 16 bits.
+    With a `precision` a score is computed in its bits.
     """
 
     def __init__(self, job: Job, model: nn.Module, data: Data, precision: Precision | None = None) -> None:
@@ -52,7 +53,11 @@ class Evaluation:
         self.length = self._test.length
         self._model = copied_modules(model).eval()
         self._mover = BatchMover(next((p.device for p in model.parameters()), None))
-        if precision is not None:
+        self._lowered: dict[str, Precision] = {}
+        if precision is not None and precision.is_quantised:
+            exact = kept_float32(model, precision)
+            self._lowered = {name: precision for name, p in model.named_parameters() if id(p) not in exact}
+        elif precision is not None:
             install(self._model, dtype_of(precision))
 
     def sums(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
@@ -95,6 +100,8 @@ class Evaluation:
         own = [*self._model.named_parameters(), *self._model.named_buffers()]
         for name, tensor in own:
             lent = tensors[name].detach()
+            if name in self._lowered:
+                lent = lowered(lent, self._lowered[name])
             tensor.data = lent if isinstance(tensor, nn.Parameter) else lent.clone()
         try:
             yield

@@ -28,7 +28,8 @@ from polytempo.spec.precision import Precision
 from polytempo.training.checkpoint.optimizer_state import plain_step, steps_each_by_itself
 from polytempo.training.hooks.weak_hook import KeepingHook, WeakHook
 from polytempo.training.model.parted_parameters import EPSILON
-from polytempo.training.precision.reduced_forward import dtype_of, install, kept_wide
+from polytempo.training.precision.quantised_weights import kept_float32, lowered
+from polytempo.training.precision.reduced_forward import dtype_of, install
 
 SCALING = "loss scaling"
 
@@ -61,7 +62,7 @@ class Masters:
         self.left_out = False
         """True if all have left out the last one."""
         self._model, self._optimizer = model, optimizer
-        wide = kept_wide(model)
+        wide = kept_float32(model, precision)
         self._parameters = [p for p in model.parameters() if p.is_floating_point() and id(p) not in wide]
         self._masters = [parameter.data for parameter in self._parameters]
         self._low: list[Tensor] = []
@@ -71,10 +72,10 @@ class Masters:
         self._clip = 1.0
         self._scaled = False
         for parameter in self._parameters:
-            parameter.data = parameter.data.to(dtype_of(precision))
+            parameter.data = lowered(parameter.data, precision)
         self._versions = [parameter._version for parameter in self._parameters]
         modules = called or (model,)
-        self._remove = [install(module, dtype_of(precision)) for module in modules]
+        self._remove = [install(module, dtype_of(precision)) for module in modules if not precision.is_quantised]
         self._hooks = [hook for module in modules for each in module.modules() for hook in self._watched(each)]
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(WeakHook(self._begin_float32)))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(WeakHook(self._end_float32)))
@@ -116,7 +117,7 @@ class Masters:
         self._low = [parameter.data for parameter in self._parameters]
         for i, (parameter, master) in enumerate(zip(self._parameters, self._masters, strict=True)):
             if parameter._version != self._versions[i]:
-                _take_edits_(master, self._low[i])
+                _take_edits_(master, self._low[i], self.precision)
             parameter.data = master
             self._versions[i] = parameter._version
 
@@ -129,7 +130,7 @@ class Masters:
         for i, (parameter, master) in enumerate(zip(self._parameters, self._masters, strict=True)):
             parameter.data = low[i]
             if parameter._version != self._versions[i]:
-                parameter.copy_(master)
+                parameter.copy_(lowered(master, self.precision))
             self._versions[i] = parameter._version
 
     @contextmanager
@@ -181,7 +182,7 @@ class Masters:
     def report(self) -> dict[str, Any]:
         """Values for `Result.precision`."""
         scaling = {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
-        return {"dtype": str(self.precision)} | bytes_of(self._model) | scaling
+        return {"dtype": str(self.precision)} | bytes_of(self._model, self.precision) | scaling
 
     def saved(self) -> dict[str, Scalar]:
         """The state of a run beside its parameters."""
@@ -273,12 +274,12 @@ def masters_of(
     return None if precision is None else Masters(model, optimizer, precision, called)
 
 
-def bytes_of(model: nn.Module) -> dict[str, int]:
-    """Bytes of a model's 16-bit parameters, and of their float32 masters."""
-    wide = kept_wide(model)
+def bytes_of(model: nn.Module, precision: Precision) -> dict[str, int]:
+    """Bytes of a model's parameters as they are in memory, and of their float32 masters."""
+    wide = kept_float32(model, precision)
     every = [p.numel() * (1 if id(p) in wide else -1) for p in model.parameters() if p.is_floating_point()]
     kept, low = sum(n for n in every if n > 0), -sum(n for n in every if n < 0)
-    return {"parameter_bytes": 4 * kept + 2 * low, "master_bytes": 4 * low}
+    return {"parameter_bytes": 4 * kept + (4 if precision.is_quantised else 2) * low, "master_bytes": 4 * low}
 
 
 def check(model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:
@@ -297,9 +298,9 @@ def check(model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:
         )
 
 
-def _take_edits_(master: Tensor, low: Tensor) -> None:
-    """master ← low where these are not the same number: the 16-bit copy was changed in place."""
-    master.copy_(torch.where(low == master.to(low.dtype), master, low.to(master.dtype)))
+def _take_edits_(master: Tensor, low: Tensor, precision: Precision) -> None:
+    """master ← low where low is not the master's number in fewer bits: the copy was changed in place."""
+    master.copy_(torch.where(low == lowered(master, precision), master, low.to(master.dtype)))
 
 
 def _give(gradients: Sequence[_Gradient], factor: float) -> None:
