@@ -111,7 +111,7 @@ class RunOptions:
     See `large_batch.WeightAverage`. Training does not see it; checkpoints have both.
     """
     precision: Annotated[Precision | None, Option(TRAINING, "DTYPE", read=precision_of)] = None
-    """Compute with parameters of fewer bits, and float32 masters: bf16, 'fp16(loss_scale=dynamic)', int8, int4, ternary.
+    """Compute with parameters of fewer bits, float32 masters: bf16, 'fp16(loss_scale=dynamic)', int8, int4 or ternary.
 
     `pt.precision("bf16")`, or its text; None: float32.
     """
