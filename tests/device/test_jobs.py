@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 BROKEN_OFF_AT = 4
 COVERING = [row for row in covering() if row.loop not in OWN and row.world == "processes"]
-STAGES = "messages between stages outside of batches: being mended"
 ONE_COPY, SERVED_STAGES = "PT1901", "PT1903"
 """Refusals on a device: of one copy of the weights in the memory of the host, and of a parameter server for stages."""
 
@@ -92,8 +91,6 @@ def test_every_strategy_ends_with_the_cpus_result(device: str, row: Row) -> None
         with pytest.raises((ValueError, PolytempoError), match=ONE_COPY):
             pt.run(JOB, strategy, workers, device=device, **options)
         return
-    if strategy.schedule is not None:
-        pytest.xfail(STAGES)
     found = pt.run(JOB, strategy, workers, device=device, **options)
     if served and workers > 1:  # its workers come to the server in another order
         assert math.isfinite(found.loss or math.nan)
@@ -112,8 +109,6 @@ def test_a_job_of_two_features(device: str, tmp_path: Path, row: Combination) ->
         with pytest.raises((ValueError, PolytempoError), match="|".join(filter(None, [words, refusal(row._asdict())]))):
             pt.run(job_of(row), strategy_of(row), workers_of(row), **options_of(row), device=device)
         return
-    if strategy_of(row).schedule is not None:
-        pytest.xfail(STAGES)
     job, strategy, workers = job_of(row), strategy_of(row), workers_of(row)
     options: dict[str, Any] = {"out": tmp_path, "device": device, "checkpoint_every": 2}
     if row.saving == "resumed":
