@@ -114,6 +114,7 @@ IMPORTED_LATE = {
     ("cli/main.py", "polytempo.cli.horovod.horovodrun"): TORCH,
     ("cli/bench/bench_commands.py", "polytempo.cli.bench.bench"): TORCH,
     ("cli/main.py", "polytempo.cli.look.strategies"): TORCH,
+    ("cli/main.py", "polytempo.cli.look.layers"): TORCH,
     ("cli/main.py", "polytempo.cli.look.explain"): TORCH,
     ("cli/main.py", "polytempo.cli.predict.cut"): TORCH,
     ("cli/predict/plan_commands.py", "polytempo.cli.predict.plan_layers"): TORCH,

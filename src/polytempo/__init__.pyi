@@ -46,6 +46,7 @@ from polytempo.spec.then import then as then
 from polytempo.training.elastic.loop_state import ElasticState as ElasticState
 from polytempo.training.hooks.attached_models import no_sync as no_sync
 from polytempo.training.hooks.handle import Handle as Handle
+from polytempo.training.observe.similarity import linear_cka as linear_cka
 from polytempo.training.observe.whole_checkpoint import checkpoint_model as checkpoint_model
 from polytempo.training.own_loop.served_handle import ServedHandle as ServedHandle
 from polytempo.training.own_loop.shard import shard as shard

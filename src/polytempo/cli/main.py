@@ -14,6 +14,7 @@ from polytempo.cli.look.look_options import (
     ChaosOptions,
     DoctorOptions,
     ExplainOptions,
+    LookOptions,
     ReplayOptions,
     SharpnessOptions,
     StrategiesOptions,
@@ -36,7 +37,7 @@ from polytempo.engines.processes.fork import collected_children, reserve_standar
 
 STORY = {
     "Run": ("train", "compare", "compress", "schedule", "submit", "horovodrun"),
-    "Look": ("top", "strategies", "explain", "sharpness", "replay"),
+    "Look": ("top", "strategies", "explain", "look", "sharpness", "replay"),
     "Predict": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
     "Tune and test": ("tune", "doctor", "bench", "chaos"),
 }
@@ -241,6 +242,19 @@ def sharpness(asked: SharpnessOptions) -> None:
     the folder of one checkpoint.
     """
     from polytempo.cli.look.sharpness import sharpness as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(LookOptions)
+def look(asked: LookOptions) -> None:
+    """Show the layers that runs have learned, side by side.
+
+    Without --layer: the layers, and how alike their activations are in each run and the first, by linear CKA. With it:
+    pictures of the layer's weights and of its activations for test samples.
+    """
+    from polytempo.cli.look.layers import look as command  # imports torch, which takes seconds
 
     command(asked)
 

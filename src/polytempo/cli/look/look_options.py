@@ -18,6 +18,10 @@ _STOPS = ("step", "ticket", "version")
 _MOST_PER_CORE = 16
 
 
+def _run_folders(texts: list[str]) -> tuple[str, ...]:
+    return tuple(map(values.run_folder, texts))
+
+
 def _picture_folder(text: str) -> str:
     if "://" not in text and not Path(text).is_dir():
         raise ValueError("there is no such folder; make it, or leave --out out")
@@ -164,6 +168,26 @@ class SharpnessOptions:
         for name, needed in (("points", pictures), ("width", self.surface), ("out", pictures)):
             if getattr(self, name) is not None and not needed:
                 raise ValueError(f"--{name} is about pictures; give --surface or --line as well")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookOptions:
+    """Options of `polytempo look`."""
+
+    runs: Annotated[tuple[str, ...], Option(ARGUMENT, "RUN", read=_run_folders)]
+    """The folders of one or more runs of a job, as --out names them."""
+    layer: Annotated[str | None, Option(OPTIONS, "LAYER")] = None
+    """Draw the weights and activations of this layer: by the model's own name, or by kind and number, as in conv1."""
+    samples: Annotated[Annotated[int, Meta(ge=2, le=100_000)], Option(OPTIONS, "N")] = 1000
+    """Compare activations for so many test samples, drawn from --seed. Default: 1000."""
+    seed: Annotated[int, Meta(ge=0, le=2**62 - 1), Option(OPTIONS, "S")] = 0
+    """Seed of the samples. Default: 0."""
+    job: Annotated[str | None, Option(OPTIONS, "JOB", read=values.job)] = None
+    """The runs' job, if it does not ship."""
+    data: Data = None
+    out: Annotated[str | None, Option(OPTIONS, "DIR", read=_picture_folder)] = None
+    """Folder for pictures. Default: the first RUN."""
+    json: Json = False
 
 
 @dataclass(frozen=True, kw_only=True)

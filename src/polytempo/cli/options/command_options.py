@@ -108,7 +108,8 @@ def checked_values(rows: Mapping[str, OptionRow], command_line: Mapping[str, obj
 
 def _typed(row: OptionRow, value: object) -> str:
     """An option as it was typed."""
-    text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value).strip() or repr(value)
+    given = " ".join(value) if isinstance(value, list) else value
+    text = repr(given).removesuffix(".0") if isinstance(given, float) else str(given).strip() or repr(given)
     return f"--{row.name.replace('_', '-')} {text}" if row.option.section else f"{row.option.value} {text}"
 
 
