@@ -151,7 +151,7 @@ def _draw(path: Place, title: str, runs: Sequence[RunPart], beside: Array | None
         scale: dict[str, Any] = {} if colored else {"cmap": "RdBu_r", "norm": Normalize(-1, 1)}
         shown = np.where(np.isnan(run.values), 1.0, run.values) if colored else run.values / most
         image = axes.imshow(shown, aspect="auto" if rows_of_numbers else "equal", interpolation="nearest", **scale)
-        _bare(axes, run.name, run.about if colored else f"{run.about}\nlargest {most:.3g}")
+        _bare(axes, run.name, run.about if colored else f"{run.about}, largest {most:.3g}")
     figure.suptitle(_plain(title), fontsize=10.5, color=INK, x=0.01, ha="left")
     if not colored:
         _scale(figure, image, list(panels), "value / the panel's largest")
