@@ -57,6 +57,7 @@ FAMILIES: dict[str, Callable[[], Strategy]] = {
 LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
     "whole": lambda inner: inner,
     "one_copy": lambda inner: s.shared_memory(),
+    "hogwild": lambda inner: s.hogwild("atomic"),
     "gpipe": lambda inner: s.gpipe(2, 2, inner=inner),
     "one_f_one_b": lambda inner: s.one_f_one_b(2, 2, inner=inner),
     "interleaved": lambda inner: s.interleaved(2, 2, parts=2, inner=inner),
@@ -74,7 +75,7 @@ LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
 
 FACTORS: dict[str, Sequence[str | int]] = {
     "family": list(FAMILIES),
-    "layout": list(LAYOUTS),
+    "layout": [layout for layout in LAYOUTS if layout != "hogwild"],  # see `IN_ANY_ORDER`
     "precision": ["float64", "float32", "bf16"],
     "norm": ["none", "batch", "instance", "layer", "group"],
     "optimizer": ["sgd", "momentum", "adamw"],
@@ -98,7 +99,23 @@ IDLE_LAYERS = [
     ]
 ]
 """Rows with a layer that no batch uses, or only some batches: optimizers leave it alone, at a server too."""
-STAGED = tuple(layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "split", "places", "hybrid"))
+IN_ANY_ORDER = [
+    Combination("sync", "hogwild", precision, norm, optimizer, loop, replicas, saving, world)
+    for precision, norm, optimizer, loop, replicas, saving, world in [
+        ("float64", "none", "sgd", "job", 1, "saved", "virtual"),
+        ("float32", "layer", "momentum", "unused", 2, "saved", "virtual"),
+        ("float64", "group", "adamw", "frozen", 2, "saved", "virtual"),
+        ("bf16", "none", "sgd", "job", 2, "saved", "virtual"),
+        ("float64", "none", "momentum", "job", 1, "resumed", "processes"),
+        ("float32", "instance", "adamw", "frozen", 1, "saved", "processes"),
+        ("float32", "layer", "sgd", "job", 2, "resumed", "processes"),
+        ("float64", "batch", "adamw", "unused", 2, "saved", "processes"),
+    ]
+]
+"""Rows of Hogwild!: two workers write to one copy in any order, so only one worker can be compared with plain torch."""
+STAGED = tuple(
+    layout for layout in LAYOUTS if layout not in ("whole", "one_copy", "hogwild", "split", "places", "hybrid")
+)
 WAITING = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble")
 """Stages that compute the same as one process."""
 LATE = tuple(layout for layout in STAGED if layout not in WAITING)
@@ -130,7 +147,7 @@ IMPOSSIBLE: list[Values] = [
 REFUSED: list[tuple[str, Values]] = [
     ("drops gradients", {"family": ["backup"], "layout": LATE}),
     ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
-    ("PT1401", {"layout": ["one_copy"], "precision": ["bf16"]}),
+    ("PT1401", {"layout": ["one_copy", "hogwild"], "precision": ["bf16"]}),
     ("models differ|them differ", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
     ("PT1701|them differ", {"family": SERVED, "layout": ["split", "places", "hybrid"]}),
     ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
@@ -154,6 +171,8 @@ def refusal(chosen: Mapping[str, str | int]) -> str | None:
 
 def comparable(chosen: Mapping[str, str | int]) -> bool:
     """True if plain torch computes the row: no gradient is late, and `combination_runs.plain` knows the family."""
+    if fits(chosen, {"layout": ["hogwild"], "replicas": [2]}):
+        return False
     plain = chosen.get("family", "sync") in PLAIN and chosen.get("layout") not in LATE
     return plain and possible(chosen) and refusal(chosen) is None
 

@@ -29,7 +29,18 @@ from laws.combination_runs import (
     strategy_of,
     workers_of,
 )
-from laws.combinations import FACTORS, IDLE_LAYERS, OWN, SERVED, Combination, comparable, covering, possible, refusal
+from laws.combinations import (
+    FACTORS,
+    IDLE_LAYERS,
+    IN_ANY_ORDER,
+    OWN,
+    SERVED,
+    Combination,
+    comparable,
+    covering,
+    possible,
+    refusal,
+)
 from polytempo.core import PolytempoError
 from polytempo.runs.frame import run_page
 from polytempo.spec.result import Result
@@ -45,8 +56,9 @@ BROKEN_OFF_AT = 4
 """The step is in the middle of the second epoch, and of a round of local steps."""
 
 
-def idle_layers(world: str) -> list[Combination]:
-    return [row for row in IDLE_LAYERS if row.world == world]
+def named_rows(world: str) -> list[Combination]:
+    """Rows that the covering does not choose."""
+    return [row for row in IDLE_LAYERS + IN_ANY_ORDER if row.world == world]
 
 
 @contextmanager
@@ -81,7 +93,7 @@ def test_every_pair_of_values_is_in_a_row() -> None:
     assert sum(refusal(row._asdict()) is None for row in ROWS) > 0.7 * len(ROWS)
 
 
-@pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3) + idle_layers("virtual"), ids=str)
+@pytest.mark.parametrize("row", some_of(VIRTUAL, 0, of=3) + named_rows("virtual"), ids=str)
 def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
     """Saving changes no bit, no operation and no time; the saved model is plain torch's."""
     with refused_or_not(row):
@@ -92,7 +104,7 @@ def test_under_the_virtual_clock(row: Combination, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("row", some_of(JOBS, 0, of=8) + idle_layers("processes"), ids=str)
+@pytest.mark.parametrize("row", some_of(JOBS, 0, of=8) + named_rows("processes"), ids=str)
 def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
     """The bits of the virtual world, also where it is saved, or broken off and resumed."""
     with refused_or_not(row):
@@ -107,7 +119,7 @@ def test_a_job_on_processes(row: Combination, tmp_path: Path) -> None:
             resume=row.saving == "resumed",
         )
         assert found.steps == STEPS
-        if row.family == "downpour":  # its workers come to the server in another order
+        if row.family == "downpour" or (row.layout == "hogwild" and row.replicas > 1):  # workers come in another order
             assert math.isfinite(found.loss or math.nan)
             return
         virtual = simulated(row)

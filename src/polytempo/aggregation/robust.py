@@ -89,7 +89,8 @@ def multi_krum(wrong: int = 1, kept: int | None = None) -> Merge:
 
     kept=1 is `krum`. Holds against `wrong` wrong ranks; needs N ≥ 2·wrong + 3, and kept ≤ N - wrong - 2.
     Source: P. Blanchard et al., 2017, section 5, which proves nothing of it; G. Bareilles, W. Bouaziz, J. Fageot and
-    E. M. El Mhamdi, "Byzantine machine learning: MultiKrum and an optimal notion of robustness", 2026, does.
+    E. M. El Mhamdi, "Byzantine machine learning: MultiKrum and an optimal notion of robustness", 2026, arXiv
+    2602.03899, does.
     """
     _check_wrong(wrong)
     if kept is not None and kept < 1:
