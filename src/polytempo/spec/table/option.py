@@ -73,9 +73,9 @@ class OptionRow(NamedTuple):
 
     @property
     def plain_kind(self) -> type:
-        """The type without None and bounds; `str` where it is read from text, a list of them for `tuple[str, ...]`."""
+        """The type without None and bounds; `str` where it is read from text, a list for several."""
         found = next(each for each in map(_bare, _members(self.kind)) if each is not NoneType)
-        if get_origin(found) is tuple and get_args(found)[-1] is ...:
+        if get_origin(found) is tuple and not self.option.section:
             return list[str]
         return found if found is Path or (self.option.read is None and found in (bool, int, float)) else str
 
