@@ -86,7 +86,7 @@ def test_a_loop_of_ones_own_has_quantised_weights_and_float32_masters(name: str)
         optimizer.zero_grad()
         functional.cross_entropy(model(SAMPLES), LABELS).backward()
         optimizer.step()
-        assert len(model[0].weight[0].unique()) <= 2 ** BITS[name] - 1
+        assert len(model.get_parameter("0.weight")[0].unique()) <= 2 ** BITS[name] - 1
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-4, atol=1e-5)
 
