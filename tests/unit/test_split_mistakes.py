@@ -203,3 +203,12 @@ def test_random_numbers_are_each_rank_s_own() -> None:
         torch.manual_seed(rank)
         expected.append([float(torch.rand(())), float(torch.rand(()))])
     assert on_ranks(3, work) == expected
+
+
+def test_a_compiled_model_is_refused() -> None:
+    def work(port: Port) -> None:
+        model = torch.compile(pt.split(made(IMAGES), {"0": "places"}, port=port), backend="eager")
+        with pytest.raises(pt.errors.Incompatible, match=r"^PT2001"):
+            model(torch.ones(1, 4, 3, 3, dtype=torch.float64))
+
+    on_ranks(2, work)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from polytempo.core.calls.refusals import refuse
 from polytempo.device import own_random_state
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.exchange import gathered
@@ -45,6 +47,8 @@ class SplitModel(PartedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer. The first time, ranks compare their random states and outputs, with ValueError for a
         difference."""
+        if self.group.size > 1 and torch.compiler.is_compiling():
+            _refuse_compiling()
         self.group.begin_pass(self.group.drawn(training=self.training))
         check, self._checked = not self._checked, True
         drops = self.training and any(isinstance(m, nn.Dropout) or _drops(m) for m in self.modules())
@@ -94,6 +98,11 @@ class SplitModel(PartedModel):
                 "the model's output differs between its ranks, so it is a part; let its last split layer be "
                 '"row", pt.partition.tensor.column(gather=True), or "vocabulary" with model.cross_entropy as its loss'
             )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiling() -> None:
+    refuse({"split", "compile"})
 
 
 def _drops(module: nn.Module) -> bool:

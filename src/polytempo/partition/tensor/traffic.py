@@ -13,10 +13,10 @@ from polytempo.partition.tensor.layers.attention import SplitAttention
 from polytempo.partition.tensor.layers.convolution import ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.layers.layer import ScatterLayer, SequenceLayer, SplitLayer
 from polytempo.partition.tensor.layers.linear import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
-from polytempo.partition.tensor.spatial.areas import PicturePlaces
+from polytempo.partition.tensor.spatial.areas import PictureGrid
 from polytempo.partition.tensor.spatial.halos import halo_numbers
 from polytempo.partition.tensor.spatial.spatial_layer import SpatialLayer
-from polytempo.partition.tensor.spatial.windows import PictureWindow, padding_of, wanted
+from polytempo.partition.tensor.spatial.windows import SlidingWindow, padding_of, wanted
 from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.wires import AS_THEY_ARE, Way, Wires, without_memory
 
@@ -155,9 +155,9 @@ def convolution_traffic(
     """
     sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     each = zip(layer.kernel_size, layer.stride, sides, layer.dilation, strict=True)
-    windows = [PictureWindow(kernel, stride, *side, dilation) for kernel, stride, side, dilation in each]
-    given = PicturePlaces(tuple(sizes), grid)
-    made = PicturePlaces(tuple(window.outputs(size) for window, size in zip(windows, sizes, strict=True)), grid)
+    windows = [SlidingWindow(kernel, stride, *side, dilation) for kernel, stride, side, dilation in each]
+    given = PictureGrid(tuple(sizes), grid)
+    made = PictureGrid(tuple(window.outputs(size) for window, size in zip(windows, sizes, strict=True)), grid)
     if not (given.divide and made.divide):
         raise ValueError(f"pictures of {given.sizes} and {made.sizes} places are not divided by a grid of {grid} ranks")
     halo = samples * layer.in_channels * halo_numbers(given.areas, wanted(made, windows)) * itemsize

@@ -1,4 +1,4 @@
-"""`PicturePlaces`: the cut of a picture into a grid of areas, one on each rank.
+"""`PictureGrid`: the cut of a picture into a grid of areas, one on each rank.
 
     sizes (5, 7), grid (2, 2)        columns 0-3   columns 4-6
                        rows 0-2      rank 0        rank 1
@@ -30,7 +30,7 @@ Areas = tuple[Area, ...]
 
 
 @dataclass(frozen=True)
-class PicturePlaces:
+class PictureGrid:
     """Sizes of a whole picture, (…, rows, columns), and the ranks along each dimension, the last one fastest."""
 
     sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class PicturePlaces:
         return _areas(self.sizes, self.grid)
 
     def numbers(self, rank: int) -> int:
-        """Places of a rank."""
+        """PictureGrid of a rank."""
         return volume(self.areas[rank])
 
     def own(self, whole: Tensor, rank: int) -> Tensor:

@@ -33,7 +33,7 @@ def with_halos(group: ModelGroup, part: Tensor, have: Areas, want: Areas, fill: 
 
 
 def halo_numbers(have: Areas, want: Areas) -> int:
-    """Places that travel in `with_halos`, of all ranks."""
+    """PictureGrid that travel in `with_halos`, of all ranks."""
     return sum(volume(area) for (sender, receiver), area in pieces(have, want).items() if sender != receiver)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from polytempo.partition.tensor.exchange import gathered_to_split, shared_together
-from polytempo.partition.tensor.spatial.part import PicturePart
+from polytempo.partition.tensor.spatial.picture_part import PicturePart
 from polytempo.partition.wires import AS_THEY_ARE
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from polytempo.partition.tensor.layers.layer import SplitLayer
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.spatial.areas import PicturePlaces, grid_of
-from polytempo.partition.tensor.spatial.part import entered
+from polytempo.partition.tensor.spatial.areas import PictureGrid, grid_of
+from polytempo.partition.tensor.spatial.picture_part import entered
 from polytempo.partition.tensor.spatial.spatial_tensor import SpatialTensor, spatial
 from polytempo.partition.tensor.way import Way
 
@@ -46,7 +46,7 @@ class SpatialLayer(SplitLayer):
                 f"a layer by places got a tensor of shape {tuple(picture.shape)}; it takes (samples, channels, …) with "
                 "one to three dimensions of places"
             )
-        places = PicturePlaces(tuple(picture.shape[-dims:]), self._of_dims(dims))
+        places = PictureGrid(tuple(picture.shape[-dims:]), self._of_dims(dims))
         return spatial(entered(self.group, places, picture)) if places.divide else picture
 
     def _of_dims(self, dims: int) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ connected network over four machines by places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import isgetsetdescriptor as is_property
 from typing import Any
 
 import torch
@@ -27,15 +26,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polytempo.partition.tensor.exchange import copied
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.spatial import place_norms, windows
-from polytempo.partition.tensor.spatial.areas import PicturePlaces, cut_out
-from polytempo.partition.tensor.spatial.part import PicturePart
+from polytempo.partition.tensor.spatial.areas import PictureGrid, cut_out
+from polytempo.partition.tensor.spatial.picture_part import PicturePart
 
 
 class SpatialTensor(Tensor):
     """This rank's area; `whole()` is the picture. Made by `spatial`."""
 
     group: ModelGroup
-    places: PicturePlaces
+    places: PictureGrid
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The area, without an exchange: one rank may print it alone."""
@@ -147,48 +146,19 @@ def _softmax(part: PicturePart, dim: int | None = None, *more: Any, **options: A
 
 
 _NAMES = (
-    *(
-        "abs",
-        "add",
-        "bfloat16",
-        "celu",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "contiguous",
-        "cos",
-        "cpu",
-        "detach",
-    ),
-    *("div", "double", "elu", "erf", "exp", "expm1", "feature_dropout", "float", "gelu", "half", "hardsigmoid"),
-    *("hardswish", "hardtanh", "leaky_relu", "log", "log1p", "logsigmoid", "maximum", "minimum", "mish", "mul", "neg"),
-    *(
-        "pow",
-        "reciprocal",
-        "relu",
-        "relu6",
-        "round",
-        "rsqrt",
-        "rsub",
-        "selu",
-        "sigmoid",
-        "sign",
-        "silu",
-        "sin",
-        "softplus",
-    ),
-    *("softsign", "sqrt", "square", "sub", "subtract", "multiply", "divide", "tanh", "tanhshrink", "threshold", "to"),
-    *("where", "masked_fill", "dropout2d", "dropout3d", "eq", "ne", "lt", "le", "gt", "ge", "lerp", "addcmul", "sinc"),
-    *("hardshrink", "softshrink", "nan_to_num", "type_as", "dropout1d"),
+    "abs add addcmul bfloat16 celu clamp clamp_max clamp_min clone contiguous cos detach div divide double dropout1d "
+    "dropout2d dropout3d elu eq erf exp expm1 feature_dropout float ge gelu gt half hardshrink hardsigmoid hardswish "
+    "hardtanh le leaky_relu lerp log log1p logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg "
+    "pow reciprocal relu relu6 round rsqrt rsub selu sigmoid sign silu sin sinc softplus softshrink softsign sqrt square "
+    "sub subtract tanh tanhshrink threshold to type_as where"
 )
 _OPERATORS = ("add", "sub", "mul", "truediv", "div", "pow", "neg", "abs", "pos")
 _SPACES = (torch, Tensor, functional, torch._C._nn)
 _SINGLE = {
     found
     for name in [
-        *_NAMES,
-        *(f"{name}_" for name in _NAMES),
+        *_NAMES.split(),
+        *(f"{name}_" for name in _NAMES.split()),
         *(f"__{i}{o}__" for o in _OPERATORS for i in ("", "r", "i")),
     ]
     for space in _SPACES
@@ -213,15 +183,16 @@ _SIZES: dict[Any, Callable[..., Any]] = {
     torch.numel: lambda tensor: _size(tensor).numel(),
 }
 """Questions for sizes: the whole picture's."""
+_PROPERTIES = (
+    "dtype device requires_grad grad_fn is_leaf layout ndim is_meta is_sparse is_quantized is_mkldnn is_nested "
+    "_version output_nr _backward_hooks itemsize"
+)
 _FACTS = {
-    *(getattr(Tensor, name).__get__ for name in (
-        *("dtype", "device", "requires_grad", "grad_fn", "layout", "ndim", "_version", "output_nr", "_backward_hooks"),
-        *("itemsize", *(name for name in dir(Tensor) if name.startswith("is_") and is_property(getattr(Tensor, name)))),
-    )),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
     *(Tensor.dim, Tensor.ndimension, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook),
     *(Tensor.retain_grad, Tensor.requires_grad_, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous),
     *(torch.is_floating_point, torch.is_complex, Tensor.as_subclass, Tensor.is_inference),
-}  # fmt: skip
+}
 """Questions that a rank answers alone."""
 
 _DIVIDED: dict[Any, Callable[..., Any]] = {

@@ -29,15 +29,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from polytempo.partition.tensor.exchange import shared_together, summed
-from polytempo.partition.tensor.spatial.areas import Area, Areas, PicturePlaces, Span, common
+from polytempo.partition.tensor.spatial.areas import Area, Areas, PictureGrid, Span, common
 from polytempo.partition.tensor.spatial.halos import with_halos
-from polytempo.partition.tensor.spatial.part import PicturePart
+from polytempo.partition.tensor.spatial.picture_part import PicturePart
 
 Function = Callable[..., Any]
 Sizes = int | Sequence[int]
 
 
-class PictureWindow(NamedTuple):
+class SlidingWindow(NamedTuple):
     """The windows of one dimension."""
 
     kernel: int
@@ -49,7 +49,7 @@ class PictureWindow(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Places from the first to the last of a window."""
+        """PictureGrid from the first to the last of a window."""
         return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, size: int) -> int:
@@ -77,11 +77,11 @@ class Transposed(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Places from the first to the last that an input adds to."""
+        """PictureGrid from the first to the last that an input adds to."""
         return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, size: int) -> int:
-        """Places of the output."""
+        """PictureGrid of the output."""
         return (size - 1) * self.stride - 2 * self.before + self.reach + self.more
 
     def inputs(self, span: Span) -> Span:
@@ -90,7 +90,7 @@ class Transposed(NamedTuple):
         return first, (span[1] - 1 + self.before) // self.stride + 1
 
 
-def slid(part: PicturePart, windows: Sequence[PictureWindow], fill: float = 0.0) -> PicturePart | None:
+def slid(part: PicturePart, windows: Sequence[SlidingWindow], fill: float = 0.0) -> PicturePart | None:
     """The places that this rank's windows reach, `fill` outside of the picture, and the places of the output."""
     found = _output(part, [window.outputs(size) for window, size in zip(windows, part.places.sizes, strict=True)])
     if found is None:
@@ -101,19 +101,19 @@ def slid(part: PicturePart, windows: Sequence[PictureWindow], fill: float = 0.0)
     return part.of(with_halos(part.group, part.tensor, part.places.areas, want, fill), found)
 
 
-def wanted(outputs: PicturePlaces, windows: Sequence[PictureWindow | Transposed]) -> Areas:
+def wanted(outputs: PictureGrid, windows: Sequence[SlidingWindow | Transposed]) -> Areas:
     """The areas that each rank's windows reach."""
     return tuple(
         tuple(window.inputs(span) for window, span in zip(windows, area, strict=True)) for area in outputs.areas
     )
 
 
-def _output(part: PicturePart, sizes: Sequence[int]) -> PicturePlaces | None:
-    found = PicturePlaces(tuple(sizes), part.places.grid)
+def _output(part: PicturePart, sizes: Sequence[int]) -> PictureGrid | None:
+    found = PictureGrid(tuple(sizes), part.places.grid)
     return found if found.divide else None
 
 
-def _reached(places: PicturePlaces, want: Areas) -> bool:
+def _reached(places: PictureGrid, want: Areas) -> bool:
     picture: Area = tuple((0, size) for size in places.sizes)
     return all(common(picture, area) is not None for area in want)
 
@@ -138,7 +138,7 @@ def convolution(function: Function) -> Function:
         if len(kernel) != dims:
             return None
         sides = padding_of(padding, kernel, spread)
-        windows = [PictureWindow(k, s, *side, d) for k, s, side, d in zip(kernel, steps, sides, spread, strict=True)]
+        windows = [SlidingWindow(k, s, *side, d) for k, s, side, d in zip(kernel, steps, sides, spread, strict=True)]
         given = slid(part, windows)
         if given is None:
             return None
@@ -149,7 +149,7 @@ def convolution(function: Function) -> Function:
 
 
 def padding_of(padding: Sizes | str, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    """Places before and after the picture."""
+    """PictureGrid before and after the picture."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
     if padding == "same":  # torch puts the odd place behind
@@ -264,8 +264,8 @@ def mean_pooling(function: Function) -> Function:
     return divided
 
 
-def _counts(windows: Sequence[PictureWindow], sizes: Sequence[int], area: Area, with_padding: bool) -> list[list[int]]:
-    """Places of each window that count, in each dimension: torch counts padding, but none beyond it."""
+def _counts(windows: Sequence[SlidingWindow], sizes: Sequence[int], area: Area, with_padding: bool) -> list[list[int]]:
+    """PictureGrid of each window that count, in each dimension: torch counts padding, but none beyond it."""
     found = []
     for window, size, span in zip(windows, sizes, area, strict=True):
         low, high = (-window.before, size + window.after) if with_padding else (0, size)
@@ -276,14 +276,11 @@ def _counts(windows: Sequence[PictureWindow], sizes: Sequence[int], area: Area, 
 
 def _pooled(
     dims: int, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool
-) -> list[PictureWindow]:
+) -> list[SlidingWindow]:
     sizes = _each(kernel, dims)
     steps = sizes if stride is None or stride == [] else _each(stride, dims)
-    sides = _each(padding, dims)
-    return [
-        PictureWindow(k, s, p, p, d, ceil)
-        for k, s, p, d in zip(sizes, steps, sides, _each(dilation, dims), strict=True)
-    ]
+    sides, spread = _each(padding, dims), _each(dilation, dims)
+    return [SlidingWindow(k, s, p, p, d, ceil) for k, s, p, d in zip(sizes, steps, sides, spread, strict=True)]
 
 
 def adaptive_mean(pooling: Function) -> Function:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from polytempo.partition.tensor.exchange import copied, gathered, scattered
 from polytempo.partition.tensor.model_group import ModelGroup
-from polytempo.partition.tensor.spatial.areas import PicturePlaces, cut_out, volume
+from polytempo.partition.tensor.spatial.areas import PictureGrid, cut_out, volume
 
 
 class PicturePart(NamedTuple):
     """`tensor` is (…, places of this rank's area)."""
 
     group: ModelGroup
-    places: PicturePlaces
+    places: PictureGrid
     tensor: Tensor
 
     @property
@@ -28,7 +28,7 @@ class PicturePart(NamedTuple):
         """Sizes of the other dimensions: samples and channels."""
         return tuple(self.tensor.shape[: -self.dims])
 
-    def of(self, tensor: Tensor, places: PicturePlaces | None = None) -> PicturePart:
+    def of(self, tensor: Tensor, places: PictureGrid | None = None) -> PicturePart:
         """Another tensor of this rank."""
         return PicturePart(self.group, places or self.places, tensor)
 
@@ -52,7 +52,7 @@ class PicturePart(NamedTuple):
         return found
 
 
-def entered(group: ModelGroup, places: PicturePlaces, whole: Tensor) -> PicturePart:
+def entered(group: ModelGroup, places: PictureGrid, whole: Tensor) -> PicturePart:
     """This rank's area of a tensor that all ranks hold. Cost: where it learns, backward a gather."""
     rank = group.rank
     if not whole.requires_grad:
