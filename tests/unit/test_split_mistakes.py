@@ -208,7 +208,7 @@ def test_random_numbers_are_each_rank_s_own() -> None:
 def test_a_compiled_model_is_refused() -> None:
     def work(port: Port) -> None:
         model = torch.compile(pt.split(made(IMAGES), {"0": "places"}, port=port), backend="eager")
-        with pytest.raises(pt.errors.Incompatible, match=r"^PT2001"):
+        with pytest.raises(pt.errors.Incompatible, match=r"^PT2101"):
             model(torch.ones(1, 4, 3, 3, dtype=torch.float64))
 
     on_ranks(2, work)

@@ -146,11 +146,11 @@ def _softmax(part: PicturePart, dim: int | None = None, *more: Any, **options: A
 
 
 _NAMES = (
-    "abs add addcmul bfloat16 celu clamp clamp_max clamp_min clone contiguous cos detach div divide double dropout1d "
-    "dropout2d dropout3d elu eq erf exp expm1 feature_dropout float ge gelu gt half hardshrink hardsigmoid hardswish "
-    "hardtanh le leaky_relu lerp log log1p logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg "
-    "pow reciprocal relu relu6 round rsqrt rsub selu sigmoid sign silu sin sinc softplus softshrink softsign sqrt square "
-    "sub subtract tanh tanhshrink threshold to type_as where"
+    "abs add addcmul bfloat16 celu clamp clamp_max clamp_min clone contiguous cos detach div divide double "
+    "dropout1d  dropout2d dropout3d elu eq erf exp expm1 feature_dropout float ge gelu gt half hardshrink "
+    "hardsigmoid hardswish  hardtanh le leaky_relu lerp log log1p logsigmoid lt masked_fill maximum minimum mish "
+    "mul multiply nan_to_num ne neg  pow reciprocal relu relu6 round rsqrt rsub selu sigmoid sign silu sin sinc "
+    "softplus softshrink softsign sqrt square  sub subtract tanh tanhshrink threshold to type_as where"
 )
 _OPERATORS = ("add", "sub", "mul", "truediv", "div", "pow", "neg", "abs", "pos")
 _SPACES = (torch, Tensor, functional, torch._C._nn)
