@@ -12,8 +12,8 @@ from polytempo.jobs.digits import job
 RULES: dict[str, pt.RunOptions] = {
     "as it was": pt.RunOptions(),
     "x 5 after 8 epochs": pt.RunOptions(batch_growth={8: 5}),
-    "x 1.005 after each step": pt.RunOptions(batch_growth=pt.geometric(ratio=1.005)),
-    "where the norm test fails": pt.RunOptions(batch_growth=pt.norm_test(theta=0.7)),
+    "x 1.005 after each step": pt.RunOptions(batch_growth=pt.training.geometric(ratio=1.005)),
+    "where the norm test fails": pt.RunOptions(batch_growth=pt.training.norm_test(theta=0.7)),
 }
 
 for name, options in RULES.items():

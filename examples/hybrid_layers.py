@@ -21,7 +21,7 @@ net = nn.Sequential(
     *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
     *(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10)),
 )
-plan = pt.plan_layers(net, digits.train.tensors[0][:2], workers=world.size, link="1gbit", batch_size=64)
+plan = pt.training.plan_layers(net, digits.train.tensors[0][:2], workers=world.size, link="1gbit", batch_size=64)
 if world.rank == 0:
     for layer in plan.layers:
         print(f"layer {layer.volume.name}: |W| {layer.data_bytes:,} bytes, |D| {layer.model_bytes:,.0f}: {layer.way}")

@@ -49,5 +49,5 @@ with handle.consensus():
 if world.rank == 0:
     print(f"{strategy}: {right:.1%} of the test digits, {world.size} worker(s), {handle.step} steps of worker 0")
 handle.detach()
-if isinstance(handle, pt.ServedHandle) and handle.account is not None:
+if isinstance(handle, pt.training.ServedHandle) and handle.account is not None:
     print(f"samples: {handle.account['ledger']}; staleness: {handle.account['staleness']['mean']:.2f}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
+from polytempo.runs.own_loop.served_pipeline import ServedPipeline
 
 world = pt.init()
 stages = min(world.size, 2)
@@ -27,7 +28,7 @@ pipe = pt.pipeline(
     pt.strategies.one_f_one_b(stages, micro_batches=4, inner=pt.strategies.async_sgd()),
     sample=digits.train.tensors[0][:32],
 )
-assert isinstance(pipe, pt.ServedPipeline)  # its strategy has a server
+assert isinstance(pipe, ServedPipeline)  # its strategy has a server
 batches = pt.shard(digits.train, batch_size=32)
 for epoch in range(3):
     for images, labels in batches:

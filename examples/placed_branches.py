@@ -33,7 +33,7 @@ pt.init(mesh={"data": 1, "model": world.size})
 digits = pt.data.digits()
 images, labels = digits.test.tensors
 torch.manual_seed(0)
-model = pt.place(TwoTowers(), sample=images)
+model = pt.training.place(TwoTowers(), sample=images)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 pt.attach(model, optimizer, pt.strategies.sync_sgd())
 for images_of_batch, labels_of_batch in pt.shard(digits.train, batch_size=64):

@@ -22,7 +22,7 @@ BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition"),
 }
-BELOW_ALL = {"device"}
+BELOW_ALL = {"device", "lazy_names"}
 """Modules of the package's own folder that know no other, and that all folders may import."""
 
 MAY_IMPORT: dict[str, set[str]] = {

@@ -34,5 +34,5 @@ def hooked(model: nn.Module, name: str) -> nn.Module:
     if name in PEERS:
         return distributed(model, name)
     wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, pt.comm_hook(OURS[name](), model))
+    wrapped.register_comm_hook(None, pt.interop.comm_hook(OURS[name](), model))
     return wrapped

@@ -89,7 +89,7 @@ class Timed:
         self.watch.end()
 
 
-def attached(make: Callable[[], nn.Module], on_drift: Any) -> tuple[Callable[[Batch], None], pt.Handle]:
+def attached(make: Callable[[], nn.Module], on_drift: Any) -> tuple[Callable[[Batch], None], pt.training.Handle]:
     """A plain loop's step with Adam, and its handle."""
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)

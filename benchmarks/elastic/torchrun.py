@@ -114,7 +114,7 @@ def by_torchrun(folder: Path, every: int) -> None:
 def by_elastic(folder: Path) -> None:
     """All workers, and their launcher."""
 
-    def train(state: pt.ElasticState) -> int:
+    def train(state: pt.training.ElasticState) -> int:
         pt.attach(state.model, state.optimizer)
         world = pt.init(quiet=True)
         worker = Worker(folder, world.rank, world.size)
@@ -130,7 +130,7 @@ def by_elastic(folder: Path) -> None:
 
     torch.manual_seed(0)
     model: nn.Module = job.model()
-    state = pt.ElasticState(model, job.optimizer(model.parameters(), job.lr), step=0)
+    state = pt.training.ElasticState(model, job.optimizer(model.parameters(), job.lr), step=0)
     pt.elastic(train, state, workers=WORKERS, restarts=1_000)
 
 

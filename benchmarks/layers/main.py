@@ -85,7 +85,7 @@ def batch(samples: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def planned(settings: Settings) -> LayerPlan:
     """The network's plan, on links as fast as they carry data."""
-    return pt.plan_layers(
+    return pt.training.plan_layers(
         network(),
         batch(2, 0)[0],
         workers=HOSTS,

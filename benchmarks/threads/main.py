@@ -46,7 +46,7 @@ def loop(job: pt.Job, inter: int) -> tuple[Callable[[int], list[float]], Threade
     torch.manual_seed(0)
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    threaded = pt.threads(inter=inter).apply(model)
+    threaded = pt.partition.threads(inter=inter).apply(model)
     images, labels = job.data(None).train.tensors  # type: ignore[attr-defined]
     batches = cycle(list(zip(images.split(job.batch_size), labels.split(job.batch_size), strict=True)))
 

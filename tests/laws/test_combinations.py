@@ -165,5 +165,5 @@ def check_plain(row: Combination, found: Result, folder: Path | None) -> None:
     if folder is None:
         assert found.loss == pytest.approx(loss_of(row, expected), rel=of_model(row, 2e-2))
     else:
-        saved: dict[str, Tensor] = pt.checkpoint_model(folder)
+        saved: dict[str, Tensor] = pt.training.checkpoint_model(folder)
         assert distance(saved, expected) < of_model(row, 2e-2)

@@ -242,7 +242,7 @@ def test_indices_travel_as_they_are() -> None:
 def test_a_plan_brings_its_codecs() -> None:
     sample = batch("images", 2, torch.float32)
     model = made(images, torch.float32)
-    plan = pt.plan_layers(model, sample, workers=2, batch_size=4, activations="int8(16)", gradients="bf16")
+    plan = pt.training.plan_layers(model, sample, workers=2, batch_size=4, activations="int8(16)", gradients="bf16")
     assert plan.model_parallel
 
     def work(port: Port) -> str:
@@ -258,7 +258,7 @@ def test_what_a_plan_compares_is_what_travels() -> None:
     sample = torch.ones(2, 1000, requires_grad=True)
     common: dict[str, Any] = {"workers": 4, "batch_size": 1500, "link": pt.cluster.Link(0.0, 1e6)}
     whole, half, eight = (
-        pt.plan_layers(model, sample, **common, **codecs)
+        pt.training.plan_layers(model, sample, **common, **codecs)
         for codecs in ({}, {"gradients": "bf16"}, {"activations": "int8(250)", "gradients": "int8(250)"})
     )
     assert (whole.model_parallel, half.model_parallel, eight.model_parallel) == ((), ("0",), ("0",))
@@ -288,7 +288,7 @@ def test_codecs_that_cannot_serve_are_refused(given: dict[str, Any], error: type
 
     on_ranks(2, work)
     with pytest.raises(error, match=said):
-        pt.plan_layers(made(images), batch("images", 2, torch.float64), workers=2, batch_size=4, **given)
+        pt.training.plan_layers(made(images), batch("images", 2, torch.float64), workers=2, batch_size=4, **given)
 
 
 def test_ranks_with_other_codecs_are_told() -> None:

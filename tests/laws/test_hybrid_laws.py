@@ -211,7 +211,12 @@ def test_what_cannot_be_divided_is_refused() -> None:
     grouped = lambda: nn.Sequential(nn.Conv2d(4, 4, 1, groups=2))  # noqa: E731
     few = r"layer 11 cannot be divided over 6 ranks: 5 features cannot be split over 6 ranks"
     refused(6, lambda port: pt.hybrid(made(images), ["11"], port=port), ValueError, few)
-    refused(2, lambda port: pt.hybrid(made(grouped), ["0"], port=port), ValueError, "it has groups=2 and padding_mode")
+    refused(
+        2,
+        lambda port: pt.hybrid(made(grouped), ["0"], port=port),
+        ValueError,
+        "it has groups=2 and padding_mode",
+    )
     for nothing in ([], None, ["7", 9], [""]):
         refused(2, lambda p, given=nothing: pt.hybrid(made(images), given, port=p), ValueError, "no layer is named")
     refused(2, lambda p: pt.hybrid(made(images), "auto", port=p), ValueError, r"'auto' names no layer; give a plan")
@@ -219,12 +224,18 @@ def test_what_cannot_be_divided_is_refused() -> None:
     refused(2, lambda p: pt.hybrid(made(alone), ["*"], port=p), ValueError, r"it is a single Linear; give nn\.Seq")
     bad: Any = "rows"
     refused(2, lambda p: pt.hybrid(made(images), ["7"], exchange=bad, port=p), ValueError, "must be one of joined")
-    plan = pt.plan_layers(made(images), batch("images", 2, torch.float64), workers=3, batch_size=12)
+    plan = pt.training.plan_layers(made(images), batch("images", 2, torch.float64), workers=3, batch_size=12)
     refused(
-        2, lambda p: pt.hybrid(made(images), plan, port=p), ValueError, "the plan is for 3 workers, and there are 2"
+        2,
+        lambda p: pt.hybrid(made(images), plan, port=p),
+        ValueError,
+        "the plan is for 3 workers, and there are 2",
     )
     refused(
-        2, lambda p: pt.hybrid(made(images), [str(7 + 2 * p.rank)], port=p), pt.errors.Mismatch, "disagree about layers"
+        2,
+        lambda p: pt.hybrid(made(images), [str(7 + 2 * p.rank)], port=p),
+        pt.errors.Mismatch,
+        "disagree about layers",
     )
     two = lambda p: pt.hybrid(made(images), ["7"], port=p.meshed(data=1, model=2))  # noqa: E731
     refused(2, two, ValueError, "has ranks that hold parts of one model")
@@ -245,4 +256,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
         net[1].weight = net[0].weight
         return net
 
-    refused(2, lambda p: pt.hybrid(made(tied), ["0"], port=p), ValueError, "0.weight and 1.weight are one parameter")
+    refused(
+        2,
+        lambda p: pt.hybrid(made(tied), ["0"], port=p),
+        ValueError,
+        "0.weight and 1.weight are one parameter",
+    )

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 def placed_pass(model: Callable[[], nn.Module], inputs: Tensor, port: Port, steps: int = 1) -> FoundPass:
     """One rank's last pass."""
-    net = pt.place(made(model), sample=inputs, port=port)
+    net = pt.training.place(made(model), sample=inputs, port=port)
     for _ in range(steps):
         net.zero_grad()
         output = net(inputs)
@@ -65,7 +65,7 @@ def test_other_sizes_and_evaluation() -> None:
     """Batches of other sizes than the sample's, and a pass without gradients between passes with them."""
 
     def work(port: Port) -> list[Tensor]:
-        net = pt.place(made(Block), sample=X, port=port)
+        net = pt.training.place(made(Block), sample=X, port=port)
         found = [net(X[:size]).detach() for size in (5, 2, 3, 2)]
         with torch.no_grad():
             return [*found, net.eval()(X[:4])]
@@ -82,7 +82,7 @@ def test_each_tensor_is_sent_once() -> None:
     gradients go the other way; the answer of (5, 3) goes over."""
 
     def work(port: Port, steps: int) -> dict[str, int]:
-        net = pt.place(made(Towers), sample=X, port=port)
+        net = pt.training.place(made(Towers), sample=X, port=port)
         for _ in range(steps):
             squares(net(X)).backward()
         return net.places
@@ -100,7 +100,7 @@ def test_what_cannot_be_placed() -> None:
     def refused(model: Callable[[], nn.Module], then: Callable[[Any], Any] = lambda net: None) -> str:
         def work(port: Port) -> str:
             with pytest.raises(ValueError, match=r"\w") as error:
-                then(pt.place(made(model), sample=X, port=port))
+                then(pt.training.place(made(model), sample=X, port=port))
             return str(error.value)
 
         return str(outcome_of(2, work).results[0])
@@ -131,7 +131,7 @@ def test_drawn_models() -> None:
 
         def work(port: Port, seed: int = seed) -> Any:
             try:
-                net = pt.place(made(lambda: Drawn(seed)), sample=inputs, port=port)
+                net = pt.training.place(made(lambda: Drawn(seed)), sample=inputs, port=port)
             except ValueError as error:
                 return str(error)
             answer, loss = passed(net)

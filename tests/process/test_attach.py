@@ -121,7 +121,7 @@ def accumulated(world: ProcessWorld, quiets: tuple[bool, ...]) -> list[float]:
     for first in (0, 3):
         optimizer.zero_grad()
         for quiet, (inputs, targets) in zip(quiets, whole[first : first + 3], strict=True):
-            with pt.no_sync(net) if quiet else nullcontext():
+            with pt.training.no_sync(net) if quiet else nullcontext():
                 (squared(net(inputs), targets) / 3).backward()
         optimizer.step()
     return flat(net)
@@ -157,7 +157,7 @@ def test_batches_that_are_dealt_unevenly_accumulate_each_with_its_own_share(stra
                 part.grow(6 // world.size)
             for x, y in part:
                 number += 1
-                with pt.no_sync(net) if number % 2 else nullcontext():
+                with pt.training.no_sync(net) if number % 2 else nullcontext():
                     (squared(net(x), y) / 2).backward()
                 if number % 2 == 0:
                     optimizer.step()
@@ -281,7 +281,7 @@ def test_attaching_twice_is_refused_and_detaching_ends_it() -> None:
         together_so_far = flat(net)
         loop(net, optimizer, mine(batches(1), world))
         assert handle.step == 1
-        with pytest.raises(ValueError, match="not attached"), pt.no_sync(net):
+        with pytest.raises(ValueError, match="not attached"), pt.training.no_sync(net):
             pass
         apart = flat(net)
         pt.attach(net, optimizer)

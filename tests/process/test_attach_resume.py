@@ -57,7 +57,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 def test_going_on_equals_never_having_stopped(strategy: Strategy) -> None:
     """Ten steps, cut after the sixth, inside every period; the second part has other buckets."""
 
-    def begin(make: MakeOptimizer, bucket_bytes: int) -> tuple[nn.Module, Optimizer, pt.Handle]:
+    def begin(make: MakeOptimizer, bucket_bytes: int) -> tuple[nn.Module, Optimizer, pt.training.Handle]:
         net = small()
         optimizer = make(net)
         return net, optimizer, pt.attach(net, optimizer, strategy, bucket_bytes=bucket_bytes)

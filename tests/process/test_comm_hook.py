@@ -1,4 +1,4 @@
-"""`pt.comm_hook` in torch's own DistributedDataParallel: on gloo and on "polytempo", two real processes."""
+"""`pt.interop.comm_hook` in torch's own DistributedDataParallel: on gloo and on "polytempo", two real processes."""
 
 from __future__ import annotations
 

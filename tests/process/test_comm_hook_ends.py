@@ -1,4 +1,4 @@
-"""`pt.comm_hook` at an end: training ends by an error, or DDP ends; and refusals."""
+"""`pt.interop.comm_hook` at an end: training ends by an error, or DDP ends; and refusals."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_cannot_work_is_refused_when_it_is_built() -> None:
     with pytest.raises(ValueError, match="cannot be summed, so route=ring is impossible"):
         comm_hook(natural(), route=pt.collectives.ring)
     assert comm_hook(feedback(bf16()), route=all_gather).__name__ == "comm_hook(feedback(bf16()), route=all_gather)"
-    assert pt.comm_hook is comm_hook
+    assert pt.interop.comm_hook is comm_hook
 
 
 def test_what_a_hook_is_not_for_is_said() -> None:

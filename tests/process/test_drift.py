@@ -65,7 +65,9 @@ FAULTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 """A fault on one rank, and the error's words."""
 
 
-def trained(world: ProcessWorld, name: str, num_steps: int = STEPS, **options: Any) -> tuple[nn.Module, pt.Handle, int]:
+def trained(
+    world: ProcessWorld, name: str, num_steps: int = STEPS, **options: Any
+) -> tuple[nn.Module, pt.training.Handle, int]:
     """The model after so many steps, with a fault on one rank after the third, and how many there were."""
     net = small()
     optimizer = Adam(net.parameters(), lr=0.01)

@@ -84,7 +84,7 @@ def test_as_many_workers_are_wanted_as_keep_each_one_s_batch() -> None:
     [
         ({"scaling": "local"}, {}, "PT1516"),
         ({}, {"schedule": pt.large_batch.schedule()}, "PT1517"),
-        ({"batch_growth": pt.norm_test()}, {}, "PT1515"),
+        ({"batch_growth": pt.training.norm_test()}, {}, "PT1515"),
     ],
 )
 def test_what_cannot_grow_by_workers_is_refused(more: Any, of_job: Any, said: str) -> None:

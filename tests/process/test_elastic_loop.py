@@ -34,11 +34,11 @@ def private(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     assert list(folder.glob("polytempo-*")) == []
 
 
-def fresh() -> pt.ElasticState:
+def fresh() -> pt.training.ElasticState:
     """A model, its optimizer, how often each sample was used, and the position in the data."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
-    return pt.ElasticState(model, torch.optim.Adam(model.parameters()), used=[0] * SAMPLES, position=None)
+    return pt.training.ElasticState(model, torch.optim.Adam(model.parameters()), used=[0] * SAMPLES, position=None)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -127,7 +127,7 @@ def averaged(strategy: str, commits_every: int, hurry: Path) -> Any:
 
     killed: list[int] = []
     model = nn.Linear(1, 1)
-    state = pt.ElasticState(model, torch.optim.SGD(model.parameters(), lr=1e-3), position=None, commits=0)
+    state = pt.training.ElasticState(model, torch.optim.SGD(model.parameters(), lr=1e-3), position=None, commits=0)
     return pt.elastic(train, state, workers=2, watch=watch)
 
 
@@ -166,4 +166,4 @@ def test_a_state_goes_back_to_its_last_commit() -> None:
 def test_a_value_cannot_have_the_name_of_a_method() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="commit: the state has something of that name"):
-        pt.ElasticState(model, torch.optim.SGD(model.parameters(), 0.1), commit=1)
+        pt.training.ElasticState(model, torch.optim.SGD(model.parameters(), 0.1), commit=1)

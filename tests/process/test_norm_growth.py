@@ -18,7 +18,7 @@ s = pt.strategies
 ring = pt.collectives.ring
 WORKERS = 3
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
-RUN: dict[str, Any] = {"threads": 1, "batch_growth": pt.norm_test(theta=0.5, every=2)}
+RUN: dict[str, Any] = {"threads": 1, "batch_growth": pt.training.norm_test(theta=0.5, every=2)}
 
 
 def job() -> pt.Job:

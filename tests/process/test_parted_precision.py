@@ -150,5 +150,5 @@ def test_runs_that_are_saved_and_interrupted_are_runs(kind: str, tmp_path: Path)
     pt.run(job, strategy, 2, steps=4, out=out, checkpoint_every=4, **options)
     again = pt.run(job, strategy, 2, steps=8, out=out, resume=True, **options)
     assert {saved_often.parameters_sha256, again.parameters_sha256} == {alone.parameters_sha256}
-    saved = pt.checkpoint_model(tmp_path / "whole")
+    saved = pt.training.checkpoint_model(tmp_path / "whole")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}

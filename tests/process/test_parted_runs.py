@@ -53,9 +53,9 @@ def test_a_checkpoint_loads_into_a_plain_module_and_goes_on_in_other_parts(tmp_p
     expected = pt.simulate(straight, s.sync_sgd(), 1, steps=STEPS, threads=1, out=tmp_path / "one", checkpoint_every=1)
     pt.run(straight, split(3), 3, steps=SAVED, threads=1, out=tmp_path / "parts", checkpoint_every=SAVED)
     found = pt.run(straight, split(2), 2, steps=STEPS, threads=1, out=tmp_path / "parts", resume=True)
-    assert far(pt.checkpoint_model(tmp_path / "parts"), pt.checkpoint_model(tmp_path / "one")) < 1e-12
+    assert far(pt.training.checkpoint_model(tmp_path / "parts"), pt.training.checkpoint_model(tmp_path / "one")) < 1e-12
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
-    classifier().load_state_dict(pt.checkpoint_model(tmp_path / "parts" / "checkpoint"))
+    classifier().load_state_dict(pt.training.checkpoint_model(tmp_path / "parts" / "checkpoint"))
     hybrid = pt.run(straight, s.hybrid("0"), 2, steps=STEPS + 2, threads=1, out=tmp_path / "parts", resume=True)
     assert hybrid.steps == STEPS + 2
 
@@ -67,7 +67,7 @@ def test_the_trainer_hands_out_the_whole_model(tmp_path: Path) -> None:
         return [{name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}, str(world.port.mesh)]
 
     ranks = together(2, work)
-    saved = pt.checkpoint_model(tmp_path)
+    saved = pt.training.checkpoint_model(tmp_path)
     for found, mesh in ranks:
         whole = {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
         assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())

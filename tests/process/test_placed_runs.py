@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 def test_both_worlds_compute_the_same_bits() -> None:
     def numbers(**place: Any) -> list[Any]:
-        net = pt.place(made(model), sample=X, **place)
+        net = pt.training.place(made(model), sample=X, **place)
         output = net(X)
         squares(output).backward()
         return [output.tolist(), {name: gradient.tolist() for name, gradient in net.full_gradients().items()}]
@@ -57,7 +57,7 @@ def test_two_models_on_two_ranks_each() -> None:
     """Both models of a mesh of 2 x 2 get half of the batch, and their gradients are averaged."""
 
     def work(world: ProcessWorld) -> dict[str, Any]:
-        net = pt.place(made(model), sample=X, world=world)
+        net = pt.training.place(made(model), sample=X, world=world)
         half = X.chunk(2)[world.port.coordinates["data"]]
         trained(net, [half, half])
         return {name: tensor.tolist() for name, tensor in net.full_parameters().items()}

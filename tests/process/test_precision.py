@@ -59,7 +59,7 @@ def test_a_run_goes_on_to_the_same_bits(strategy: Strategy, precision: str, tmp_
     run("halves", 7)
     assert run("halves", 14, resume=True).parameters_sha256 == whole.parameters_sha256
     plain = pt.jobs.find("digits").model()
-    plain.load_state_dict(pt.checkpoint_model(tmp_path / "whole"))
+    plain.load_state_dict(pt.training.checkpoint_model(tmp_path / "whole"))
     assert {tensor.dtype for tensor in plain.state_dict().values()} == {torch.float32}
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in plain.state_dict().values())
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_parts_holds_the_masters(tmp_path: Path) -> None:
     pt.run(job, strategy, 2, out=tmp_path / "halves", steps=4, **options)
     again = pt.run(job, strategy, 2, out=tmp_path / "halves", steps=8, resume=True, **options)
     assert again.parameters_sha256 == whole.parameters_sha256
-    saved = pt.checkpoint_model(tmp_path / "whole")
+    saved = pt.training.checkpoint_model(tmp_path / "whole")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values())
 

@@ -76,7 +76,7 @@ def test_both_worlds_end_with_the_same_bits_and_the_same_checkpoint(tmp_path: Pa
     real = pt.run(small(), both(), 8, out=tmp_path / "real", **options)
     virtual = pt.simulate(small(), both(), 8, out=tmp_path / "virtual", **options)
     assert real.parameters_sha256 == virtual.parameters_sha256
-    saved = [pt.checkpoint_model(tmp_path / each) for each in ("real", "virtual")]
+    saved = [pt.training.checkpoint_model(tmp_path / each) for each in ("real", "virtual")]
     plain = net()
     plain.load_state_dict(saved[0])
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in plain.state_dict())

@@ -144,7 +144,7 @@ def test_what_cannot_grow_is_refused_by_name(strategy: pt.Strategy, options: dic
 
 def test_growth_on_the_command_line() -> None:
     assert parse_growth("5:4, 10:2") == {5: 4, 10: 2}
-    assert given_options({"batch_growth": "norm_test(0.3)"}).run["batch_growth"] == pt.norm_test(theta=0.3)
+    assert given_options({"batch_growth": "norm_test(0.3)"}).run["batch_growth"] == pt.training.norm_test(theta=0.3)
     assert given_options({"batch_growth": "5:4,10:2.5"}).run["batch_growth"] == {5: 4.0, 10: 2.5}
     for wrong in ("5", "5:", "a:2", "5:-2", "norm_test(theta=0)", "norm(1)"):
         with pytest.raises(ValueError, match="--batch-growth"):

@@ -24,7 +24,7 @@ PATIENCE_S = 20
 
 
 def threaded(model: nn.Module, inter: int = 2) -> ThreadedModel:
-    return pt.threads(inter=inter, least_operations=0).apply(model)
+    return pt.partition.threads(inter=inter, least_operations=0).apply(model)
 
 
 def named(handle: ThreadedModel) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -59,7 +59,7 @@ def test_dropouts_draw_in_the_order_of_the_program() -> None:
 
 def test_a_region_must_be_worth_its_threads() -> None:
     model = Towers()
-    handle = pt.threads(inter=2).apply(model)
+    handle = pt.partition.threads(inter=2).apply(model)
     with pytest.warns(UserWarning, match=r"Towers has no branches that are worth .*inter=2 is the same as inter=1"):
         model(X)
     assert named(handle) == []
@@ -137,9 +137,9 @@ def test_what_cannot_be_traced_is_refused_with_its_line() -> None:
 
 def test_numbers_and_models_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="inter is a number of threads, at least 1, got 0"):
-        pt.threads(inter=0)
+        pt.partition.threads(inter=0)
     with pytest.raises(ValueError, match="intra is a number of threads"):
-        pt.threads(intra=-1)
+        pt.partition.threads(intra=-1)
     model = Towers()
     threaded(model)
     with pytest.raises(ValueError, match="the forward of this Towers has been replaced already"):

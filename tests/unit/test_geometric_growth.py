@@ -37,7 +37,7 @@ BEGIN = 10.0
     ],
 )
 def test_the_rule_as_a_table(first: int, ratio: float, most: int, batches: list[int]) -> None:
-    rule, found = pt.geometric(ratio), [first]
+    rule, found = pt.training.geometric(ratio), [first]
     for _ in batches[1:]:
         found.append(min(rule.after(found[-1]), most))
     assert found == batches
@@ -71,10 +71,10 @@ def dealt(num_samples: int, size: int, rule: Any, steps: int, first: int = 4) ->
     ("num_samples", "size", "rule", "sizes"),
     [
         # wanted: 4, 8, 16, 32, 64, 100, 100
-        (100, 1, pt.geometric(2.0), [4, 8, 18, 35, 35, 100, 100]),
-        (100, 2, pt.geometric(2.0), [4, 8, 18, 35, 35, 100, 100]),
-        (100, 1, pt.geometric(2.0, every=2), [4, 4, 9, 9, 19, 19, 36, 34, 66, 100, 100]),
-        (60, 1, pt.geometric(1.5), [4, 7, 10, 20, 19, 60, 60]),  # wanted: 4, 6, 9, 14, 21, 32, 48
+        (100, 1, pt.training.geometric(2.0), [4, 8, 18, 35, 35, 100, 100]),
+        (100, 2, pt.training.geometric(2.0), [4, 8, 18, 35, 35, 100, 100]),
+        (100, 1, pt.training.geometric(2.0, every=2), [4, 4, 9, 9, 19, 19, 36, 34, 66, 100, 100]),
+        (60, 1, pt.training.geometric(1.5), [4, 7, 10, 20, 19, 60, 60]),  # wanted: 4, 6, 9, 14, 21, 32, 48
     ],
 )
 def test_the_rest_of_an_epoch_comes_in_equal_batches(num_samples: int, size: int, rule: Any, sizes: list[int]) -> None:
@@ -84,7 +84,7 @@ def test_the_rest_of_an_epoch_comes_in_equal_batches(num_samples: int, size: int
 def test_a_batch_is_at_least_what_the_step_before_wanted() -> None:
     for num_samples in range(40, 400, 7):
         for ratio in (1.05, 1.3, 2.5):
-            rule = pt.geometric(ratio)
+            rule = pt.training.geometric(ratio)
             wanted = [4, 4]
             while len(wanted) < 40:
                 wanted.append(min(rule.after(wanted[-1]), num_samples))
@@ -160,7 +160,7 @@ STEPS = 40
 
 def test_the_gap_falls_at_the_theorem_s_linear_rate_and_stalls_with_a_constant_batch() -> None:
     """γ = 4/3 is 1 / (1 - μ/L): the errors fall as the gap does with all samples. Means of four seeds."""
-    grown = [descent(STEPS, seed, batch_growth=pt.geometric(4 / 3)) for seed in range(4)]
+    grown = [descent(STEPS, seed, batch_growth=pt.training.geometric(4 / 3)) for seed in range(4)]
     still = [descent(STEPS, seed) for seed in range(4)]
     mean = [sum(each.gaps[k] for each in grown) / 4 for k in range(STEPS)]
     stalled = [sum(each.gaps[k] for each in still) / 4 for k in range(STEPS)]
@@ -202,13 +202,13 @@ def test_any_number_of_workers_has_the_same_batches() -> None:
 
 @pytest.mark.parametrize("strategy", [s.sync_sgd(), s.top_k_sgd(0.1), s.local_sgd(period=3)], ids=str)
 def test_it_grows_with_any_strategy_whose_workers_meet(strategy: pt.Strategy) -> None:
-    result = pt.simulate(find("digits"), strategy, 2, epochs=1, batch_growth=pt.geometric(2.0))
+    result = pt.simulate(find("digits"), strategy, 2, epochs=1, batch_growth=pt.training.geometric(2.0))
     assert result.samples == 1437
     assert result.steps < 20
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"batch_growth": pt.geometric(1.3, every=3), "batch_size": 8}
+    options: dict[str, Any] = {"batch_growth": pt.training.geometric(1.3, every=3), "batch_size": 8}
     whole = pt.Trainer(find("digits"), steps=40, **options).fit()
     pt.Trainer(find("digits"), steps=25, checkpoint_every=25, out=tmp_path, **options).fit()
     resumed = pt.Trainer(find("digits"), steps=40, resume=True, out=tmp_path, **options).fit()
@@ -217,11 +217,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_rule_as_text_and_its_refusals() -> None:
-    assert parse_growth("geometric(1.5)") == pt.geometric(ratio=1.5)
-    assert parse_growth(str(pt.geometric(1.25, every=3))) == pt.geometric(1.25, every=3)
-    assert given_options({"batch_growth": "geometric(1.5)"}).run["batch_growth"] == pt.geometric(1.5)
+    assert parse_growth("geometric(1.5)") == pt.training.geometric(ratio=1.5)
+    assert parse_growth(str(pt.training.geometric(1.25, every=3))) == pt.training.geometric(1.25, every=3)
+    assert given_options({"batch_growth": "geometric(1.5)"}).run["batch_growth"] == pt.training.geometric(1.5)
     there = RunSpec.of(find("digits"), s.sync_sgd(), 2, pt.RunOptions(batch_growth="geometric(1.5, every=2)"))
-    assert RunSpec.from_json(there.to_json(), find).options.batch_growth == pt.geometric(1.5, every=2)
+    assert RunSpec.from_json(there.to_json(), find).options.batch_growth == pt.training.geometric(1.5, every=2)
     for wrong in ("geometric(1)", "geometric(0.5)", "geometric(inf)", "geometric(2, every=0)"):
         with pytest.raises(ValueError, match="ratio is a finite number above 1 and every at least 1"):
             pt.RunOptions(batch_growth=wrong)
@@ -234,9 +234,9 @@ def test_the_rule_as_text_and_its_refusals() -> None:
 )
 def test_what_cannot_grow_is_refused(strategy: pt.Strategy, code: str) -> None:
     with pytest.raises(ValueError, match=code):
-        pt.simulate(find("digits"), strategy, 2, batch_growth=pt.geometric())
+        pt.simulate(find("digits"), strategy, 2, batch_growth=pt.training.geometric())
 
 
 def test_an_elastic_run_is_refused() -> None:
     with pytest.raises(ValueError, match="PT1525"):
-        RunSpec.of(find("digits"), s.sync_sgd(), 1, pt.RunOptions(batch_growth=pt.geometric(), max_workers=2))
+        RunSpec.of(find("digits"), s.sync_sgd(), 1, pt.RunOptions(batch_growth=pt.training.geometric(), max_workers=2))

@@ -44,7 +44,7 @@ def growth(num_samples: int = 1000) -> tuple[NormGrowth, DataShard]:
     shard = DataShard(TensorDataset(torch.zeros(num_samples)), rank=0, size=2, batch_size=4)
     net = nn.Linear(2, 1)
     watch = NoiseWatch(HeldRow(), s.sync_sgd(), dict(net.named_parameters()), every=8)
-    return NormGrowth(pt.norm_test(theta=0.5), watch, shard), shard
+    return NormGrowth(pt.training.norm_test(theta=0.5), watch, shard), shard
 
 
 class Port:
@@ -89,7 +89,7 @@ def test_a_batch_never_shrinks_and_has_at_most_the_whole_training_set() -> None:
 
 
 def test_each_sample_counts_once_an_epoch_though_the_batch_grows_within() -> None:
-    found = pt.simulate(job(), s.sync_sgd(), 3, batch_growth=pt.norm_test(theta=0.5, every=2), seed=SEED)
+    found = pt.simulate(job(), s.sync_sgd(), 3, batch_growth=pt.training.norm_test(theta=0.5, every=2), seed=SEED)
     plain = pt.simulate(job(), s.sync_sgd(), 3, seed=SEED)
     assert found.samples == plain.samples == 1200
     assert found.steps < plain.steps
@@ -116,12 +116,12 @@ def test_rows_of_metrics_have_the_batch_and_what_it_grew_by(tmp_path: Path) -> N
 )
 def test_what_cannot_be_tested_is_refused(strategy: pt.Strategy, workers: int, more: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        pt.simulate(job(), strategy, workers, batch_growth=pt.norm_test(), **more)
+        pt.simulate(job(), strategy, workers, batch_growth=pt.training.norm_test(), **more)
 
 
 def test_the_rule_travels_as_text() -> None:
     there = RunSpec.of(find("digits"), s.sync_sgd(), 2, pt.RunOptions(batch_growth="norm_test(0.3)"))
-    assert RunSpec.from_json(there.to_json(), find).options.batch_growth == pt.norm_test(theta=0.3)
+    assert RunSpec.from_json(there.to_json(), find).options.batch_growth == pt.training.norm_test(theta=0.3)
 
 
 def test_both_estimates_stay_apart_in_what_is_saved() -> None:

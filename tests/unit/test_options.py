@@ -147,8 +147,9 @@ def test_an_option_has_one_type_in_all_functions() -> None:
     types = {name: hint.__forward_arg__ for name, hint in OptionKeywords.__annotations__.items()}
     others = {
         (name, each.name): str(each.annotation)
-        for name in pt.__all__
-        if isfunction(function := getattr(pt, name))
+        for module in (pt, pt.interop, pt.training)
+        for name in module.__all__
+        if isfunction(function := getattr(module, name))
         for each in signature(function).parameters.values()
         if each.name in types and each.annotation != types[each.name]
     }

@@ -24,7 +24,7 @@ def trained(
 ) -> tuple[pt.Result, dict[str, Tensor]]:
     """The result, and the model that the run has saved behind its last step."""
     result = pt.simulate(the_job, strategy, workers, steps=STEPS, threads=1, out=out, checkpoint_every=STEPS, **more)
-    return result, pt.checkpoint_model(out)
+    return result, pt.training.checkpoint_model(out)
 
 
 def check(strategy: Strategy, workers: int, plain: Strategy, plain_workers: int, the_job: pt.Job, folder: Path) -> None:
@@ -62,7 +62,9 @@ def test_a_planned_hybrid_divides_what_the_plan_says(tmp_path: Path) -> None:
     """The last layer has 6 inputs of each of 36 samples, and 35 weights; with one sample each, it is the other way."""
     few = job(batch_size=1)
     check(s.hybrid(), 3, s.sync_sgd(), 3, few, tmp_path)
-    names = pt.plan_layers(classifier(), torch.zeros(2, 4, dtype=torch.float64), workers=3, batch_size=3).model_parallel
+    names = pt.training.plan_layers(
+        classifier(), torch.zeros(2, 4, dtype=torch.float64), workers=3, batch_size=3
+    ).model_parallel
     assert names
     found = pt.simulate(few, s.hybrid(), 3, steps=3)
     assert found.bytes_sent_per_rank == pt.simulate(few, s.hybrid(list(names)), 3, steps=3).bytes_sent_per_rank

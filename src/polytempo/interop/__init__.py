@@ -1,20 +1,14 @@
 """Other libraries on Polytempo: a backend of torch.distributed, hooks for DDP, rounds over Spark and dask.
 
-`map_reduce` loads at its first use: `import torch` imports this package, and must not wait.
+Names load at their first use: `import torch` imports this package, and must not wait.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from polytempo.lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from polytempo.interop.averaging_rounds import map_reduce
-
-__all__ = ["map_reduce"]
+__getattr__, __all__ = lazy_names(__name__, __file__)
 
 
-def __getattr__(name: str) -> Any:
-    if name != "map_reduce":
-        raise AttributeError(f"module 'polytempo.interop' has no attribute {name!r}")
-    return import_module("polytempo.interop.averaging_rounds").map_reduce
+def __dir__() -> list[str]:
+    return __all__

@@ -289,7 +289,7 @@ def comm_hook(
     """A communication hook for torch's DistributedDataParallel that exchanges gradients by a codec.
 
         ddp = DistributedDataParallel(net)
-        ddp.register_comm_hook(None, pt.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
+        ddp.register_comm_hook(None, pt.interop.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
 
     `codec`, `merge`, `route` and `exact_below` are as in `compression.through`. A transform of gradients may take the
     codec's place: `pt.aggregation.low_rank(2)` makes PowerSGD of it. `.grad` is the transform's answer: the mean over

@@ -126,8 +126,8 @@ class RunOptions:
     """Let the global batch grow: by 4 after 5 epochs and by 2 after 10 with 5:4,10:2; by 1.1 after each step with
     'geometric(ratio=1.1)'; by its gradients' noise with 'norm_test(theta=0.5)'.
 
-    As text, `{5: 4, 10: 2}`, `pt.geometric(ratio=1.1)`, or `pt.norm_test(theta=0.5)`. A worker computes its part in
-    pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown.
+    As text, `{5: 4, 10: 2}`, `pt.training.geometric(ratio=1.1)`, or `pt.training.norm_test(theta=0.5)`. A worker
+    computes its part in pieces of at most its first batch. Schedules go by epochs, as if the batch had not grown.
     """
 
     start_from: Annotated[str | None, Option(TRAINING, "RUN", read=_start)] = None
@@ -149,7 +149,7 @@ class RunOptions:
     inter_threads: Annotated[NumThreads, Option(PROCESS, "T", PROCESSES)] = 1
     """Threads for independent branches of the model, each with --threads. Default: 1.
 
-    With more than one, `threads` are 1 unless they are given (see `pt.threads`).
+    With more than one, `threads` are 1 unless they are given (see `pt.partition.threads`).
     """
     timeout_s: Annotated[Positive, Option(PROCESS, "SECONDS", PROCESSES)] = 300.0
     """Longest wait for another worker. Default: 300 s."""

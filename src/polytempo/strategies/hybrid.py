@@ -27,8 +27,8 @@ def hybrid(
     """Divide the weights of `layers` over all workers; each gets samples of its own.
 
     `layers`: names or patterns, as a list or as text with commas: 'classifier.1, classifier.4'. "auto" takes the layers
-    of `pt.plan_layers` for the run's workers and batch: where inputs are fewer bytes than weights, or with `link`, such
-    as "1gbit", where they take less time on that link. `exchange`: the rounds of samples; see
+    of `pt.training.plan_layers` for the run's workers and batch: where inputs are fewer bytes than weights, or with
+    `link`, such as "1gbit", where they take less time on that link. `exchange`: the rounds of samples; see
     `partition.hybrid.traffic`. `inner` (default: `sync_sgd()`) exchanges the gradients of all other layers.
 
     `activations` and `gradients`: codecs for the divided layers' exchanges, as in `pt.hybrid`. `inner` encodes its own

@@ -127,8 +127,8 @@ def check(model: nn.Module) -> None:
     """ValueError where its `forward` has been replaced already, and for parameters on other devices."""
     if "forward" in vars(model):
         raise ValueError(
-            f"the forward of this {type(model).__name__} has been replaced already, by pt.threads or by other code; "
-            "remove that first"
+            f"the forward of this {type(model).__name__} has been replaced already, by pt.partition.threads or by "
+            "other code; remove that first"
         )
     if away := sorted({str(each.device) for each in model.parameters()} - {"cpu", "meta"}):
         raise ValueError(
@@ -290,7 +290,7 @@ def threads(intra: int | None = None, inter: int = 1, *, least_operations: float
 
         handle = pt.attach(model, optimizer, strategy, threads=1, inter_threads=2)
         result = pt.run(job, strategy, workers=2, threads=1, inter_threads=2)
-        threaded = pt.threads(intra=1, inter=2).apply(model)           # in a loop of your own, without attach
+        threaded = pt.partition.threads(intra=1, inter=2).apply(model)           # in a loop of your own, without attach
 
     `intra`: threads of one operation, such as a matrix product (torch's own; None: unchanged). `inter`: threads for the
     model's independent branches, forward and backward, each with `intra` of its own. Calls of the model compute the

@@ -65,7 +65,7 @@ def elastic(
                     state.commit()
             return evaluate(state.model)
 
-        score = pt.elastic(train, pt.ElasticState(model, optimizer, position=None), workers=3, min_workers=2)
+        score = pt.elastic(train, pt.training.ElasticState(model, optimizer, position=None), workers=3, min_workers=2)
 
     Returns the result of `train` on the first worker; JSON must be able to hold it. With a commit after each step, and
     the position of the data in the state, each sample of an epoch counts once. `logs`: the folder of workers' output.

@@ -18,7 +18,7 @@ from polytempo.training.elastic.elastic_state import broadcast_json, hand_over_m
 class ElasticState:
     """A model, its optimizer, and values by name, for `pt.elastic`.
 
-        state = pt.ElasticState(model, optimizer, epoch=0, position=None)
+        state = pt.training.ElasticState(model, optimizer, epoch=0, position=None)
         state.epoch += 1
 
     `commit` keeps a copy of it all in memory; after a change of workers all go on from their last common commit.

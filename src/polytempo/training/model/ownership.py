@@ -102,7 +102,7 @@ def check_bare(model: nn.Module) -> None:
             raise ValueError(
                 f"{where} is wrapped by DistributedDataParallel, and both would average its gradients; attach the "
                 "bare model, or keep DistributedDataParallel and give it a hook: "
-                "ddp.register_comm_hook(None, pt.comm_hook(codec, model))"
+                "ddp.register_comm_hook(None, pt.interop.comm_hook(codec, model))"
             )
         if isinstance(module, shards):
             raise ValueError(

@@ -252,7 +252,7 @@ def _check_divided(manifest: Manifest, folder: Place, ours: str) -> None:
         raise ValueError(
             f"{folder} was saved by {manifest.about.get('strategy')} with the whole model on each worker, and {ours}; "
             "resume with the strategy that saved it, or load its parameters in the job's model(): "
-            "pt.checkpoint_model(folder)"
+            "pt.training.checkpoint_model(folder)"
         )
 
 

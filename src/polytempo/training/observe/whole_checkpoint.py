@@ -174,7 +174,7 @@ class RunModel(NamedTuple):
 def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
     """The parameters and buffers of the model that a run has saved, by the names that the job's model has.
 
-        net.load_state_dict(pt.checkpoint_model("runs/mine"))
+        net.load_state_dict(pt.training.checkpoint_model("runs/mine"))
 
     `path`: a run's folder, its `checkpoint` folder, or one step in it, also as "runs/mine@400"; without a step, the
     newest. For every strategy and every cut the answer is the whole model: stages and parts of layers are put together;

@@ -32,7 +32,7 @@ def hybrid(
 ) -> HybridModel:
     """Divide the weights of `layers` over all ranks, with own samples on each; returns a module in place of `model`.
 
-        plan = pt.plan_layers(net, images, workers=4, link="1gbit")
+        plan = pt.training.plan_layers(net, images, workers=4, link="1gbit")
         model = pt.hybrid(net, plan)                # or the names: pt.hybrid(net, ["classifier.*"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         pt.attach(model, optimizer, pt.strategies.sync_sgd())
@@ -78,8 +78,8 @@ def _names(layers: LayerPlan | Iterable[str], num_ranks: int) -> list[str]:
         names = names_of([layers] if isinstance(layers, str) else layers)
         if names == (AUTO,):
             raise ValueError(
-                f"{AUTO!r} names no layer; give a plan, pt.plan_layers(model, x, workers={num_ranks}, batch_size=…), "
-                "which chooses layers for the workers and the batch of a step"
+                f"{AUTO!r} names no layer; give a plan, pt.training.plan_layers(model, x, workers={num_ranks}, "
+                "batch_size=…), which chooses layers for the workers and the batch of a step"
             )
         return list(names)
     if layers.workers != num_ranks:

@@ -47,7 +47,7 @@ def plan_layers(
 ) -> LayerPlan:
     """Plan each layer of `model` by data or model parallelism, by the fewer bytes; `pt.hybrid` takes the plan.
 
-        plan = pt.plan_layers(net, images, workers=32, link="10gbit", batch_size=1024)
+        plan = pt.training.plan_layers(net, images, workers=32, link="10gbit", batch_size=1024)
         plan.model_parallel, plan.seconds_of("data"), plan.seconds_of("hybrid")
 
     `sample`: the model's arguments; its values and number of samples do not matter. `batch_size`: samples of a

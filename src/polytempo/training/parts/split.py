@@ -160,15 +160,16 @@ def place(model: nn.Module, *, sample: Any, world: ProcessWorld | None = None, p
     """Keep this rank's branches of `model`; returns the placed model, which takes the place of `model`.
 
         pt.init(mesh={"data": 1, "model": 2})
-        model = pt.place(net, sample=x)
+        model = pt.training.place(net, sample=x)
         optimizer = torch.optim.AdamW(model.parameters())
         pt.attach(model, optimizer, pt.strategies.sync_sgd())
 
-    The branches that `pt.threads` finds for threads go to the ranks along the axis "model" of the mesh instead, each
-    where it ends the soonest. A tensor that passes between two ranks is sent once to each that needs it, and its
-    gradient once back; the model's answer is on all ranks, which compute the same loss and all call backward. Every
-    rank makes the whole model and takes the parameters of the first; then it keeps its own branches' parameters, under
-    their names. `full_parameters()` and `full_gradients()` show the whole model's, `places` the rank of each branch.
+    The branches that `pt.partition.threads` finds for threads go to the ranks along the axis "model" of the mesh
+    instead, each where it ends the soonest. A tensor that passes between two ranks is sent once to each that needs it,
+    and its gradient once back; the model's answer is on all ranks, which compute the same loss and all call backward.
+    Every rank makes the whole model and takes the parameters of the first; then it keeps its own branches' parameters,
+    under their names. `full_parameters()` and `full_gradients()` show the whole model's, `places` the rank of each
+    branch.
 
     `sample` holds the model's arguments; batches may have other sizes. `port`: this rank's place in another world
     than a process world, such as a virtual one. There, `place`, forward and backward passes are called inside of
