@@ -65,8 +65,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         trained = pt.run("digits", pt.strategies.sync_sgd(), workers=2, out=folder, epochs=6, checkpoint_every=100)
-        small = pt.compress(pt.jobs.find("digits"), folder, keep=0.15, bits=4)
-        arrays, ours = decoded(Path(small.file).read_bytes()), pt.compressed_model(small.file)
+        small = pt.training.compress(pt.jobs.find("digits"), folder, keep=0.15, bits=4)
+        arrays, ours = decoded(Path(small.file).read_bytes()), pt.training.compressed_model(small.file)
     assert small.after is not None
     print(f"{small.dense_bytes:,} bytes, accuracy {trained.accuracy:.1%}")
     print(f"{small.num_bytes:,} bytes, accuracy {small.after.accuracy:.1%}, {small.ratio:.1f} times smaller")

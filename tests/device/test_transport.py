@@ -274,7 +274,7 @@ def test_ddp_with_a_hook(device: str, num_ranks: int) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 1)).to(where)
         ddp = DistributedDataParallel(net)
-        ddp.register_comm_hook(None, pt.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
+        ddp.register_comm_hook(None, pt.interop.comm_hook(pt.compression.feedback(pt.compression.one_bit()), net))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(4):
             optimizer.zero_grad()

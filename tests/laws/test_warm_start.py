@@ -88,7 +88,7 @@ def test_every_strategy_is_a_start_and_takes_one(row: Row, tmp_path: Path) -> No
     strategy = s.hybrid("0") if row.name == "hybrid" else row.make()  # one that divides a layer
     job = job_of(strategy)
     simulated(job, s.sync_sgd(), out=tmp_path / "first", checkpoint_every=STEPS)
-    given = partial(loaded, job.model, pt.checkpoint_model(tmp_path / "first"))
+    given = partial(loaded, job.model, pt.training.checkpoint_model(tmp_path / "first"))
     options = {"out": tmp_path / "second", "checkpoint_every": STEPS}
     found = simulated(job, strategy, start_from=tmp_path / "first", **options)
     assert seen(found) == seen(simulated(replace(job, model=given), strategy))
@@ -96,9 +96,9 @@ def test_every_strategy_is_a_start_and_takes_one(row: Row, tmp_path: Path) -> No
         "run": "first",
         "step": STEPS,
         "strategy": str(s.sync_sgd()),
-        "sha256": tensors_sha256(pt.checkpoint_model(tmp_path / "first")),
+        "sha256": tensors_sha256(pt.training.checkpoint_model(tmp_path / "first")),
     }
-    third = partial(loaded, job.model, pt.checkpoint_model(tmp_path / "second"))
+    third = partial(loaded, job.model, pt.training.checkpoint_model(tmp_path / "second"))
     last = simulated(job, s.sync_sgd(), start_from=tmp_path / "second")
     assert seen(last) == seen(simulated(replace(job, model=third), s.sync_sgd()))
 
@@ -116,11 +116,11 @@ def test_the_model_of_shards_is_the_scored_one(shards: int, tmp_path: Path) -> N
 
     job = replace(JOB, model=tied)
     found = simulated(job, s.async_sgd(shards=shards), steps=8, out=tmp_path, checkpoint_every=8)
-    model = loaded(tied, pt.checkpoint_model(tmp_path))
+    model = loaded(tied, pt.training.checkpoint_model(tmp_path))
     assert loss_of(model) == pytest.approx(found.loss, abs=1e-12)
-    assert pt.checkpoint_model(f"{tmp_path}@8").keys() == model.state_dict().keys()
+    assert pt.training.checkpoint_model(f"{tmp_path}@8").keys() == model.state_dict().keys()
     with pytest.raises(ValueError, match="no snapshot of step 7; it has steps 8"):
-        pt.checkpoint_model(f"{tmp_path}@7")
+        pt.training.checkpoint_model(f"{tmp_path}@7")
 
 
 def test_rows_of_tables_are_in_the_model_of_shards(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_rows_of_tables_are_in_the_model_of_shards(tmp_path: Path) -> None:
     set_ = TensorDataset(words, words[:, 0] % 2)
     job = replace(JOB, model=lambda: Words().double(), data=lambda path: pt.Data(set_, set_))
     found = simulated(job, s.async_sgd(shards=2), steps=6, out=tmp_path, checkpoint_every=6)
-    model = loaded(lambda: Words().double(), pt.checkpoint_model(tmp_path))
+    model = loaded(lambda: Words().double(), pt.training.checkpoint_model(tmp_path))
     loss = nn.functional.cross_entropy(model(words), words[:, 0] % 2)
     assert float(loss.detach()) == pytest.approx(found.loss, abs=1e-12)
 
@@ -144,7 +144,7 @@ def test_rows_of_tables_are_in_the_model_of_shards(tmp_path: Path) -> None:
 def test_a_folder_has_the_model_of_its_last_run(tmp_path: Path) -> None:
     for strategy in (s.sync_sgd(), s.async_sgd(), s.local_sgd(period=2)):
         found = simulated(PLAIN, strategy, out=tmp_path, checkpoint_every=STEPS)
-        assert loss_of(loaded(plain, pt.checkpoint_model(tmp_path))) == pytest.approx(found.loss, abs=1e-12)
+        assert loss_of(loaded(plain, pt.training.checkpoint_model(tmp_path))) == pytest.approx(found.loss, abs=1e-12)
 
 
 def test_a_file_of_named_tensors_is_a_start(tmp_path: Path) -> None:

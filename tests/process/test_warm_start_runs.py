@@ -62,7 +62,7 @@ def test_shards_begin_with_a_start_and_a_replay_repeats_it(tmp_path: Path) -> No
     assert served.started_from["run"] == "first"
     found = run(s.sync_sgd(), 1, start_from=moved)
     by_hand = pt.run(
-        pt.Job(**{**vars(PLAIN), "model": partial(loaded, plain, pt.checkpoint_model(moved))}),
+        pt.Job(**{**vars(PLAIN), "model": partial(loaded, plain, pt.training.checkpoint_model(moved))}),
         *(s.sync_sgd(), 2),
         steps=1,
         threads=1,
@@ -74,7 +74,7 @@ def test_shards_begin_with_a_start_and_a_replay_repeats_it(tmp_path: Path) -> No
 def test_the_last_model_of_workers_that_do_not_wait(strategy: str, tmp_path: Path) -> None:
     """With a server it is the scored one; of Hogwild!, the copy as it was when each worker had done its last step."""
     found = run(strategy, 6, tmp_path)
-    loss = loss_of(loaded(plain, pt.checkpoint_model(tmp_path)))
+    loss = loss_of(loaded(plain, pt.training.checkpoint_model(tmp_path)))
     if strategy != "hogwild()":
         assert loss == pytest.approx(found.loss, abs=1e-9)
     second = run("sync_sgd()", 1, start_from=tmp_path)

@@ -59,32 +59,34 @@ def test_cka_is_the_papers(samples: int, p: int, q: int) -> None:
         return float(torch.trace(one @ one.T @ h @ other @ other.T @ h)) / (samples - 1) ** 2
 
     expected = hsic(x, y) / (hsic(x, x) * hsic(y, y)) ** 0.5
-    assert pt.linear_cka(x, y) == pytest.approx(expected, rel=1e-12)
-    assert pt.linear_cka(y, x) == pytest.approx(expected, rel=1e-12)
-    assert pt.linear_cka(x, x) == pytest.approx(1, rel=1e-12)
+    assert pt.training.linear_cka(x, y) == pytest.approx(expected, rel=1e-12)
+    assert pt.training.linear_cka(y, x) == pytest.approx(expected, rel=1e-12)
+    assert pt.training.linear_cka(x, x) == pytest.approx(1, rel=1e-12)
 
 
 @pytest.mark.parametrize("p", [6, 50])
 def test_cka_does_not_see_rotations_translations_and_one_scale(p: int) -> None:
     x, y = random(20, p, seed=3), random(20, 8, seed=4)
     rotation = torch.linalg.qr(random(p, p, seed=5)).Q
-    assert pt.linear_cka(3.7 * x @ rotation + random(p, seed=6), y) == pytest.approx(pt.linear_cka(x, y), rel=1e-10)
+    assert pt.training.linear_cka(3.7 * x @ rotation + random(p, seed=6), y) == pytest.approx(
+        pt.training.linear_cka(x, y), rel=1e-10
+    )
     stretched = x * torch.linspace(0.1, 10, p, dtype=torch.float64)
-    assert abs(pt.linear_cka(stretched, y) - pt.linear_cka(x, y)) > 0.01
+    assert abs(pt.training.linear_cka(stretched, y) - pt.training.linear_cka(x, y)) > 0.01
 
 
 def test_cka_of_independent_features_is_p_of_n_and_p() -> None:
     for samples, p in ((200, 200), (400, 100), (100, 300)):
-        found = pt.linear_cka(random(samples, p, seed=7), random(samples, p, seed=8))
+        found = pt.training.linear_cka(random(samples, p, seed=7), random(samples, p, seed=8))
         assert found == pytest.approx(p / (samples + p), rel=0.05)
 
 
 def test_cka_takes_maps_as_features_and_says_what_it_cannot_compare() -> None:
     maps = random(10, 3, 4, 4, seed=9)
-    assert pt.linear_cka(maps.float(), maps.flatten(1)) == pytest.approx(1, rel=1e-6)
-    assert torch.tensor(pt.linear_cka(maps, torch.ones(10, 2))).isnan()
+    assert pt.training.linear_cka(maps.float(), maps.flatten(1)) == pytest.approx(1, rel=1e-6)
+    assert torch.tensor(pt.training.linear_cka(maps, torch.ones(10, 2))).isnan()
     with pytest.raises(ValueError, match="got 10 and 9 samples"):
-        pt.linear_cka(maps, maps[:9])
+        pt.training.linear_cka(maps, maps[:9])
 
 
 # ---------------------------------------------------------------------- layers
@@ -147,12 +149,14 @@ def test_all_layers_of_runs_side_by_side(runs: Path, tmp_path: Path, capsys: pyt
     x = torch.stack([data[i][0] for i in chosen])
     models = [job.model() for _ in folders]
     for model, folder in zip(models, folders, strict=True):
-        model.load_state_dict(pt.checkpoint_model(folder))
+        model.load_state_dict(pt.training.checkpoint_model(folder))
     first = [model.get_submodule("0")(x).detach() for model in models]
     last = [model(x).detach() for model in models]
     assert [each["layer"] for each in found["layers"]] == ["0", "2"]
     for each, answers in zip(found["layers"], (first, last), strict=True):
-        assert each["cka"] == pytest.approx([pt.linear_cka(answers[0], other) for other in answers[1:]], rel=1e-6)
+        assert each["cka"] == pytest.approx(
+            [pt.training.linear_cka(answers[0], other) for other in answers[1:]], rel=1e-6
+        )
     assert (found["samples"], found["of"]) == (300, "test")
     assert [each["run"] for each in found["runs"]] == ["sync", "late", "local"]
     assert found["pictures"] == [str(tmp_path / "similarity.png")]
@@ -168,7 +172,7 @@ def test_one_layer_of_runs_side_by_side(runs: Path, tmp_path: Path, capsys: pyte
     assert (found["layer"], found["short"], found["weight"], found["samples"]) == ("2", "linear2", [10, 128], 360)
     assert found["cka"][0][0] == pytest.approx(1)
     assert found["cka"][0][1] == found["cka"][1][0]
-    a, b = (pt.checkpoint_model(each)["2.weight"].flatten() for each in (one, other))
+    a, b = (pt.training.checkpoint_model(each)["2.weight"].flatten() for each in (one, other))
     cosine = float(a @ b / (a.norm() * b.norm()))
     assert [each["weights_cosine"] for each in found["runs"]] == pytest.approx([1, cosine], rel=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linear2-activations.png", "linear2-weights.png"]

@@ -1,4 +1,4 @@
-"""`pt.compress` and `polytempo compress`: pruning, shared values, and a file with the model's own accuracy."""
+"""`pt.training.compress` and `polytempo compress`: pruning, shared values, and a file with the model's own accuracy."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_biases_and_frozen_weights_stay() -> None:
 
 
 def test_a_compressed_run_is_small_and_as_good(run: Path, tmp_path: Path) -> None:
-    made = pt.compress(job, run, keep=0.2, bits=4, rounds=2, epochs=2, share_epochs=1, out=tmp_path / "net")
+    made = pt.training.compress(job, run, keep=0.2, bits=4, rounds=2, epochs=2, share_epochs=1, out=tmp_path / "net")
     model = job.model()
-    model.load_state_dict(pt.compressed_model(made.file))
+    model.load_state_dict(pt.training.compressed_model(made.file))
     kept = sum(int((model.get_parameter(name) != 0).sum()) for name in NAMES)
     assert kept == round(0.2 * (64 * 128 + 128 * 10))
     assert all(len(model.get_parameter(name).unique()) <= 16 + 1 for name in NAMES)
@@ -79,9 +79,9 @@ def test_a_compressed_run_is_small_and_as_good(run: Path, tmp_path: Path) -> Non
 def test_the_same_call_makes_the_same_file(run: Path, tmp_path: Path) -> None:
     few = {"keep": {"0": 0.1}, "bits": {"0": 3, "2.weight": 4}, "rounds": 1, "epochs": 0.3, "share_epochs": 0.2}
     for name in ("one", "two"):
-        pt.compress(job, run, out=tmp_path / name, **few)  # type: ignore[arg-type]
+        pt.training.compress(job, run, out=tmp_path / name, **few)  # type: ignore[arg-type]
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    found = pt.compressed_model(tmp_path / "one")
+    found = pt.training.compressed_model(tmp_path / "one")
     assert int((found["0.weight"] != 0).sum()) == round(0.1 * 64 * 128)
     assert len(found["0.weight"].unique()) <= 9
     assert int((found["2.weight"] != 0).sum()) == 128 * 10
@@ -102,10 +102,10 @@ def test_a_step_with_shared_values_is_plain_sgd_of_the_values(run: Path, tmp_pat
     samples, labels = pt.data.digits().train.tensors
     x, y = samples[:40].double(), labels[:40]
     pt.simulate(wide, pt.strategies.sync_sgd(), workers=1, steps=4, checkpoint_every=4, out=tmp_path / "run")
-    first = pt.compress(wide, tmp_path / "run", keep=0.5, bits=2, epochs=0, share_epochs=0, out=tmp_path / "a")
-    after = pt.compress(wide, tmp_path / "run", keep=0.5, bits=2, epochs=0, share_epochs=3, out=tmp_path / "b")
+    first = pt.training.compress(wide, tmp_path / "run", keep=0.5, bits=2, epochs=0, share_epochs=0, out=tmp_path / "a")
+    after = pt.training.compress(wide, tmp_path / "run", keep=0.5, bits=2, epochs=0, share_epochs=3, out=tmp_path / "b")
     assert first.before is None
-    start, end = pt.compressed_model(first.file), pt.compressed_model(after.file)
+    start, end = pt.training.compressed_model(first.file), pt.training.compressed_model(after.file)
     weight, bias = start["0.weight"], start["0.bias"].clone().requires_grad_()
     centroids, members = weight.unique(return_inverse=True)
     sizes = torch.bincount(members.view(-1)).double()
@@ -140,7 +140,7 @@ def test_the_command_shows_layers_and_accuracy(run: Path, tmp_path: Path, capsys
 def test_the_file_is_in_the_runs_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--epochs", "0", "--share-epochs", "0")
     asked(capsys, str(run), *few)
-    assert set(pt.compressed_model(run / "network.ptnet")) == set(job.model().state_dict())
+    assert set(pt.training.compressed_model(run / "network.ptnet")) == set(job.model().state_dict())
     _, error = asked(capsys, str(run), *few, code=2)
     assert "network.ptnet exists; remove it, or name another file" in error
 
@@ -170,11 +170,11 @@ def test_wrong_options_are_refused(
 
 def test_what_is_no_run_or_another_jobs_is_refused(tmp_path: Path, run: Path) -> None:
     with pytest.raises(ValueError, match="there is no checkpoint"):
-        pt.compress(job, tmp_path)
+        pt.training.compress(job, tmp_path)
     other = replace(job, model=lambda: nn.Linear(64, 10))
     with pytest.raises(ValueError, match="the checkpoint does not fit job digits"):
-        pt.compress(other, run, out=tmp_path / "net")
+        pt.training.compress(other, run, out=tmp_path / "net")
     vectors = replace(job, model=lambda: nn.BatchNorm1d(64))
     pt.simulate(vectors, pt.strategies.sync_sgd(), workers=1, steps=1, checkpoint_every=1, out=tmp_path / "run")
     with pytest.raises(ValueError, match="two dims or more"):
-        pt.compress(vectors, tmp_path / "run")
+        pt.training.compress(vectors, tmp_path / "run")

@@ -148,7 +148,7 @@ def test_a_file_has_the_same_bits(tmp_path: Path) -> None:
     tensors, kept = drawn_network()
     content, sizes = to_bytes(tensors, kept)
     (tmp_path / "net").write_bytes(content)
-    found = pt.compressed_model(tmp_path / "net")
+    found = pt.training.compressed_model(tmp_path / "net")
     assert same(found, tensors)
     assert found["tied"] is found["few"]
     assert [(each.name, each.kept) for each in sizes if each.centroids] == [("few", 90), ("far", 4), ("all", 30)]
@@ -177,7 +177,7 @@ def test_the_decoder_of_the_example_needs_no_library(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     expected = {
         name: [each.numpy().dtype.str, list(each.shape), hashlib.sha256(each.numpy().tobytes()).hexdigest()]
-        for name, each in pt.compressed_model(tmp_path / "net").items()
+        for name, each in pt.training.compressed_model(tmp_path / "net").items()
     }
     assert json.loads(done.stdout) == expected
 

@@ -71,6 +71,13 @@ def test_a_planned_hybrid_divides_what_the_plan_says(tmp_path: Path) -> None:
     assert found.bytes_sent_per_rank != pt.simulate(few, s.sync_sgd(), 3, steps=3).bytes_sent_per_rank
 
 
+def test_a_plan_that_divides_no_layer_is_data_parallelism() -> None:
+    found = [pt.simulate("digits", strategy, 4, steps=3) for strategy in ("hybrid()", "sync_sgd()")]
+    assert found[0].layers is not None
+    assert not any(layer["sizes"] for layer in found[0].layers)
+    assert found[0].parameters_sha256 == found[1].parameters_sha256
+
+
 def test_a_part_of_the_ranks_counts_its_share_of_the_operations(tmp_path: Path) -> None:
     slow = pt.cluster.ethernet(gbit_per_s=1e9, latency_us=0.0)
     one = pt.simulate(job(), s.sync_sgd(), 1, cluster=slow, steps=3).seconds

@@ -138,9 +138,9 @@ def _raw(tensor: Tensor) -> bytes:
 
 
 def compressed_model(path: str | Path) -> dict[str, Tensor]:
-    """The parameters and buffers in the file of `pt.compress`, by the names that the job's model has.
+    """The parameters and buffers in the file of `pt.training.compress`, by the names that the job's model has.
 
-        net.load_state_dict(pt.compressed_model("runs/mine/network.ptnet"))
+        net.load_state_dict(pt.training.compressed_model("runs/mine/network.ptnet"))
 
     Cost: about a microsecond for each weight that is not zero. Errors: ValueError for another file or a damaged one.
     Other programs need only Python and NumPy: `examples/compressed_network.py` has a decoder.

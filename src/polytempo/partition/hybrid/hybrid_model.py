@@ -156,9 +156,12 @@ class HybridModel(PartedModel):
     def __init__(self, model: nn.Module, group: DataGroup) -> None:
         super().__init__(model, group.ranks)
         self.data_group = group
+        self._divided = bool(divided_layers(model))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer for this rank's samples."""
+        if not self._divided:  # a plan may find that no layer is worth it
+            return self.__dict__["model"](*args, **kwargs)
         tensors = [each for each in tree_leaves([args, kwargs]) if isinstance(each, Tensor) and each.dim()]
         if not tensors:
             raise ValueError("the model was given no tensor with samples, and its layers are divided by samples")

@@ -69,9 +69,9 @@ def compress(
     data: Path | None = None,
     out: str | Path | None = None,
 ) -> CompressedNetwork:
-    """Compress the model that a run of `job` has saved, into a file that `pt.compressed_model` reads.
+    """Compress the model that a run of `job` has saved, into a file that `pt.training.compressed_model` reads.
 
-        pt.compress(job, "runs/mine", keep=0.08, bits={"0": 8, "3": 8, "7": 5, "9": 5})
+        pt.training.compress(job, "runs/mine", keep=0.08, bits={"0": 8, "3": 8, "7": 5, "9": 5})
 
     1. Prune: in each of `rounds` the largest weights stay, at last a share `keep` of all (see `pruning.masks_of`), and
        the others are 0 while the job trains for `epochs` more. Round r of R keeps keep^(r / R).
