@@ -113,11 +113,11 @@ def test_a_checkpoint_loads_into_a_plain_module_and_goes_on_in_other_parts(tmp_p
     options: dict[str, Any] = {"threads": 1, "checkpoint_every": 1, "global_batch_size": 12}
     expected = pt.simulate(the_job, s.sync_sgd(), 1, steps=STEPS + 2, out=tmp_path / "one", **options)
     pt.run(the_job, by_places(2), 2, steps=SAVED, out=tmp_path / "parts", **options)
-    net().load_state_dict(pt.checkpoint_model(tmp_path / "parts"))
+    net().load_state_dict(pt.training.checkpoint_model(tmp_path / "parts"))
     pt.run(the_job, by_places(4), 4, steps=STEPS, out=tmp_path / "parts", resume=True, **options)
     other = s.split({"0": column(gather=True), "8": "row"}, parts=2)
     found = pt.run(the_job, other, 2, steps=STEPS + 2, out=tmp_path / "parts", resume=True, **options)
-    assert far(pt.checkpoint_model(tmp_path / "parts"), pt.checkpoint_model(tmp_path / "one")) < 1e-10
+    assert far(pt.training.checkpoint_model(tmp_path / "parts"), pt.training.checkpoint_model(tmp_path / "one")) < 1e-10
     assert found.loss == pytest.approx(expected.loss, rel=1e-10)
 
 
