@@ -139,6 +139,9 @@ NARROWER = {
     ("schedule", "out"): "Path | None",
     ("schedule", "data"): "Sequence[object]",
     ("plan_layers", "batch_size"): "int",
+    ("compress", "data"): "Path | None",
+    ("compress", "epochs"): "float",
+    ("compress", "out"): "str | Path | None",
 }
 """Keywords with an option's name and another type, with the reason where the name does not say it."""
 
