@@ -17,7 +17,9 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
+from polytempo.report.status.live_status import GroupStatus
 from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.stream import stream
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.runs.run_collective import run_collective
 from polytempo.spec.precision import parse_precision
@@ -149,6 +151,8 @@ def test_whatever_becomes_of_workers_the_weights_are_the_calm_runs_bit_by_bit(
     assert lost == ["member-0 was killed by SIGKILL", "member-2 was killed by SIGKILL"]
     rows = [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
     assert rows == sorted(set(rows))
+    groups = [(each.generation, each.workers) for each in stream(out) if isinstance(each, GroupStatus)]
+    assert groups == [(change["generation"], len(change["members"])) for change in result.membership]
     assert sorted(path.name for path in (out / "checkpoint").glob("step-*"))[-1].endswith(str(STEPS))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from polytempo.report.status.follower import MetricsFollower
 from polytempo.report.status.metrics import MetricsWriter
-from polytempo.runs.run_collective import MetricsFollower
 
 
 def test_rows_are_shown_once_and_only_when_their_line_is_whole(tmp_path: Path) -> None:

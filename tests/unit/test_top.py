@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import polytempo as pt
 from polytempo.cli.main import app
-from polytempo.cli.run.top import launcher_lives, status_in
+from polytempo.cli.run.top import status_in
 from polytempo.core.system.notice import Preempted
 from polytempo.engines.engine import EngineProcess, Role
 from polytempo.jobs import find
@@ -23,6 +23,7 @@ from polytempo.report.status.live_status import (
     LiveStatus,
     ProcessEvent,
     ProcessStatus,
+    launcher_lives,
     read_status,
     status_of_result,
     write_status,

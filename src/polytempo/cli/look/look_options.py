@@ -78,7 +78,14 @@ class TopOptions:
     """Show the run as it is now, and end."""
     every_s: Annotated[float, Meta(ge=0.1, le=3600), Option(OPTIONS, "T")] = 1.0
     """Seconds between two looks. Default: 1."""
+    records: Annotated[bool, Option(OPTIONS)] = False
+    """Print the run's records until it ends, each as a line of JSON; with --once the records so far."""
     json: Json = False
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
+        if self.records and self.json:
+            raise ValueError("--records prints lines of JSON already; leave out --json")
 
 
 @dataclass(frozen=True, kw_only=True)

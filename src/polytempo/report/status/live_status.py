@@ -5,6 +5,8 @@ launcher ── live.json: processes, hosts, rates, staleness, faults ──▶ 
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,11 +15,12 @@ import msgspec
 from polytempo.core.system import files
 from polytempo.core.system.url_path import Place
 from polytempo.report.pages.noise import last_noise
-from polytempo.report.status.metrics import check_row
+from polytempo.report.runs import as_written, load_result
+from polytempo.report.status.metrics import check_row, read_metrics
 
 FILE = "live.json"
 VERSION = 1
-MOST_EVENTS = 50
+MOST_EVENTS = 200
 """The file holds the last so many."""
 _MOST_BYTES = 16 << 20
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -46,7 +49,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     applying a gradient."""
 
 
-class ProcessEvent(msgspec.Struct, frozen=True):
+class ProcessEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="fault"):
     """An event of a process, such as its death or silence: its name, the event, the time, and the consequence."""
 
     who: str
@@ -55,11 +58,11 @@ class ProcessEvent(msgspec.Struct, frozen=True):
     then: str
 
 
-class GroupStatus(msgspec.Struct, frozen=True):
-    """The workers of an elastic run that train together now."""
+class GroupStatus(msgspec.Struct, frozen=True, tag_field="kind", tag="group"):
+    """Workers of an elastic run that train together."""
 
     generation: int
-    """Number of groups so far."""
+    """Number of groups up to this one."""
     step: int
     """Number of steps before it."""
     workers: int
@@ -92,7 +95,9 @@ class LiveStatus(msgspec.Struct, frozen=True):
     events: tuple[ProcessEvent, ...] = ()
     """The last ones."""
     group: GroupStatus | None = None
-    """The group of an elastic run."""
+    """The present group of an elastic run."""
+    groups: tuple[GroupStatus, ...] = ()
+    """Its last groups, the present one included."""
 
     @property
     def staleness(self) -> float | None:
@@ -136,6 +141,33 @@ def read_status(folder: Place) -> LiveStatus | None:
             "the polytempo that made it"
         )
     return status
+
+
+def found_status(folder: Place) -> LiveStatus | None:
+    """The status of the run in `folder`, by its result where it left none, such as a simulation; None without either.
+
+    ValueError for a file that no run has written.
+    """
+    status = read_status(folder)
+    if status is not None or not (folder / "result.json").is_file():
+        return status
+    metrics = folder / "metrics.jsonl"
+    result, rows = load_result(folder), read_metrics(metrics) if metrics.is_file() else []
+    with as_written(folder / "result.json", "a run's own facts"):
+        return status_of_result(result, rows)
+
+
+def launcher_lives(status: LiveStatus) -> bool | None:
+    """True if the launcher's process is there; None if it is on another host, or the run is over."""
+    if status.state != "running" or status.launcher_host != socket.gethostname():
+        return None
+    try:
+        os.kill(status.launcher_pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> LiveStatus:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -289,9 +289,9 @@ class MembershipHistory:
         """The time of a change, until the first step after it."""
 
     @property
-    def group(self) -> dict[str, Any] | None:
-        """The present view."""
-        return self.changes[-1] if self.changes else None
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The views so far."""
+        return self.changes
 
     def loses(self, who: str, how: str) -> None:
         """A process has ended."""

@@ -42,8 +42,8 @@ class RunHistory(Protocol):
         """The faults, with the keys who, how, at_s, then."""
 
     @property
-    def group(self) -> Mapping[str, Any] | None:
-        """The present group of an elastic run, with the keys generation, step, members."""
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """The groups of an elastic run so far, with the keys generation, step, members."""
 
 
 class RunEvents:
@@ -63,8 +63,9 @@ class RunEvents:
         self._say(f"{at_s:.1f} s: {who} {how}; {then}")
 
     @property
-    def group(self) -> None:
+    def groups(self) -> Sequence[Mapping[str, Any]]:
         """None: the processes of the run are not an elastic group."""
+        return ()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -150,7 +151,8 @@ class LiveRun:
 
     def status(self, state: RunState, why: str = "") -> LiveStatus:
         """The run as it is now."""
-        shown, events, group = self._shown, self._history.events, self._history.group
+        shown, events = self._shown, self._history.events
+        groups = [GroupStatus(e["generation"], e["step"], len(e["members"])) for e in self._history.groups]
         return LiveStatus(
             version=VERSION,
             job=shown.job,
@@ -170,7 +172,8 @@ class LiveRun:
             processes=tuple(self._status_of(process) for _, process in sorted(self._processes.items())),
             num_events=len(events),
             events=events_of(events[-MOST_EVENTS:]),
-            group=None if group is None else GroupStatus(group["generation"], group["step"], len(group["members"])),
+            group=groups[-1] if groups else None,
+            groups=tuple(groups[-MOST_EVENTS:]),
         )
 
     def _train(self) -> dict[str, Any] | None:

@@ -1,0 +1,56 @@
+"""`MetricsFollower`: the rows of a run's metrics, each once, while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from typing import IO, Any
+
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place, UrlPath
+
+
+class MetricsFollower:
+    """Shows each row of a run's metrics once, while the run goes on.
+
+    Rows from before this object are shown if `earlier`. A resumed run replaces the file: the rows that it keeps are
+    shown. At a URL the file is read whole, at most every `every_s`, and only after its size has changed.
+    """
+
+    def __init__(
+        self, metrics: Place, show: Callable[[dict[str, Any]], None], every_s: float = 0.0, *, earlier: bool = False
+    ) -> None:
+        self._metrics, self._show, self._every_s = metrics, show, every_s
+        self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
+        if not earlier:
+            with suppress(OSError), self._opened() as (stream, self._file):
+                self._read_bytes = stream.seek(0, os.SEEK_END)
+
+    def look(self, *, last: bool = False) -> None:
+        """Show the rows since the last look. `last`: look now, without waiting for `every_s`."""
+        now_s = time.monotonic()
+        if now_s < self._look_at_s and not last:
+            return
+        self._look_at_s = now_s + self._every_s
+        with suppress(OSError), self._opened() as (stream, file):  # the next look comes soon
+            if file != self._file or stream.seek(0, os.SEEK_END) < self._read_bytes:
+                self._file, self._read_bytes = file, 0
+            stream.seek(self._read_bytes)
+            whole_lines, newline, _ = stream.read().rpartition(b"\n")
+            self._read_bytes += len(whole_lines) + len(newline)
+            for line in whole_lines.splitlines():
+                self._show(json.loads(line))
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[IO[bytes], int]]:
+        """The file, and a number that is another one after it was replaced."""
+        if isinstance(self._metrics, UrlPath):
+            unchanged = self._metrics.size() == self._read_bytes
+            yield BytesIO(bytes(self._read_bytes) if unchanged else self._metrics.read(files.MAX_JSON_BYTES)), 0
+            return
+        with files.opened(self._metrics) as stream:
+            yield stream, os.fstat(stream.fileno()).st_ino
