@@ -247,6 +247,7 @@ def test_what_steers_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
     )
     (tmp_path / "live.json").write_text(json.dumps(msgspec.to_builtins(status)))
     asked("top", str(tmp_path), "--once")
+    asked("top", str(tmp_path), "--records")
     asked("top", str(tmp_path) + text)
     assert plain_text("a\tb\nü 語 \x1b[2J\ud800") == "a\tb\nü 語 \\x1b[2J\\ud800"
 

@@ -97,7 +97,7 @@ class LiveStatus(msgspec.Struct, frozen=True):
     group: GroupStatus | None = None
     """The present group of an elastic run."""
     groups: tuple[GroupStatus, ...] = ()
-    """Its last groups, the present one included."""
+    """The run's last groups, with the present one."""
 
     @property
     def staleness(self) -> float | None:

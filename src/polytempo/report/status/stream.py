@@ -10,6 +10,7 @@ Reading a run takes nothing from it: a reader opens files that the run writes an
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from itertools import takewhile
@@ -139,7 +140,7 @@ def line_of(record: StreamRecord) -> str:
     """The record as a line of JSON: a row has the entries of its line in `metrics.jsonl`. Nulls are left out."""
     plain = msgspec.to_builtins(record)
     plain |= plain.pop("more", {})
-    return msgspec.json.encode({name: value for name, value in plain.items() if value is not None}).decode()
+    return json.dumps({name: value for name, value in plain.items() if value is not None})
 
 
 class RunStream:
