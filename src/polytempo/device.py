@@ -9,10 +9,12 @@ takes memory there. `torch.accelerator` alone is asked, so a kind that torch lea
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 HOST = torch.device("cpu")
 _ONE_GENERATOR = frozenset({"mps"})
 """Kinds with one device, and with functions in torch that take no number of it."""
+_AUTOGRAD_THREAD = re.compile(r"pt_autograd_\d+\s*")
 
 
 # ---------------------------------------------------------------------- which devices there are
@@ -54,6 +57,20 @@ def num_devices() -> int:
 def accelerator_in_use() -> bool:
     """True if this process has begun to use the accelerator."""
     return _used() is not None
+
+
+def gradients_after_fork() -> bool:
+    """False if processes that are forked from this one can compute no gradients, on the host neither.
+
+    Where a process sees an accelerator, its first backward pass starts autograd's threads for devices, also for
+    tensors of the host, and autograd ends each backward pass of a later fork in an error. Torch names the threads; no
+    function of it tells. Always True without `/proc` (macOS).
+    """
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            if _AUTOGRAD_THREAD.fullmatch(path.read_text()):
+                return False
+    return True
 
 
 def current_device() -> torch.device | None:

@@ -5,6 +5,8 @@ Runs fork from this process, which never uses the device; a `Trainer` or a simul
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 import polytempo as pt
+from polytempo.core.errors import JobFailed
 from polytempo.engines.local_engine import launch
 from polytempo.spec.result import Result
 
@@ -180,13 +183,62 @@ def test_a_loop_does_not_move_a_model_away_for_one_copy_of_its_weights(device: s
     assert f"device={device}:0: hogwild" in apart(refused)
 
 
-@pytest.mark.process
-def test_a_process_that_has_used_the_device_forks_no_workers_for_it(device: str) -> None:
-    def refused() -> str:
-        torch.ones(1, device=device).sum().item()
-        with pytest.raises(ValueError, match="PT1904") as error:
-            pt.run(JOB, "sync_sgd()", 2, steps=1)
-        pt.run(JOB, "sync_sgd()", 2, steps=1, device="cpu")
-        return str(error.value)
+WRITTEN = """
+from dataclasses import replace
 
-    assert 'engine="subprocess"' in apart(refused)
+import torch
+import polytempo as pt
+
+job = pt.Job(
+    model=lambda: torch.nn.Linear(64, 10),
+    data=lambda path: pt.Data(*pt.data.digits()),
+    loss=torch.nn.functional.cross_entropy,
+    optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+)
+mistaken = replace(job, loss=lambda output, target: output.mistake)
+"""
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> pt.Job:
+    """A job that new interpreters find, too."""
+    (tmp_path / "written.py").write_text(WRITTEN)
+    return pt.jobs.find(f"{tmp_path}/written.py:job")
+
+
+@pytest.mark.process
+def test_a_process_that_has_used_the_device_forks_no_workers_for_it(device: str, found: pt.Job) -> None:
+    def trained() -> list[Any]:
+        torch.ones(1, device=device).sum().item()
+        with pytest.raises(ValueError, match=r"PT1904.*pt\.jobs\.find"):
+            pt.run(JOB, "sync_sgd()", 1, steps=1)
+        pt.run(JOB, "sync_sgd()", 1, steps=1, device="cpu")
+        return facts(pt.run(found, "sync_sgd()", 1, steps=2))
+
+    check(device, apart(trained), facts(pt.run(found, "sync_sgd()", 1, steps=2, device="cpu")))
+
+
+@pytest.mark.process
+def test_a_process_that_has_computed_gradients_forks_no_workers(device: str, found: pt.Job) -> None:
+    """Workers ended with torch's "Unable to handle autograd's threading", on the CPU too."""
+
+    def trained() -> list[Any]:
+        pt.simulate(found, "sync_sgd()", 2, steps=1, device="cpu")
+        with pytest.raises(ValueError, match=r"PT1905.*pt\.jobs\.find"):
+            pt.run(JOB, "sync_sgd()", 1, steps=1, device="cpu")
+        with pytest.raises(ValueError, match="PT1905"):
+            pt.compare(JOB, "sync_sgd", 1, steps=1)
+        with pytest.raises(JobFailed, match="mistake"):  # before workers start
+            pt.run(found.origin.replace(":job", ":mistaken"), "sync_sgd()", 1, steps=1)
+        [compared] = pt.compare(found, "sync_sgd", 1, steps=2, device="cpu")
+        return facts(compared)
+
+    check(device, apart(trained), facts(pt.run(found, "sync_sgd()", 1, steps=2, device="cpu")))
+
+
+@pytest.mark.process
+def test_a_profile_beside_a_device(device: str) -> None:
+    """It forked after it had computed gradients, and ended with torch's error."""
+    command = [sys.executable, "-m", "polytempo", "profile", "digits", "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

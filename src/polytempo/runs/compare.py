@@ -63,7 +63,7 @@ def compare(
     for strategy in asked:
         check_workers(strategy, workers)
     specs = [RunSpec.of(job, strategy, workers, options) for strategy in asked]
-    prepare(in_order(specs), setup)
+    setup = prepare(in_order(specs), setup)
     with began(options.out):
         comparison = _Comparison(specs)
         try:

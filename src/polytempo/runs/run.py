@@ -27,6 +27,7 @@ from polytempo.runs.frame.arguments import (
 from polytempo.runs.frame.chain import chained
 from polytempo.runs.frame.divergence import left_result, saved_step
 from polytempo.runs.frame.folder import began
+from polytempo.runs.frame.forked_workers import fitting_engine
 from polytempo.runs.frame.rehearsal import rehearse
 from polytempo.runs.frame.run_page import reported, show_rows
 from polytempo.runs.run_collective import run_collective
@@ -38,7 +39,6 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.job.start import with_start
-from polytempo.training.model.run_device import check_fork
 from polytempo.training.trainer import Trainer, held_by_first
 
 
@@ -61,7 +61,8 @@ def run(
 
     `engine` starts the processes: `pt.engines.local()` (the default) forks them from this one;
     `pt.engines.subprocess()` starts new interpreters, and `pt.engines.ssh(hosts)` and its like processes on other
-    hosts; those find the job by its name (`pt.jobs.find`).
+    hosts; those find the job by its name (`pt.jobs.find`). Where forks could not compute, because this process has used
+    a device, or has computed gradients beside one, `local()` becomes `subprocess()` (PT1904 and PT1905 otherwise).
 
     Options are `RunOptions`, as an object or by name. With `out`, the folder holds `metrics.jsonl`,
     `trace.json`, `checkpoint/`, `result.json`, `logs/` and `report.html` afterwards.
@@ -83,14 +84,15 @@ def run(
         raise ValueError(
             "available says how many workers an elastic run may have; give min_workers or max_workers, too"
         )
-    prepare(in_order([spec]), setup)
+    setup = prepare(in_order([spec]), setup)
     return performed(spec, setup, progress, available)
 
 
-def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
+def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> EngineSetup:
     """Refuse impossible runs before anything is started or written, and print notes on surprising settings.
 
-    `specs` are of one job with the same options, by one strategy after the other.
+    `specs` are of one job with the same options, by one strategy after the other. Returns the engine that they need:
+    `engine`, or new interpreters where forks could not compute.
     """
     workers, replicas = specs[0].workers, max(spec.replicas for spec in specs)
     for spec in specs:
@@ -98,12 +100,10 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
         check_batches(spec)
         if spec.options.elastic:
             check_elastic_spec(spec)
+    engine = fitting_engine(engine, specs)
     here = isinstance(engine, Local | Subprocess)
     if here:
         check_processes(max(spec.topology().num_nodes for spec in specs), workers)
-    if isinstance(engine, Local):
-        for spec in specs:
-            check_fork(spec.options, spec.strategy)
     import_module("torch._dynamo")  # optimizers need it: a second here instead of in each worker
     found = rehearse(specs, here=here)
     if found.samples is not None:
@@ -118,6 +118,7 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> None:
         notes = [*cores_notes(workers), *notes]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    return engine
 
 
 def in_order(specs: Sequence[RunSpec]) -> list[RunSpec]:

@@ -38,6 +38,7 @@ def profile(asked: ProfileOptions) -> None:
         try:
             model, _ = replica_of(spec, run_device(options, made))
             held = data_of(spec.job, asked.data)
+            taken = measured_bytes(spec)  # first: it forks, and beside a device gradients here keep forks from theirs
             found = profiled(spec.job, model, held, spec.seed, spec.batch_size, _REPEATS)
         finally:
             torch.set_num_threads(threads)
@@ -46,7 +47,6 @@ def profile(asked: ProfileOptions) -> None:
             if made.schedule is None
             else estimated_stage(spec, cut_of(spec, model, held))
         )
-        taken = measured_bytes(spec)
     rows = [(which, each) for which in ("forward", "backward") for each in getattr(found, which)]
     if asked.json:
         show_json(_plain(found, rows, described, memory, taken))

@@ -17,6 +17,7 @@ import torch
 
 from polytempo.core.errors import JobFailed
 from polytempo.data.shard import DataShard
+from polytempo.device import accelerator_in_use, gradients_after_fork
 from polytempo.engines.collective import RunTimedOut
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.failures import WorkerDied
@@ -58,7 +59,8 @@ class Rehearsed(NamedTuple):
 def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
     """Make the job's parts in a process of its own, and the gradient of one batch. `specs` have one strategy each.
 
-    `here`: the run's processes are on this host, so the gradient is computed on their device.
+    `here`: the run's processes are on this host, so the gradient is computed on their device. The rehearsal is forked:
+    the gradient, or the device, is left out where forks of this process cannot compute it.
 
     Errors: ValueError and JobFailed of `spec.job_calls`, for wrong functions of the job and for a strategy that does
     not fit; ValueError for a device that is not there. A process that dies, or takes a minute, fails in the run and not
@@ -87,9 +89,11 @@ def rehearse(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
 
 
 def _tried(specs: Sequence[RunSpec], *, here: bool) -> Rehearsed:
+    on_device, backward = here and not accelerator_in_use(), gradients_after_fork()
+
     def work(rank_info: RankInfo) -> dict[str, Any]:
         try:
-            return {"found": list(_rehearsed(specs, here=here))}
+            return {"found": list(_rehearsed(specs, here=on_device, backward=backward))}
         except JobFailed as error:
             return {"failed": str(error)}
         except ValueError as error:
@@ -107,7 +111,7 @@ def _tried(specs: Sequence[RunSpec], *, here: bool) -> Rehearsed:
     return Rehearsed(samples, private_bytes, tuple(warned), devices)
 
 
-def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
+def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True, backward: bool = True) -> Rehearsed:
     spec = specs[0]
     job = spec.job
     torch.manual_seed(spec.seed)
@@ -137,7 +141,9 @@ def _rehearsed(specs: Sequence[RunSpec], *, here: bool = True) -> Rehearsed:
         batch = beside(model, batch)
         Threads(inter=spec.options.inter_threads).apply(model)
         masters_of(model, optimizer_of(job, model, spec.lr), spec.options.precision)
-        loss_of(job, model, batch).backward()
+        loss = loss_of(job, model, batch)
+        if backward:
+            loss.backward()
         if data.test is not None:
             evaluation = Evaluation(job, model, data)
             evaluation.sums(tensors_of(model), 0, evaluation.length)  # of a few samples

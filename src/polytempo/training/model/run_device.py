@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from polytempo.core import Strategy
-from polytempo.core.calls.refusals import refusal_of, refuse
+from polytempo.core.calls.refusals import refusal_of
 from polytempo.data.mover import BatchMover
-from polytempo.device import HOST, accelerator_in_use, accelerator_kind, current_device, num_devices, use_device
+from polytempo.device import HOST, accelerator_kind, num_devices, use_device
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec
 
@@ -83,9 +83,3 @@ def devices_of(options: RunOptions, strategy: Strategy) -> int:
     if run_device(options, strategy).type == "cpu":
         return 0
     return 1 if ":" in options.device else num_devices()
-
-
-def check_fork(options: RunOptions, strategy: Strategy) -> None:
-    """`Incompatible` if workers of a run on a device were forked from this process, which has used it."""
-    used = options.device != "cpu" and suits_device(options, strategy) and accelerator_in_use()
-    refuse({"forked", *(["device in use"] if used else [])}, device=current_device() if used else None)

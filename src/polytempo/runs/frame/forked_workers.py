@@ -1,0 +1,50 @@
+"""`fitting_engine`: workers are forked from this process only where such workers could compute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from polytempo import jobs
+from polytempo.core.calls.refusals import refuse
+from polytempo.device import accelerator_in_use, current_device, gradients_after_fork
+from polytempo.engines.engine import EngineSetup
+from polytempo.engines.local_engine import Local
+from polytempo.engines.subprocess_engine import Subprocess
+from polytempo.spec.run_spec import RunSpec
+from polytempo.training.model.run_device import suits_device
+
+
+def fitting_engine(engine: EngineSetup, specs: Sequence[RunSpec]) -> EngineSetup:
+    """The engine of these runs: new interpreters in place of forks that could not compute, said in a note.
+
+    A fork cannot use a device that this process has used, and computes no gradient where autograd has started threads
+    for devices here. New interpreters find the runs by name. Errors: `Incompatible` for a run without one.
+    """
+    if not isinstance(engine, Local):
+        return engine
+    used = accelerator_in_use() and any(_may_use_device(spec) for spec in specs)
+    why = {*(["device in use"] if used else []), *([] if gradients_after_fork() else ["gradients"])}
+    if not why:
+        return engine
+    for spec in specs:
+        if not _found_by_name(spec):
+            refuse({"forked", *why}, device=current_device(), job=spec.job.name, strategy=spec.strategy)
+    facts = "has used the accelerator" if used else "has computed gradients where torch sees an accelerator"
+    print(
+        f"note: this process {facts}, so workers are new interpreters (engine=subprocess), not forks", file=sys.stderr
+    )
+    return Subprocess()
+
+
+def _may_use_device(spec: RunSpec) -> bool:
+    return spec.options.device != "cpu" and suits_device(spec.options, spec.strategy)
+
+
+def _found_by_name(spec: RunSpec) -> bool:
+    """True if other processes find the same run by name."""
+    try:
+        RunSpec.from_json(spec.to_json(), jobs.find)
+    except ValueError:
+        return False
+    return True
