@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "pretend" and can_build():
         folder = built()
-        give(os.environ, folder)
+        give(os.environ, folder, cards=int(os.environ.get("PRETEND_DEVICES", "2")))
         sys.path.insert(0, str(folder))
         importlib.import_module("pretend").register()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from polytempo.engines.local_engine import launch
 from polytempo.spec.result import Result
 
 pytest.importorskip("device.build", reason="the fixture `device` is made by the harness beside this file")
+
+join, run_device = (import_module(f"polytempo.{name}") for name in ("engines.join.init", "training.model.run_device"))
 
 
 def model() -> nn.Module:
@@ -110,12 +114,35 @@ def without_dropout() -> pt.Job:
     return replace(JOB, model=lambda: nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)))
 
 
+WEIGHTS = torch.linspace(1, 2, 10)
+WEIGHTED = {
+    "module": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "keyword": partial(nn.functional.cross_entropy, weight=WEIGHTS),
+    "module in a partial": partial(nn.CrossEntropyLoss(weight=WEIGHTS)),
+}
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("strategy", ["sync_sgd()", "async_sgd()"])
-def test_a_loss_with_weights_of_classes_is_copied_there(device: str, strategy: str) -> None:
-    weighted = replace(JOB, loss=nn.CrossEntropyLoss(weight=torch.linspace(1, 2, 10)))
+@pytest.mark.parametrize(
+    ("loss", "strategy"), [*((loss, "sync_sgd()") for loss in WEIGHTED), ("module", "async_sgd()")]
+)
+def test_a_loss_with_weights_of_classes_is_copied_there(device: str, loss: str, strategy: str) -> None:
+    weighted = replace(JOB, loss=WEIGHTED[loss])
     check(device, *(facts(pt.run(weighted, strategy, 1, device=where, **PLAIN)) for where in (device, "cpu")))
-    assert weighted.loss.weight.device.type == "cpu"
+    assert WEIGHTS.device.type == WEIGHTED["module"].weight.device.type == "cpu"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("strategy", "where"), [("sync_sgd()", "cpu"), ("hogwild()", "auto"), ("async_sgd()", "cpu")])
+def test_a_run_on_the_cpu_leaves_devices_alone(
+    device: str, monkeypatch: pytest.MonkeyPatch, strategy: str, where: str
+) -> None:
+    def wrong(number: int) -> None:
+        raise AssertionError(f"a worker has taken {device}:{number}")
+
+    for module in (join, run_device):
+        monkeypatch.setattr(module, "use_device", wrong)
+    assert pt.run(JOB, strategy, 2, device=where, steps=2).steps == 2
 
 
 @pytest.mark.process

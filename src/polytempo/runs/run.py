@@ -39,6 +39,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.job.start import with_start
+from polytempo.training.model.run_device import may_use_device
 from polytempo.training.trainer import Trainer, held_by_first
 
 
@@ -175,7 +176,7 @@ def join(
     """Train `job` as one worker of the world that this process was started in (torchrun, Slurm, …)."""
     job, strategy, options = checked_job(job), strategy_from(strategy), with_keywords(options, more)
     refuse(strategy.features | {"one world"}, strategy=strategy)
-    world = init(timeout_s=options.timeout_s)
+    world = init(timeout_s=options.timeout_s, device="auto" if may_use_device(options, strategy) else "cpu")
     spec = RunSpec.of(job, strategy, world.size, options)
     shown = progress if world.rank == 0 else None
     with held_by_first(world, options):

@@ -17,6 +17,7 @@ from polytempo.runs.frame.run_frame import framed_job, with_page
 from polytempo.spec.placement import on_hosts
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.model.run_device import may_use_device
 from polytempo.training.trainer import Trainer
 
 
@@ -61,6 +62,7 @@ def run_collective(spec: RunSpec, setup: EngineSetup, progress: Progress | None 
 
 def train_rank(spec: RunSpec) -> dict[str, Any] | None:
     """Be one rank of the world that this process was started in; rank 0 says how the run went."""
-    world = init(timeout_s=spec.options.timeout_s, quiet=True)
+    device = "auto" if may_use_device(spec.options, spec.strategy) else "cpu"
+    world = init(timeout_s=spec.options.timeout_s, device=device, quiet=True)
     result = Trainer(spec, world=world).fit_held()
     return result.as_json() if world.rank == 0 else None

@@ -57,6 +57,7 @@ def init(
     servers: int = 0,
     timeout_s: float = 300.0,
     backend: str | None = None,
+    device: str = "auto",
     quiet: bool = False,
 ) -> ProcessWorld:
     """Join the world that torchrun, Slurm, MPI, Ray or Polytempo's own engine has set up around this process.
@@ -102,6 +103,8 @@ def init(
         return _laid_out(world, mesh)
     else:
         check_servers(servers, place.size)
+        if device != HOST.type and accelerator_kind() is not None:
+            use_device(place.local_rank % num_devices())
         world = _join(place, timeout_s, backend, servers)
     set_current(world)
     if world.rank == 0:
@@ -130,8 +133,6 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # one host: nothing listens beyond it
     timeout = timedelta(seconds=timeout_s)
-    if accelerator_kind() is not None:
-        use_device(place.local_rank % num_devices())
     rank, size, servers = place.rank, place.size, None
     try:
         store = _store(place, timeout, os.environ)

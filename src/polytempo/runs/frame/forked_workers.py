@@ -12,7 +12,7 @@ from polytempo.engines.engine import EngineSetup
 from polytempo.engines.local_engine import Local
 from polytempo.engines.subprocess_engine import Subprocess
 from polytempo.spec.run_spec import RunSpec
-from polytempo.training.model.run_device import suits_device
+from polytempo.training.model.run_device import may_use_device
 
 
 def fitting_engine(engine: EngineSetup, specs: Sequence[RunSpec]) -> EngineSetup:
@@ -23,7 +23,7 @@ def fitting_engine(engine: EngineSetup, specs: Sequence[RunSpec]) -> EngineSetup
     """
     if not isinstance(engine, Local):
         return engine
-    used = accelerator_in_use() and any(_may_use_device(spec) for spec in specs)
+    used = accelerator_in_use() and any(may_use_device(spec.options, spec.strategy) for spec in specs)
     why = {*(["device in use"] if used else []), *([] if gradients_after_fork() else ["gradients"])}
     if not why:
         return engine
@@ -35,10 +35,6 @@ def fitting_engine(engine: EngineSetup, specs: Sequence[RunSpec]) -> EngineSetup
         f"note: this process {facts}, so workers are new interpreters (engine=subprocess), not forks", file=sys.stderr
     )
     return Subprocess()
-
-
-def _may_use_device(spec: RunSpec) -> bool:
-    return spec.options.device != "cpu" and suits_device(spec.options, spec.strategy)
 
 
 def _found_by_name(spec: RunSpec) -> bool:

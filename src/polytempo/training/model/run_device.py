@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of
@@ -53,12 +54,33 @@ def suits_device(options: RunOptions, strategy: Strategy) -> bool:
     return row is None or "device" not in row.features
 
 
+def may_use_device(options: RunOptions, strategy: Strategy) -> bool:
+    """False for runs that compute on the host, also where there is a device."""
+    return options.device != HOST.type and suits_device(options, strategy)
+
+
 def on_device(spec: RunSpec, device: torch.device) -> RunSpec:
-    """The run with a loss on `device`: a copy, if it is a module with tensors, such as weights of classes."""
-    loss = spec.job.loss
-    if not isinstance(loss, nn.Module) or not [*loss.parameters(), *loss.buffers()]:
-        return spec
-    return replace(spec, job=replace(spec.job, loss=deepcopy(loss).to(device)))
+    """The run with a loss on `device`: a copy, if it has tensors such as weights of classes.
+
+    These are found in modules, and among the arguments of `functools.partial`.
+    """
+    loss = _copied(spec.job.loss, device)
+    return spec if loss is spec.job.loss else replace(spec, job=replace(spec.job, loss=loss))
+
+
+def _copied(part: Any, device: torch.device) -> Any:
+    """`part` with its tensors on `device`; itself where it has none."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, nn.Module) and [*part.parameters(), *part.buffers()]:
+        return deepcopy(part).to(device)
+    if isinstance(part, partial):
+        before = [part.func, *part.args, *part.keywords.values()]
+        after = [_copied(each, device) for each in before]
+        if any(there is not here for there, here in zip(after, before, strict=True)):
+            func, args, values = after[0], after[1 : len(part.args) + 1], after[len(part.args) + 1 :]
+            return partial(func, *args, **dict(zip(part.keywords, values, strict=True)))
+    return part
 
 
 def device_of(model: nn.Module) -> torch.device:
