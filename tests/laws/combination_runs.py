@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import polytempo as pt
-from laws.combinations import FAMILIES, LAYOUTS, SERVED, STAGED, WAITING, Combination
+from laws.combinations import FAMILIES, LAYOUTS, QUANTISED, SERVED, STAGED, WAITING, Combination
 from polytempo.core import Strategy
 from polytempo.data.plan import part, permutation
 from polytempo.spec.run_options import OptionKeywords
@@ -21,6 +22,9 @@ from polytempo.worlds import ProcessWorld
 
 SAMPLES, GLOBAL_BATCH, STEPS = 71, 24, 6
 """Two epochs of two whole batches and one of 23 samples, which two replicas share unevenly."""
+
+DECAY = 0.35
+"""Of the weights' average: more than (1 + t) / (10 + t) up to step 3, and less from step 4."""
 
 CPU = torch.device("cpu")
 
@@ -35,14 +39,17 @@ SPLIT = ("split", "places")
 
 
 class Instance(nn.Module):
-    """Instance norm of six features as three channels of two, with running statistics."""
+    """Instance norm of six features as two channels of three, with running statistics.
+
+    Of two nearly equal values, a norm's gradient would be a quotient of rounding errors, but for its ε.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+        self.norm = nn.InstanceNorm1d(2, eps=0.1, affine=True, track_running_stats=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x.unflatten(1, (3, 2)))
+        y: Tensor = self.norm(x.unflatten(1, (2, 3)))
         return y.flatten(1)
 
 
@@ -158,8 +165,10 @@ def mesh_of(row: Combination) -> dict[str, int] | None:
 
 def options_of(row: Combination, steps: int = STEPS) -> OptionKeywords:
     given: OptionKeywords = {"threads": 1, "steps": steps}
-    if row.precision == "bf16":
-        given["precision"] = pt.precision("bf16")
+    if row.precision in ("bf16", *QUANTISED):
+        given["precision"] = row.precision
+    if row.scored == "average":
+        given["ema"] = DECAY
     if row.family in SERVED:
         return given | {"batch_size": GLOBAL_BATCH // row.replicas}
     return given | {"global_batch_size": GLOBAL_BATCH}
@@ -169,16 +178,20 @@ def options_of(row: Combination, steps: int = STEPS) -> OptionKeywords:
 
 
 class Replica:
-    """One replica in plain torch: parameters, 16-bit ones made of them in each pass, and an optimizer."""
+    """One replica in plain torch: parameters, those of fewer bits for each pass, an optimizer and an average."""
 
-    def __init__(self, row: Combination) -> None:
+    def __init__(self, row: Combination, start: Mapping[str, Tensor] | None = None) -> None:
         torch.manual_seed(0)
         self.row, self.net = row, model_of(row)
+        if start is not None:
+            self.net.load_state_dict(start)
+        self.average = {name: p.detach().clone() for name, p in self.net.named_parameters()}
         self.optimizer = trainable(row, self.net.parameters())
 
     def output(self, x: Tensor) -> Tensor:
+        answer: Tensor
         if self.row.precision != "bf16":
-            answer: Tensor = self.net(x)
+            answer = torch.func.functional_call(self.net, few_levels(self.row, self.net), (x,))
             return answer
         wide = {id(p) for m in self.net.modules() if isinstance(m, _NORMS) for p in m.parameters()}
         low = {n: p if id(p) in wide else p.bfloat16() for n, p in self.net.named_parameters()}
@@ -200,13 +213,46 @@ class Replica:
         if self.row.loop == "clipped":
             nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
 
+    def take_in(self, step: int) -> None:
+        """The weights after step 1, 2, … go into their average."""
+        d = min(DECAY, (1 + step) / (10 + step))
+        for name, p in self.net.named_parameters():
+            self.average[name] = d * self.average[name] + (1 - d) * p.detach()
+
 
 _NORMS = (nn.BatchNorm1d, nn.InstanceNorm1d, nn.LayerNorm, nn.GroupNorm)
 
 
-def plain(row: Combination) -> dict[str, Tensor]:
-    """The parameters and buffers that plain torch reaches, by name."""
-    copies = [Replica(row) for _ in range(row.replicas)]
+def few_levels(row: Combination, net: nn.Module) -> dict[str, Tensor]:
+    """Q(w) of the matrices of `net`, by name; the gradient of Q is taken as 1. Empty for other precisions."""
+    if row.precision not in QUANTISED:
+        return {}
+    level = {"int8": _int8, "ternary": _ternary}[row.precision]
+    matrices = {name: p for name, p in net.named_parameters() if p.dim() > 1}
+    return {name: torch.stack([level(w) for w in p.detach()]) + (p - p.detach()) for name, p in matrices.items()}
+
+
+def _int8(w: Tensor) -> Tensor:
+    step = w.abs().max() / 127
+    return (w / step).round() * step
+
+
+def _ternary(w: Tensor) -> Tensor:
+    large = w.abs() > 0.7 * w.abs().mean()
+    return torch.where(large, w[large].abs().mean() * w.sign(), torch.zeros_like(w))
+
+
+class Reached(NamedTuple):
+    """What plain torch reaches: parameters and buffers by name."""
+
+    saved: dict[str, Tensor]
+    scored: dict[str, Tensor]
+    """The saved ones, or their average over the steps."""
+
+
+def plain(row: Combination, start: Mapping[str, Tensor] | None = None) -> Reached:
+    """The training of `row` from the tensors `start`, or from the job's own, in plain torch."""
+    copies = [Replica(row, start) for _ in range(row.replicas)]
     anchor = [p.detach().clone().requires_grad_() for p in copies[0].net.parameters()]
     outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
     together = row.family in ("sync", "backup")
@@ -226,7 +272,13 @@ def plain(row: Combination) -> dict[str, Tensor]:
             _meet(copies, parameters=not together)
             if row.family == "diloco":
                 _outer_step(copies, anchor, outer)
-    return mean_state(copies)
+        for copy in copies:
+            copy.take_in(step + 1)
+    saved = mean_state(copies)
+    if row.scored == "weights":
+        return Reached(saved, saved)
+    averages = {name: torch.stack([copy.average[name] for copy in copies]).mean(0) for name in copies[0].average}
+    return Reached(saved, {**saved, **averages})
 
 
 def batch_of(step: int, row: Combination) -> tuple[Tensor, Tensor]:
@@ -287,7 +339,8 @@ def loss_of(row: Combination, state: dict[str, Tensor]) -> float:
     net.load_state_dict(state)
     x, y = points(16, 1, dtype_of(row)).tensors
     with torch.no_grad():
-        return float(nn.functional.mse_loss(net.eval()(x), y))
+        answer = torch.func.functional_call(net.eval(), few_levels(row, net), (x,))
+        return float(nn.functional.mse_loss(answer, y))
 
 
 # ------------------------------------------------------------------ a user's loop

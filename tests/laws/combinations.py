@@ -32,6 +32,8 @@ class Combination(NamedTuple):
     replicas: int
     saving: str
     world: str
+    scored: str = "weights"
+    start: str = "own"
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in self)
@@ -73,16 +75,21 @@ LAYOUTS: dict[str, Callable[[Strategy], Strategy]] = {
 }
 """The layout of a model on ranks."""
 
+QUANTISED = ("int8", "ternary")
+"""Precisions of a few levels; `bf16` and these keep float32 masters."""
+
 FACTORS: dict[str, Sequence[str | int]] = {
     "family": list(FAMILIES),
     "layout": [layout for layout in LAYOUTS if layout != "hogwild"],  # see `IN_ANY_ORDER`
-    "precision": ["float64", "float32", "bf16"],
+    "precision": ["float64", "float32", "bf16", *QUANTISED],
     "norm": ["none", "batch", "instance", "layer", "group"],
     "optimizer": ["sgd", "momentum", "adamw"],
     "loop": ["job", "clipped", "frozen", "unused", "own", "accumulated"],
     "replicas": [1, 2],
     "saving": ["saved", "resumed"],
     "world": ["virtual", "processes"],
+    "scored": ["weights", "average"],
+    "start": ["own", "other"],  # the job's own first weights, or another run's model
 }
 FACTOR_NAMES = tuple(FACTORS)
 IDLE_LAYERS = [
@@ -139,17 +146,25 @@ IMPOSSIBLE: list[Values] = [
     {"loop": OWN, "world": ["virtual"]},  # a user's loop runs on processes
     {"saving": ["resumed"], "world": ["virtual"]},  # the same arguments give the same simulation
     {"loop": ["accumulated"], "layout": STAGED},  # micro-batches are accumulation
-    {"loop": OWN, "layout": STAGED, "precision": ["bf16"]},  # an option of jobs
+    {"loop": OWN, "layout": STAGED, "precision": ["bf16", *QUANTISED]},  # an option of jobs
+    {"loop": OWN, "layout": ["split", "places", "hybrid"], "precision": QUANTISED},  # refused in jobs alone
+    {"loop": OWN, "scored": ["average"]},  # an option of jobs
+    {"loop": OWN, "start": ["other"]},  # an option of jobs
     {"loop": OWN, "family": SERVED},  # starts a server in each row: `process/test_attach_served` and its neighbours
 ]
 """Rows without a meaning, as opposed to refused ones."""
 
 REFUSED: list[tuple[str, Values]] = [
     ("drops gradients", {"family": ["backup"], "layout": LATE}),
-    ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
-    ("PT1401", {"layout": ["one_copy", "hogwild"], "precision": ["bf16"]}),
     ("models differ|them differ", {"family": MEET_BY_PARAMETERS, "layout": ["hybrid"]}),
     ("PT1701|them differ", {"family": SERVED, "layout": ["split", "places", "hybrid"]}),
+    ("PT1401", {"layout": ["one_copy", "hogwild"], "precision": ["bf16", *QUANTISED]}),
+    ("PT1408", {"layout": STAGED, "precision": QUANTISED}),
+    ("PT1409", {"layout": ["split", "places", "hybrid"], "precision": QUANTISED}),
+    ("PT1403", {"family": SERVED, "layout": STAGED, "precision": ["bf16"]}),
+    ("PT1602", {"layout": STAGED, "scored": ["average"]}),
+    ("PT1603", {"layout": ["hogwild"], "scored": ["average"]}),
+    ("PT1606", {"layout": ["split", "places", "hybrid"], "scored": ["average"]}),
     ("decays weights", {"family": ["downpour"], "optimizer": ["adamw"]}),
     ("clips by the norm of the whole", {"layout": LATE, "loop": ["clipped"]}),
 ]
@@ -169,12 +184,16 @@ def refusal(chosen: Mapping[str, str | int]) -> str | None:
     return next((words for words, values in REFUSED if fits(chosen, values)), None)
 
 
+def accepted(chosen: Mapping[str, str | int]) -> bool:
+    return possible(chosen) and refusal(chosen) is None
+
+
 def comparable(chosen: Mapping[str, str | int]) -> bool:
     """True if plain torch computes the row: no gradient is late, and `combination_runs.plain` knows the family."""
     if fits(chosen, {"layout": ["hogwild"], "replicas": [2]}):
         return False
     plain = chosen.get("family", "sync") in PLAIN and chosen.get("layout") not in LATE
-    return plain and possible(chosen) and refusal(chosen) is None
+    return plain and accepted(chosen)
 
 
 def _pairs() -> Iterator[Pair]:
@@ -189,10 +208,13 @@ def pairs_of(row: Sequence[str | int]) -> Iterator[Pair]:
 
 
 def covering(seed: int = SEED) -> list[Combination]:
-    """Rows with every possible pair of values; rows that plain torch computes have all of their pairs alone."""
+    """Rows with every possible pair of values; rows that plain torch computes have all of their pairs alone, and so do
+    those that nothing refuses."""
     draw = random.Random(seed)
-    rows = _covering(comparable, [], draw)
-    return rows + _covering(possible, rows, draw)
+    rows = list[Combination]()
+    for allowed in (comparable, accepted, possible):
+        rows += _covering(allowed, rows, draw)
+    return rows
 
 
 Allowed = Callable[[Mapping[str, str | int]], bool]

@@ -72,6 +72,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         ("easgd", ["every 4 steps: values as they are, by its answer", "a pull is 38.4 kB\n"]),
         ("async_sgd", ["every step: values as they are, by pull"]),
+        (
+            "then(downpour(), 40, sync_sgd)",
+            ["first 40 steps of downpour(", "every step: values as they are, by native"],
+        ),
         ("flexrr", ["a batch has 80 slices; it pays from 240 samples on, or with a larger grain"]),
         ("flexrr(grain=0.05, first_offer=0.05)", ["a batch has 20 slices; it pays from 60 samples on"]),
     ],

@@ -116,6 +116,11 @@ def as_data(strategy: Strategy, found: Explanation) -> dict[str, Any]:
 
 def sections(strategy: Strategy, found: Explanation) -> Iterator[Section]:
     """The explanation in words."""
+    if strategy.before is not None:
+        first, steps = strategy.before
+        yield Section(
+            "two runs", [f"first {steps} steps of {first}, explained by a call of its own; below is the second run"]
+        )
     if strategy.server is not None:
         yield Section("a parameter server", list(_server(strategy, found)))
     elif strategy.one_copy is not None:

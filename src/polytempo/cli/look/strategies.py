@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 def strategies(asked: StrategiesOptions) -> None:
     """Print every strategy, then every codec that `codec=` takes: its call, its effect, and its paper."""
     found = [
-        *_entries("strategy", STRATEGIES, signature_of),
+        *_entries("strategy", {**STRATEGIES, "then": NAMES.then}, signature_of),
         *_entries("codec", CODECS, signature_of),
         *_entries("wire route", WIRE_ROUTES, lambda function: str(function.__name__)),
     ]

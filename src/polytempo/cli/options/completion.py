@@ -22,7 +22,7 @@ def job_names(incomplete: str) -> list[str]:
 def strategy_names(incomplete: str) -> list[str]:
     """The strategies; in a list with commas, completions of its last place."""
     before, comma, last = incomplete.rpartition(",")
-    return [before + comma + name for name in _beginning(last, declared().strategies)]
+    return [before + comma + name for name in _beginning(last, [*declared().strategies, "then"])]
 
 
 def cluster_names(incomplete: str) -> list[str]:
