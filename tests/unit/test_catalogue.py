@@ -127,7 +127,7 @@ def test_the_list_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
     first = [line for before, line in pairwise(lines) if not before and not line.startswith(" ")]
-    assert len(first) == len(strategies.__all__) + len(CODECS) + 2 + 3  # two headings more, and the last lines
+    assert len(first) == len(strategies.__all__) + 1 + len(CODECS) + 2 + 3  # `then`, two headings, the last lines
     assert "local_sgd(period: int = 8, route: Route | WireRoute = native, codec: Codec = none)" in first
     assert "bf16_sgd(route: Route | WireRoute = none)" in first
     assert "top_k(ratio: float = 0.01, entropy: bool = false)" in first
