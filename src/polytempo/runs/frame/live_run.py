@@ -64,7 +64,7 @@ class RunEvents:
 
     @property
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """None: the processes of the run are not an elastic group."""
+        """Empty: the processes of the run are not an elastic group."""
         return ()
 
     @property
