@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from polytempo.device import backend_of, num_devices
 from polytempo.engines.engine import Result
 from polytempo.engines.join.init import init
 from polytempo.engines.local_engine import launch
 from polytempo.engines.processes.worker import RankInfo
 from polytempo.worlds import ProcessWorld
 
-GROUPS = {"pretend": "cpu:gloo,pretend:pccl", "cuda": "cpu:gloo,cuda:nccl"}
-"""Process groups that a user names."""
+BACKENDS = ("pt.init's own", "named")
+"""A group that the library chooses, and one that a user names: the host's backend, and the device's own."""
+
+
+def backend(which: str, device: str, num_ranks: int) -> str | None:
+    """The argument of `pt.init`. Skips where ranks share a card and the device's own group refuses that, as NCCL."""
+    if which == BACKENDS[0]:
+        return None
+    own = backend_of(device)
+    if own is None or (device != "pretend" and num_ranks > num_devices()):
+        pytest.skip(f"{own} has no group of {num_ranks} ranks on {num_devices()} of {device}")
+    return f"cpu:gloo,{device}:{own}"
 
 
 def together(
@@ -32,7 +43,7 @@ def together(
 
     def serve(rank_info: RankInfo) -> Result:
         world = init(timeout_s=20, quiet=True, mesh=mesh, backend=backend)
-        card = torch.device(device, rank_info.rank % torch.get_device_module(device).device_count())
+        card = torch.device(device, rank_info.rank % num_devices())
         torch.accelerator.set_device_index(card.index)
         return work(world, card)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device.crew import GROUPS, check_all, first_fault, last_line, together
+from device.crew import BACKENDS, backend, check_all, first_fault, last_line, together
 from laws.catalogue import ROWS, Row, label
 from laws.loop_outcomes import ON_TWO, ran
 from laws.loops import LOOPS, Loop, Trial, plain
@@ -27,24 +27,28 @@ FAMILIES = ("sync_sgd", "local_sgd", "gossip", "delayed_sgd", "top_k_sgd")
 """One strategy of each kind of exchange meets all loops; all other strategies meet the plain order of calls."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_strategy_ends_with_the_parameters_of_the_cpu(device: str, num_ranks: int) -> None:
+SETTINGS = [(1, BACKENDS[0]), *((2, which) for which in BACKENDS)]
+"""Ranks and their group; one rank has none."""
+
+
+@pytest.mark.parametrize(("num_ranks", "which"), SETTINGS)
+def test_every_strategy_ends_with_the_parameters_of_the_cpu(device: str, num_ranks: int, which: str) -> None:
     rows = ROWS if num_ranks == 1 else [row for row in ROWS if row in ON_TWO or row.name == "sync_sgd"]
-    check(device, num_ranks, rows, [Loop(plain)])
+    check(device, num_ranks, which, rows, [Loop(plain)])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_loop_ends_with_the_parameters_of_the_cpu(device: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "which"), SETTINGS)
+def test_every_loop_ends_with_the_parameters_of_the_cpu(device: str, num_ranks: int, which: str) -> None:
     rows = [next(row for row in ON_TWO if row.name == name) for name in FAMILIES]
-    check(device, num_ranks, rows, LOOPS)
+    check(device, num_ranks, which, rows, LOOPS)
 
 
-def check(device: str, num_ranks: int, rows: list[Row], loops: list[Loop]) -> None:
+def check(device: str, num_ranks: int, which: str, rows: list[Row], loops: list[Loop]) -> None:
     def work(world: ProcessWorld, card: torch.device) -> dict[str, str]:
         pairs = [(row, loop) for row in rows for loop in loops]
         return first_fault({f"{label(row)} {loop.name}": partial(fault, row, loop, world, card) for row, loop in pairs})
 
-    check_all(together(device, num_ranks, work, backend=GROUPS[device], timeout_s=250))
+    check_all(together(device, num_ranks, work, backend=backend(which, device, num_ranks), timeout_s=250))
 
 
 def fault(row: Row, loop: Loop, world: ProcessWorld, card: torch.device) -> str:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from device.crew import GROUPS, together
+from device.crew import together
 from polytempo.worlds import ProcessWorld
 
 pytestmark = pytest.mark.process
 
 CARD, OTHER = "pretend:0", "pretend:1"
+NAMED = "cpu:gloo,pretend:pccl"
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +225,7 @@ def test_its_group_sums_gathers_and_sends_in_batches_alone() -> None:
         return [tensor.tolist(), [each.tolist() for each in whole], other.tolist(), "outside of a batch" in strict]
 
     gathered = [[3.0, 3.0], [4.0, 4.0]]
-    assert together("pretend", 2, work, backend=GROUPS["pretend"]) == [
+    assert together("pretend", 2, work, backend=NAMED) == [
         [[3.0, 3.0], gathered, [3.0, 3.0], True],
         [[3.0, 3.0], gathered, [0.0, 0.0], True],
     ]
@@ -244,4 +245,4 @@ def test_torchs_own_data_parallel_trains_on_it() -> None:
 
         return [torch.equal(trained(torch.device("cpu")), trained(card))]
 
-    assert together("pretend", 2, work, backend=GROUPS["pretend"]) == [[True], [True]]
+    assert together("pretend", 2, work, backend=NAMED) == [[True], [True]]

@@ -104,11 +104,9 @@ def test_collectives_answer_as_on_the_host(device: str, num_ranks: int) -> None:
     crew.check_all(crew.together(device, num_ranks, work))
 
 
-@pytest.mark.parametrize("backend", ["pt.init's own", "named"])
-def test_messages_around_a_ring(device: str, num_ranks: int, backend: str) -> None:
+@pytest.mark.parametrize("which", crew.BACKENDS)
+def test_messages_around_a_ring(device: str, num_ranks: int, which: str) -> None:
     """Under `pt.init()`'s own group they raised "No backend type associated with device type"."""
-    if backend == "named" and num_ranks > 2:
-        pytest.skip("a group that the user names has no way for ranks that share a device")
 
     async def around(world: ProcessWorld, tensor: Tensor) -> Tensor:
         port, found = world.port, tensor.clone()
@@ -123,7 +121,7 @@ def test_messages_around_a_ring(device: str, num_ranks: int, backend: str) -> No
         expected = world.drive(around(world, numbers(world.rank)))
         return {} if found.device == card and torch.equal(found.cpu(), expected) else {"ring": f"{found}"}
 
-    crew.check_all(crew.together(device, num_ranks, work, backend=crew.GROUPS[device] if backend == "named" else None))
+    crew.check_all(crew.together(device, num_ranks, work, backend=crew.backend(which, device, num_ranks)))
 
 
 def test_a_sender_may_overwrite_what_it_has_sent(device: str) -> None:
@@ -201,11 +199,11 @@ def test_the_native_core_refuses_memory_that_it_cannot_read(device: str) -> None
     crew.check_all(crew.together(device, 2, work))
 
 
-@pytest.mark.parametrize("backend", ["pt.init's own", "named"])
+@pytest.mark.parametrize("which", crew.BACKENDS)
 @pytest.mark.parametrize(
     "schedule", ["gpipe(stages=2, micro_batches=4)", "one_f_one_b(stages=2, micro_batches=4)", "pipedream(stages=2)"]
 )
-def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, backend: str, schedule: str) -> None:
+def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, which: str, schedule: str) -> None:
     """Stage 0 needs the last gradient before it comes to the barrier where stage 1 waits. In a device's batch the
     gradient was held until stage 1 awaited another message."""
 
@@ -232,10 +230,8 @@ def test_a_stages_last_message_does_not_wait_for_its_next_step(device: str, back
         close = [torch.allclose(t, h, atol=1e-6) for t, h in zip(there, here, strict=True)]
         return {} if all(close) else {schedule: f"{there} instead of {here}"}
 
-    mesh = {"stage": 2}
-    crew.check_all(
-        crew.together(device, 2, work, backend=crew.GROUPS[device] if backend == "named" else None, mesh=mesh)
-    )
+    backend = crew.backend(which, device, 2)
+    crew.check_all(crew.together(device, 2, work, backend=backend, mesh={"stage": 2}))
 
 
 # ---------------------------------------------------------------------- random numbers
