@@ -53,7 +53,7 @@ def test_bash_completes_commands_options_jobs_and_strategies(tmp_path: Path) -> 
 def test_completion_installs_itself(tmp_path: Path) -> None:
     """A new bash that reads the home directory's .bashrc completes. The shell is the process that runs the command."""
     assert "installed" in bash(tmp_path, "polytempo --install-completion; true")  # bash becomes its last command
-    assert bash(tmp_path, 'source "$HOME/.bashrc"; ' + completed("polytempo comp")).split() == ["compare"]
+    assert bash(tmp_path, 'source "$HOME/.bashrc"; ' + completed("polytempo compa")).split() == ["compare"]
 
 
 def test_names_that_a_shell_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from polytempo.core.system import files
 from polytempo.core.system.folder_lock import held, is_lock
 from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.training.checkpoint.checkpoint_folders import SERVED_MODEL
 from polytempo.training.job.start import START
 
 _OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json", START})
@@ -59,4 +60,4 @@ def _has_begun(out: Place) -> bool:
         return True
     if metrics.exists() and (metrics.size() if isinstance(metrics, UrlPath) else metrics.stat().st_size):
         return True
-    return checkpoint.is_dir() and any(checkpoint.iterdir())
+    return checkpoint.is_dir() and any(entry.name != SERVED_MODEL for entry in checkpoint.iterdir())
