@@ -178,3 +178,12 @@ def test_what_is_no_run_or_another_jobs_is_refused(tmp_path: Path, run: Path) ->
     pt.simulate(vectors, pt.strategies.sync_sgd(), workers=1, steps=1, checkpoint_every=1, out=tmp_path / "run")
     with pytest.raises(ValueError, match="two dims or more"):
         pt.training.compress(vectors, tmp_path / "run")
+
+
+def test_a_run_with_a_parameter_server_is_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its job is known by its result; its snapshots do not name it."""
+    run = tmp_path / "served"
+    pt.simulate(job, pt.strategies.async_sgd(), workers=2, steps=8, checkpoint_every=8, out=run)
+    few = ("--rounds", "1", "--epochs", "0.3", "--share-epochs", "0.2")
+    out, _ = asked(capsys, str(run), "--out", str(tmp_path / "small"), *few)
+    assert "times smaller" in out

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from polytempo import jobs
 from polytempo.cli.look.look_options import LookOptions
 from polytempo.cli.options.plan import found_job
+from polytempo.cli.options.saved_job import facts_of
 from polytempo.cli.options.show import notes_on_stderr, show_json, show_table
 from polytempo.core.system.url_path import Place, place
 from polytempo.report.pictures.layer_pictures import RunPart, draw_activations, draw_filters, draw_similarity
-from polytempo.report.runs import load_result
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.training.checkpoint.checkpoint_files import ForeignCheckpoint
@@ -26,7 +26,7 @@ from polytempo.training.observe.layer_activations import (
     layers_of,
     named_layer,
 )
-from polytempo.training.observe.saved_model import checkpoint_in, run_of, saved_about
+from polytempo.training.observe.saved_model import run_of
 from polytempo.training.observe.similarity import alignment, centered
 from polytempo.training.observe.whole_checkpoint import checkpoint_model
 
@@ -77,16 +77,9 @@ def _names(runs: tuple[str, ...]) -> list[str]:
     return short if len(set(short)) == len(short) else list(runs)
 
 
-def _facts(where: Place) -> dict[str, Any]:
-    """Job and strategy of a run, by its result, or, of a run that has not ended, by its checkpoint."""
-    if (run_of(where) / "result.json").is_file():
-        return load_result(run_of(where))
-    return dict(saved_about(checkpoint_in(where)))
-
-
 def _job(asked: LookOptions, places: list[Place]) -> Job:
     """The job of all runs. ValueError where they have several, where it has to be named, or another one is."""
-    saved = {str(_facts(where).get("job")) for where in places}
+    saved = {str(facts_of(where).get("job")) for where in places}
     if len(saved) > 1:
         raise ValueError(f"the runs are of jobs {', '.join(sorted(saved))}; compare runs of one job")
     [name] = saved
@@ -106,7 +99,7 @@ def _run(job: Job, where: Place, name: str, chosen: str | None, batch: Any, samp
     grams = {name: rows @ rows.T for name, rows in ((n, centered(each)) for n, each in activations.by_layer.items())}
     if chosen is not None and not grams:
         raise ValueError(f"layer {chosen!r} gives no activations for each sample (not called, or of another shape)")
-    return _Run(name, str(_facts(where).get("strategy")), wanted, activations, grams)
+    return _Run(name, str(facts_of(where).get("strategy")), wanted, activations, grams)
 
 
 def _loaded(job: Job, where: Place) -> nn.Module:

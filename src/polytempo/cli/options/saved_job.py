@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polytempo import jobs
 from polytempo.cli.options.plan import found_job
 from polytempo.core.system.url_path import Place
+from polytempo.report.runs import load_result
 from polytempo.spec.job import Job
-from polytempo.training.observe.saved_model import saved_about
+from polytempo.training.observe.saved_model import checkpoint_in, run_of, saved_about
+
+
+def facts_of(where: Place) -> dict[str, Any]:
+    """Job and strategy of a run, by its result, or, of a run that has not ended, by its checkpoint."""
+    if (run_of(where) / "result.json").is_file():
+        return load_result(run_of(where))
+    return dict(saved_about(checkpoint_in(where)))
 
 
 def saved_job(named: str | None, folder: Place) -> Job:
     """The job that saved `folder`: by its name, if it ships; else the job of --job. ValueError for another one."""
-    saved = str(saved_about(folder).get("job"))
+    saved = str(facts_of(folder).get("job"))
     if named is None and saved not in jobs.names():
         raise ValueError(
             f"{folder} was saved by job {saved!r}, which does not ship; name it: --job path/to/file.py:job"

@@ -12,7 +12,6 @@ from polytempo.cli.options.show import notes_on_stderr, show_json, show_table, s
 from polytempo.cli.run.compress_options import CompressOptions
 from polytempo.core.system.url_path import place
 from polytempo.training.job.evaluate import Score
-from polytempo.training.observe.saved_model import checkpoint_in
 from polytempo.training.smaller.compress import CompressedNetwork
 from polytempo.training.smaller.compress import compress as compressed
 
@@ -23,7 +22,7 @@ def compress(asked: CompressOptions) -> None:
     """Compress, and show the result."""
     with notes_on_stderr():
         torch.set_num_threads(asked.threads or torch.get_num_threads())
-        job = found_job(asked.job) if asked.job is not None else saved_job(None, checkpoint_in(place(asked.run)))
+        job = found_job(asked.job) if asked.job is not None else saved_job(None, place(asked.run))
         found = compressed(
             job,
             asked.run,
