@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import polytempo as pt
 from parted_job import far, job
 from polytempo.core import Strategy
 from polytempo.engines.join.init import init
-from polytempo.partition.tensor import Rules, column, places
+from polytempo.partition.tensor import LocallyConnected2d, Rules, column, places
 from polytempo.worlds import ProcessWorld
 from process.crew import together
 from split_models import made, on_ranks, split_pass
@@ -33,27 +33,38 @@ def net(dropout: float = 0.3) -> nn.Sequential:
     return nn.Sequential(*features, *more, nn.Flatten(), nn.Linear(4 * 2 * 2, 5)).double()
 
 
+def local_net(dropout: float = 0.3) -> nn.Sequential:
+    """The same, with weights of each place's own."""
+    features = [LocallyConnected2d(1, 3, (9, 8), 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2)]
+    more = [LocallyConnected2d(3, 4, 4, 3), nn.Dropout(dropout), nn.Tanh()]
+    return nn.Sequential(*features, *more, nn.Flatten(), nn.Linear(4 * 2 * 2, 5)).double()
+
+
+NETS = pytest.mark.parametrize("model", [net, local_net])
+
+
 def pictures(num_samples: int, seed: int) -> TensorDataset:
     """Pictures of 9 x 8 places, and which of five classes they are of."""
     x = torch.randn(num_samples, 1, 9, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return TensorDataset(x, (x[:, 0, :4, :4].sum((1, 2)).abs() * 2).long() % 5)
 
 
-def picture_job(dropout: float = 0.3) -> pt.Job:
+def picture_job(dropout: float = 0.3, model: Callable[[float], nn.Module] = net) -> pt.Job:
     data = lambda folder: pt.Data(pictures(72, 0), pictures(16, 1))  # noqa: E731
-    return job(model=lambda: net(dropout), data=data, name="pictures")
+    return job(model=lambda: model(dropout), data=data, name="pictures")
 
 
 def by_places(parts: int = 2, inner: Strategy | None = None) -> Strategy:
     return s.split({"0": "places", "4": "places"}, parts=parts, inner=inner)
 
 
+@NETS
 @pytest.mark.parametrize("grid", [(2, 2), (3, 1)], ids=str)
-def test_both_worlds_compute_the_same_bits(grid: tuple[int, int]) -> None:
-    rules: Rules = {"0": places(rows=grid[0], columns=grid[1])}
+def test_both_worlds_compute_the_same_bits(grid: tuple[int, int], model: Callable[[], nn.Module]) -> None:
+    rules: Rules = {name: places(rows=grid[0], columns=grid[1]) for name in ("0", "4")}
 
     def numbers(**place: Any) -> list[Any]:
-        found = split_pass(net, rules, pictures(4, 2).tensors[0].float(), torch.float32, **place)
+        found = split_pass(model, rules, pictures(4, 2).tensors[0].float(), torch.float32, **place)
         return [found.loss.item(), found.output.tolist(), {n: g.tolist() for n, g in found.gradients.items()}]
 
     ranks = grid[0] * grid[1]
@@ -95,11 +106,12 @@ def test_an_attached_loop_over_data_and_places_trains_as_replicas_do() -> None:
             assert torch.allclose(torch.tensor(found[name]), torch.tensor(values), rtol=1e-10, atol=1e-10), name
 
 
+@NETS
 @pytest.mark.parametrize(("workers", "parts", "inner"), [(4, 2, s.local_sgd(period=3)), (4, 4, None)], ids=str)
 def test_a_run_goes_on_in_the_other_world_to_the_same_bits(
-    workers: int, parts: int, inner: Strategy | None, tmp_path: Path
+    workers: int, parts: int, inner: Strategy | None, model: Callable[[float], nn.Module], tmp_path: Path
 ) -> None:
-    strategy, the_job = by_places(parts, inner), picture_job()
+    strategy, the_job = by_places(parts, inner), picture_job(model=model)
     expected = pt.simulate(the_job, strategy, workers, steps=STEPS, threads=1)
     pt.simulate(the_job, strategy, workers, steps=SAVED, threads=1, out=tmp_path, checkpoint_every=SAVED)
     found = pt.run(the_job, strategy, workers, steps=STEPS, threads=1, out=tmp_path, resume=True)
@@ -107,15 +119,22 @@ def test_a_run_goes_on_in_the_other_world_to_the_same_bits(
     assert (found.loss, found.accuracy) == (expected.loss, expected.accuracy)
 
 
-def test_a_checkpoint_loads_into_a_plain_module_and_goes_on_in_other_parts(tmp_path: Path) -> None:
-    """Two rows become four areas, then parts by channels."""
-    the_job = picture_job()
+@pytest.mark.parametrize(
+    ("model", "last"),
+    [(net, {"0": column(gather=True), "8": "row"}), (local_net, {"0": places(rows=1), "8": "row"})],
+    ids=["net", "local_net"],
+)
+def test_a_checkpoint_loads_into_a_plain_module_and_goes_on_in_other_parts(
+    model: Callable[[], nn.Module], last: Rules, tmp_path: Path
+) -> None:
+    """Two rows become four areas, then parts by channels, or two columns and a whole layer."""
+    the_job = picture_job(model=model)
     options: dict[str, Any] = {"threads": 1, "checkpoint_every": 1, "global_batch_size": 12}
     expected = pt.simulate(the_job, s.sync_sgd(), 1, steps=STEPS + 2, out=tmp_path / "one", **options)
     pt.run(the_job, by_places(2), 2, steps=SAVED, out=tmp_path / "parts", **options)
-    net().load_state_dict(pt.training.checkpoint_model(tmp_path / "parts"))
+    model().load_state_dict(pt.training.checkpoint_model(tmp_path / "parts"))
     pt.run(the_job, by_places(4), 4, steps=STEPS, out=tmp_path / "parts", resume=True, **options)
-    other = s.split({"0": column(gather=True), "8": "row"}, parts=2)
+    other = s.split(last, parts=2)
     found = pt.run(the_job, other, 2, steps=STEPS + 2, out=tmp_path / "parts", resume=True, **options)
     assert far(pt.training.checkpoint_model(tmp_path / "parts"), pt.training.checkpoint_model(tmp_path / "one")) < 1e-10
     assert found.loss == pytest.approx(expected.loss, rel=1e-10)
@@ -130,11 +149,12 @@ def test_stages_of_a_pipeline_with_places_train_as_stages_alone() -> None:
     assert found.train_loss == pytest.approx(expected.train_loss, rel=1e-10)
 
 
-def test_a_run_without_values_sends_the_same_bytes() -> None:
+@NETS
+def test_a_run_without_values_sends_the_same_bytes(model: Callable[[float], nn.Module]) -> None:
     """`simulate(meta=True)`: each layer's bytes."""
     options: dict[str, Any] = {"steps": 2, "threads": 1, "global_batch_size": 12}
-    ours = pt.simulate(picture_job(0.0), by_places(4), 4, **options)
-    priced = pt.simulate(picture_job(0.0), by_places(4), 4, meta=True, **options)
+    ours = pt.simulate(picture_job(0.0, model), by_places(4), 4, **options)
+    priced = pt.simulate(picture_job(0.0, model), by_places(4), 4, meta=True, **options)
     assert ours.layers == priced.layers
     assert ours.layers
 

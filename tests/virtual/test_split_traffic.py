@@ -11,7 +11,7 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.core import Port
-from polytempo.partition.tensor import Rules, column, places
+from polytempo.partition.tensor import LocallyConnected2d, Rules, column, places
 from polytempo.partition.tensor.traffic import convolution_traffic, loss_traffic, model_traffic
 from split_models import RULES, SEQUENCE_RULES, VOCABULARY, Transformer, made, on_ranks, outcome_of
 
@@ -147,6 +147,8 @@ HALOS = [
     (nn.Conv2d(3, 4, 3, stride=2, padding=1, groups=1), (2, 2), (11, 9)),
     (nn.Conv2d(3, 6, (7, 2), dilation=(1, 2), groups=3), (3, 1), (13, 7)),
     (nn.Conv1d(3, 4, 4), (3,), (17,)),
+    (LocallyConnected2d(3, 4, (10, 9), 3, padding=1), (2, 2), (10, 9)),
+    (LocallyConnected2d(3, 2, (13, 8), (4, 2), stride=(2, 1), bias=False), (3, 1), (13, 8)),
 ]
 
 
@@ -193,6 +195,16 @@ def test_halos_of_square_kernels_follow_the_formula() -> None:
         assert found.backward_bytes == 5 * 6 * halo * 4 + 2 * (rows * columns - 1) * parameters * 4
     with pytest.raises(ValueError, match="are not divided by a grid"):
         convolution_traffic(nn.Conv2d(1, 1, 3), (4, 4), (3, 1), samples=1, itemsize=4)
+
+
+def test_weights_of_places_do_not_travel() -> None:
+    """B · I · [(R-1)·(k-1)·W + (C-1)·(k-1)·H + (R-1)·(C-1)·(k-1)²] numbers each way, and nothing else."""
+    layer = LocallyConnected2d(3, 4, (10, 9), 3, padding=1)
+    halo = 2 * 3 * (2 * 9 + 2 * 10 + 2 * 2) * 8
+    found = convolution_traffic(layer, (10, 9), (2, 2), samples=2, itemsize=8)
+    assert found == (halo, halo)
+    shared = convolution_traffic(nn.Conv2d(3, 4, 3, padding=1), (10, 9), (2, 2), samples=2, itemsize=8)
+    assert shared == (halo, halo + 2 * 3 * (4 * 3 * 9 + 4) * 8)
 
 
 def test_statistics_of_a_batch_norm_travel_once_each_way() -> None:

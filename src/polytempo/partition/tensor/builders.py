@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from polytempo.partition.tensor.division import Division, even_sizes
 from polytempo.partition.tensor.exchange import POSITIONS
 from polytempo.partition.tensor.layers.attention import SplitAttention
 from polytempo.partition.tensor.layers.convolution import CONVOLUTIONS, ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.layers.dropout import SplitDropout
-from polytempo.partition.tensor.layers.layer import Cutter, ScatterLayer, SequenceLayer
+from polytempo.partition.tensor.layers.layer import Cutter, ScatterLayer, SequenceLayer, check_plain
 from polytempo.partition.tensor.layers.linear import (
     ColumnEmbedding,
     ColumnLinear,
@@ -20,6 +19,8 @@ from polytempo.partition.tensor.layers.linear import (
     RowLinear,
     VocabularyLinear,
 )
+from polytempo.partition.tensor.spatial.areas import grid_of
+from polytempo.partition.tensor.spatial.own_weights import with_own_weights
 from polytempo.partition.tensor.spatial.spatial_layer import SpatialLayer
 from polytempo.partition.tensor.way import Way
 
@@ -37,10 +38,7 @@ def built(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module:
     if not ways or way.kind not in ways:
         known = ", ".join(sorted(ways)) or "none"
         raise ValueError(f"{name} is a {type(module).__name__}, which cannot be split by {way}; its ways are: {known}")
-    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise ValueError(
-            f"{name} has hooks or parametrizations, which would be lost; split the model before they are set"
-        )
+    check_plain(name, module)
     try:
         return ways[way.kind](cutter, name, module, way)
     except ValueError as error:
@@ -121,7 +119,8 @@ def _places(cutter: Cutter, name: str, module: nn.Module, way: Way) -> nn.Module
     if cutter.group.sequence:
         raise ValueError(f"{name} is split by {way}, and pictures have no positions; leave out sequence=True")
     try:
-        return SpatialLayer(cutter.group, module, way)
+        own = with_own_weights(cutter, name, module, grid_of(cutter.group.size, way.rows, way.columns))
+        return SpatialLayer(cutter.group, own, way)
     except ValueError as error:
         raise ValueError(f"{name} cannot be split by {way}: {error}") from None
 

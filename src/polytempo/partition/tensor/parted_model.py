@@ -11,6 +11,7 @@ at each element alone, so it needs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -114,8 +115,10 @@ async def joined(port: Port, tensors: Mapping[str, Tensor], parts: Mapping[str, 
             found[name] = tensor.clone()
             continue
         how = parts[name]
-        sizes = [how.packed * size for size in how.sizes]
-        found[name] = how.join((await gathered_parts(port, tensor, sizes, how.dim)).split(sizes, how.dim))
+        shapes = [how.shape(tensor.shape, rank) for rank in range(port.size)]
+        sizes = [prod(shape) for shape in shapes]
+        flat = (await gathered_parts(port, tensor.reshape(-1), sizes, 0)).split(sizes)
+        found[name] = how.join([part.view(shape) for part, shape in zip(flat, shapes, strict=True)])
     return found
 
 

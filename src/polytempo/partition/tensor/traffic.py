@@ -13,10 +13,11 @@ from polytempo.partition.tensor.layers.attention import SplitAttention
 from polytempo.partition.tensor.layers.convolution import ColumnConvolution, Convolution, RowConvolution
 from polytempo.partition.tensor.layers.layer import ScatterLayer, SequenceLayer, SplitLayer
 from polytempo.partition.tensor.layers.linear import ColumnEmbedding, ColumnLinear, RowEmbedding, RowLinear
+from polytempo.partition.tensor.layers.locally_connected import LocallyConnected2d
 from polytempo.partition.tensor.spatial.areas import PictureGrid
 from polytempo.partition.tensor.spatial.halos import halo_numbers
 from polytempo.partition.tensor.spatial.spatial_layer import SpatialLayer
-from polytempo.partition.tensor.spatial.windows import SlidingWindow, padding_of, wanted
+from polytempo.partition.tensor.spatial.windows import wanted, windows_of
 from polytempo.partition.tensor.split_model import SplitModel
 from polytempo.partition.wires import AS_THEY_ARE, Way, Wires, without_memory
 
@@ -140,7 +141,13 @@ def loss_traffic(num_ranks: int, positions: int, itemsize: int, *, smooths: bool
 
 
 def convolution_traffic(
-    layer: Convolution, sizes: Sequence[int], grid: tuple[int, ...], samples: int, itemsize: int, *, learns: bool = True
+    layer: Convolution | LocallyConnected2d,
+    sizes: Sequence[int],
+    grid: tuple[int, ...],
+    samples: int,
+    itemsize: int,
+    *,
+    learns: bool = True,
 ) -> LayerTraffic:
     """Bytes of a convolution by places, of all ranks, on pictures of `sizes` (rows, columns) that are divided already.
 
@@ -151,17 +158,18 @@ def convolution_traffic(
         forward     B · I · [(R-1)·(k-1)·W + (C-1)·(k-1)·H + (R-1)·(C-1)·(k-1)²] · itemsize
         backward    as much, and 2 · (R·C - 1) · parameters · itemsize
 
+    A locally connected layer sends the halos alone.
+
     Errors: ValueError for an output without a place for each rank: every rank then computes the whole.
     """
-    sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
-    each = zip(layer.kernel_size, layer.stride, sides, layer.dilation, strict=True)
-    windows = [SlidingWindow(kernel, stride, *side, dilation) for kernel, stride, side, dilation in each]
+    windows = windows_of(layer)
     given = PictureGrid(tuple(sizes), grid)
     made = PictureGrid(tuple(window.outputs(size) for window, size in zip(windows, sizes, strict=True)), grid)
     if not (given.divide and made.divide):
         raise ValueError(f"pictures of {given.sizes} and {made.sizes} places are not divided by a grid of {grid} ranks")
     halo = samples * layer.in_channels * halo_numbers(given.areas, wanted(made, windows)) * itemsize
-    parameters = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    own = isinstance(layer, LocallyConnected2d)
+    parameters = 0 if own else sum(p.numel() for p in layer.parameters() if p.requires_grad)
     return LayerTraffic(halo, halo * learns + 2 * (prod(grid) - 1) * parameters * itemsize)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrize import is_parametrized
 
 from polytempo.partition.tensor.division import Division
 from polytempo.partition.tensor.exchange import check_positions, own_parameter, passed
@@ -58,6 +59,14 @@ class Cutter:
                 'the embedding by "embedding" and the output layer by "vocabulary"'
             )
         return mine
+
+
+def check_plain(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a module that a split layer cannot replace without a loss."""
+    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise ValueError(
+            f"{name} has hooks or parametrizations, which would be lost; split the model before they are set"
+        )
 
 
 class SequenceLayer(SplitLayer):

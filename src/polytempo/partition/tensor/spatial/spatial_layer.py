@@ -7,29 +7,33 @@ from typing import Any
 from torch import Tensor, nn
 
 from polytempo.partition.tensor.layers.layer import SplitLayer
+from polytempo.partition.tensor.layers.locally_connected import LocallyConnected2d
 from polytempo.partition.tensor.model_group import ModelGroup
 from polytempo.partition.tensor.spatial.areas import PictureGrid, grid_of
+from polytempo.partition.tensor.spatial.own_weights import SplitLocallyConnected
 from polytempo.partition.tensor.spatial.picture_part import entered
 from polytempo.partition.tensor.spatial.spatial_tensor import SpatialTensor, spatial
 from polytempo.partition.tensor.way import Way
 
+_WITH_DIMENSIONS = (nn.modules.conv._ConvNd, LocallyConnected2d, SplitLocallyConnected)
+"""Layers whose kernels tell the dimensions of places."""
+
 
 class SpatialLayer(SplitLayer):
-    """The module, called with this rank's places of its first argument. Every rank has the whole parameters.
+    """The module, called with this rank's places of its first argument. Every rank has the whole parameters, but for
+    locally connected layers, of which it has its places' (`own_weights`).
 
     A whole picture is cut; a picture that is divided already stays so. Cost: `spatial.windows` and
     `spatial.place_norms`.
     """
 
     def __init__(self, group: ModelGroup, module: nn.Module, way: Way) -> None:
-        super().__init__(group)
+        super().__init__(group, module.parts if isinstance(module, SplitLayer) else None)
         self._parameters, self._modules, self._buffers = module._parameters, module._modules, module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.__dict__["layer"] = module  # not registered: parameters keep their names
         self.grid = grid_of(group.size, way.rows, way.columns)
-        self._dims = next(
-            (len(m.kernel_size) for m in module.modules() if isinstance(m, nn.modules.conv._ConvNd)), None
-        )
+        self._dims = next((len(m.kernel_size) for m in module.modules() if isinstance(m, _WITH_DIMENSIONS)), None)
 
     def forward(self, picture: Tensor, *more: Any, **options: Any) -> Any:
         """The module's answer; a picture with fewer places than ranks is computed as a whole by all of them."""

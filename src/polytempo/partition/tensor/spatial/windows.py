@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from polytempo.partition.tensor.exchange import shared_together, summed
+from polytempo.partition.tensor.layers.convolution import Convolution
+from polytempo.partition.tensor.layers.locally_connected import LocallyConnected2d
 from polytempo.partition.tensor.spatial.areas import Area, Areas, PictureGrid, Span, common
 from polytempo.partition.tensor.spatial.halos import with_halos
 from polytempo.partition.tensor.spatial.picture_part import PicturePart
@@ -92,13 +94,25 @@ class Transposed(NamedTuple):
 
 def slid(part: PicturePart, windows: Sequence[SlidingWindow], fill: float = 0.0) -> PicturePart | None:
     """The places that this rank's windows reach, `fill` outside of the picture, and the places of the output."""
-    found = _output(part, [window.outputs(size) for window, size in zip(windows, part.places.sizes, strict=True)])
+    found = outputs_of(part.places, windows)
     if found is None:
         return None
     want = wanted(found, windows)
-    if not _reached(part.places, want):
-        return None
     return part.of(with_halos(part.group, part.tensor, part.places.areas, want, fill), found)
+
+
+def outputs_of(places: PictureGrid, windows: Sequence[SlidingWindow]) -> PictureGrid | None:
+    """The places of the output; None where a rank would have none, or windows that reach no place of the picture."""
+    found = _output(places, [window.outputs(size) for window, size in zip(windows, places.sizes, strict=True)])
+    return found if found is not None and _reached(places, wanted(found, windows)) else None
+
+
+def windows_of(layer: Convolution | LocallyConnected2d) -> list[SlidingWindow]:
+    """The windows of each dimension."""
+    kernel = layer.kernel_size
+    spread = (1, 1) if isinstance(layer, LocallyConnected2d) else layer.dilation
+    sides = padding_of(layer.padding, kernel, spread)
+    return [SlidingWindow(k, s, *side, d) for k, s, side, d in zip(kernel, layer.stride, sides, spread, strict=True)]
 
 
 def wanted(outputs: PictureGrid, windows: Sequence[SlidingWindow | Transposed]) -> Areas:
@@ -108,8 +122,8 @@ def wanted(outputs: PictureGrid, windows: Sequence[SlidingWindow | Transposed]) 
     )
 
 
-def _output(part: PicturePart, sizes: Sequence[int]) -> PictureGrid | None:
-    found = PictureGrid(tuple(sizes), part.places.grid)
+def _output(places: PictureGrid, sizes: Sequence[int]) -> PictureGrid | None:
+    found = PictureGrid(tuple(sizes), places.grid)
     return found if found.divide else None
 
 
@@ -179,7 +193,7 @@ def transposed(function: Function) -> Function:
         options = zip(kernel, steps, _each(padding, dims), _each(output_padding, dims), spread, strict=True)
         windows = [Transposed(*each) for each in options]
         sizes = [window.outputs(size) for window, size in zip(windows, part.places.sizes, strict=True)]
-        found = _output(part, sizes)
+        found = _output(part.places, sizes)
         if found is None:
             return None
         want = wanted(found, windows)
