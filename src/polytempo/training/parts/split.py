@@ -58,7 +58,7 @@ def split(
     | "embedding" | `Embedding` | some rows of the table |
     | "vocabulary" | `Linear`, `Embedding` | some classes: the loss is `model.cross_entropy(logits, target)` |
     | "heads" | `MultiheadAttention`, `Dropout` | some heads |
-    | "places" | any module of pictures | the whole, but of `LocallyConnected2d` some places; some places of its pictures |
+    | "places" | any module of pictures | some places of its pictures, and of the weights of `LocallyConnected2d` |
     | "sequence" | `LayerNorm`, `RMSNorm`, `Linear`, `Dropout` | some positions, with `sequence=True` |
     | "scatter" | `Embedding`, `Linear`, `LayerNorm` | the whole; some positions of its answer, with `sequence=True` |
 
