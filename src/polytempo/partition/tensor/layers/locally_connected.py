@@ -1,9 +1,9 @@
-"""`LocallyConnected2d`: a convolution whose output places have weights of their own.
+"""`LocallyConnected2d`: a convolution with weights of its own at each output place.
 
     y[b, o, r, c] = Σ_{i, u, v} W[r, c, o, (i, u, v)] · x[b, i, r·s + u - p, c·s + v - p] + β[r, c, o]
 
-Source: Q. Le et al., "Building high-level features using large scale unsupervised learning", 2012, whose layers J. Dean
-et al., "Large scale distributed deep networks", 2012, divided over machines by places.
+Source: Q. Le et al., "Building high-level features using large scale unsupervised learning", 2012; J. Dean et al.,
+"Large scale distributed deep networks", 2012, divided such layers over machines by places.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LocallyConnected2d(nn.Module):
         rows = (input_size[0] + 2 · padding[0] - kernel_size[0]) // stride[0] + 1, and columns alike
 
     Parameters: `weight` (rows, columns, out_channels, in_channels · kernel places), in the order (channel, row, column)
-    of the last one, and `bias` (rows, columns, out_channels). They begin as those of torch's convolutions. Padding is
+    of the last one, and `bias` (rows, columns, out_channels). They begin as torch's convolutions do. Padding is
     zeros. Cost: as many operations as a convolution's, and a copy of every window, samples · rows · columns ·
     in_channels · kernel places numbers.
 
@@ -85,7 +85,7 @@ def check_picture(picture: Tensor, channels: int, sizes: tuple[int, ...]) -> Non
     if len(shape) not in (3, 4) or shape[-3:] != expected:
         raise ValueError(
             f"a locally connected layer of {expected} (channels, rows, columns) got a tensor of shape {shape}; its "
-            "weights are those of places, so let input_size be the size of its pictures"
+            "weights belong to places, so let input_size be the size of its pictures"
         )
 
 

@@ -16,12 +16,12 @@ from polytempo.partition.tensor.spatial.spatial_tensor import SpatialTensor, spa
 from polytempo.partition.tensor.way import Way
 
 _WITH_DIMENSIONS = (nn.modules.conv._ConvNd, LocallyConnected2d, SplitLocallyConnected)
-"""Layers whose kernels tell the dimensions of places."""
+"""Layers with kernels that tell the dimensions of places."""
 
 
 class SpatialLayer(SplitLayer):
-    """The module, called with this rank's places of its first argument. Every rank has the whole parameters, but for
-    locally connected layers, of which it has its places' (`own_weights`).
+    """The module, called with this rank's places of its first argument. Every rank has the whole parameters, and
+    the weights of its own places in locally connected layers (`own_weights`).
 
     A whole picture is cut; a picture that is divided already stays so. Cost: `spatial.windows` and
     `spatial.place_norms`.
