@@ -55,7 +55,7 @@ def a_name_that_is_under_way(rank: int, size: int) -> None:
 
 @CHECKS.check
 def what_is_not_supported(rank: int, size: int) -> None:
-    refused(ValueError, "meta are not supported", lambda: hvd.allreduce(torch.ones(2, device="meta")))
+    refused(ValueError, "tensors on meta have no values to send", lambda: hvd.allreduce(torch.ones(2, device="meta")))
     refused(ValueError, "supersedes", lambda: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum))
     refused(ValueError, "MPI is not enabled", hvd.mpi_threads_supported)
     refused(ValueError, "complex", lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=hvd.Max))

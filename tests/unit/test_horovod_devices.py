@@ -1,6 +1,6 @@
 """Operations on tensors outside the CPU: their order on streams, and the errors of ranks that disagree.
 
-Streams and events are lists of calls, so no GPU is needed.
+Streams and events are lists of calls, so no accelerator is needed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,21 @@ GPU = torch.device("cuda", 0)
 
 
 class Streams:
-    """Stands for `torch.cuda`: `now` is the current stream, `said` each stream's calls."""
+    """Stands for an accelerator: `now` is the current stream, `said` each stream's calls."""
 
     def __init__(self) -> None:
         self.now, self.said, self.reached = "program", list[str](), set[str]()
 
     def current_stream(self, device: torch.device) -> Any:
         name = self.now
-        return SimpleNamespace(name=name, wait_event=lambda event: self.said.append(f"{name} waits for {event.name}"))
 
-    def Event(self) -> Any:
-        def record(stream: Any) -> None:
-            event.name = f"{stream.name}.{len(self.said)}"
-            self.said.append(f"{stream.name} marks {event.name}")
+        def record_event() -> Any:
+            event = f"{name}.{len(self.said)}"
+            self.said.append(f"{name} marks {event}")
+            return SimpleNamespace(name=event, query=lambda: event in self.reached)
 
-        event = SimpleNamespace(name="", record=record, query=lambda: event.name in self.reached)
-        return event
-
-    def device(self, device: torch.device) -> Any:
-        return nullcontext()
+        wait = lambda event: self.said.append(f"{name} waits for {event.name}")  # noqa: E731
+        return SimpleNamespace(name=name, record_event=record_event, wait_event=wait)
 
 
 class Noted:
@@ -58,7 +54,8 @@ def request(device: str = "cuda", name: str = "a") -> TensorRequest:
 
 def test_streams_wait_for_each_other_and_memory_is_kept_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, tensor = Streams(), Noted()
-    monkeypatch.setattr(torch, "cuda", streams)
+    monkeypatch.setattr(torch.accelerator, "current_stream", streams.current_stream)
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
     given: list[Any] = [tensor]
     operation = Operation(request(), given, given, order=DeviceOrder(GPU))
     assert operation.order is not None
@@ -98,5 +95,5 @@ def test_operations_on_other_devices_are_not_fused() -> None:
 
 
 def test_a_rank_that_has_joined_brings_zeros_on_the_cpu_where_the_others_are_there() -> None:
-    (found,) = zeros(request("cpu"), cuda=3)
+    (found,) = zeros(request("cpu"), number=3)
     assert torch.equal(found, torch.zeros(3))

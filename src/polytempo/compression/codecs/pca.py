@@ -155,7 +155,7 @@ class PcaWithin:
         parts = None if x.dim() < 2 or not x.numel() else self._parts(x.reshape(_shape(x)), _unit(x))
         count = -1 if parts is None else parts[2].shape[0]
         body = x.reshape(-1) if parts is None else torch.cat([part.reshape(-1) for part in parts]).float()
-        if parts is not None and body.nbytes >= x.nbytes:
+        if parts is not None and (body.nbytes >= x.nbytes or not body.isfinite().all()):  # scores beyond float32
             count, body = -1, x.reshape(-1)
         wire = torch.zeros(_HEADER_BYTES + padded(body.nbytes), dtype=torch.uint8, device=x.device)
         wire[:_HEADER_BYTES].view(torch.int32).fill_(count)

@@ -100,9 +100,12 @@ class SplitModel(PartedModel):
             )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiling() -> None:
     refuse({"split", "compile"})
+
+
+# As `torch.compiler.disable`, which would load the compiler (a second) in programs that never compile.
+_refuse_compiling._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _drops(module: nn.Module) -> bool:
