@@ -30,7 +30,7 @@ class OptionKeywords(TypedDict, total=False):
     noise_scale: int | None
     batch_growth: BatchGrowth | str
     start_from: str | str | None
-    device: str | str
+    device: str
     threads: int | None
     inter_threads: int
     timeout_s: float
