@@ -73,11 +73,13 @@ def compress(
 
         pt.training.compress(job, "runs/mine", keep=0.08, bits={"0": 8, "3": 8, "7": 5, "9": 5})
 
-    1. Prune: in each of `rounds` the largest weights stay, at last a share `keep` of all (see `pruning.masks_of`), and
-       the others are 0 while the job trains for `epochs` more. Round r of R keeps keep^(r / R).
-    2. Share: in each layer k-means makes at most 2^bits values of the weights that are left. The job trains for
-       `share_epochs` more, with one step for each value: the mean of its members' steps.
-    3. Code: values' numbers, and the zeros between weights, by a Huffman code of each layer.
+    Pruning: in each of `rounds` the largest weights stay, at last a share `keep` of all (see `pruning.masks_of`), and
+    the others are 0 while the job trains for `epochs` more. Round r of R keeps keep^(r / R).
+
+    Sharing: in each layer k-means makes at most 2^bits values of the weights that are left. The job trains for
+    `share_epochs` more, with one step for each value: the mean of its members' steps.
+
+    Coding: values' numbers, and the zeros between weights, by a Huffman code of each layer.
 
     `keep` and `bits` are for all layers, or for each by its name (a module's, or a parameter's); layers without one
     keep all of their weights, and have 8 bits. Biases, norms and buffers are stored as they are. Training is in this
