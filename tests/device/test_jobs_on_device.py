@@ -159,7 +159,7 @@ def test_a_loop_pushes_from_the_device(device: str, strategy: str) -> None:
             optimizer.step()
         handle.detach()
         assert net.weight.device.type == where
-        return float(net.weight.double().sum())
+        return float(net.weight.detach().double().sum())
 
     found = [apart(lambda where=where: trained(where)) for where in (device, "cpu")]
     check(device, [8, found[0]], [8, found[1]])
