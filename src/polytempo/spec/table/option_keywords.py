@@ -29,7 +29,7 @@ class OptionKeywords(TypedDict, total=False):
     precision: Precision | str | None
     noise_scale: int | None
     batch_growth: BatchGrowth | str
-    start_from: str | str | None
+    start_from: str | None
     device: str
     threads: int | None
     inter_threads: int

@@ -38,7 +38,7 @@ def run_device(options: RunOptions, strategy: Strategy, local: int | None = None
     kind, _, number = asked.partition(":")
     if found is None or (kind not in ("auto", found)):
         has = "no accelerator" if found is None else f"{num_devices()} of {found}"
-        raise ValueError(f"device={asked} is not here: torch sees {has}; give device=auto or cpu, or one of these")
+        raise ValueError(f"device={asked} is not here: torch sees {has}; give device=auto or cpu")
     count = num_devices()
     if number and int(number) >= count:
         raise ValueError(f"device={asked} is not here: there are {count}, numbered from 0; give one of these")
