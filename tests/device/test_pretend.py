@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,32 @@ def test_an_upload_takes_what_the_buffer_holds_when_it_is_made() -> None:
         return tensor.tolist()
 
     assert alone(work) == [5.0, 5.0]
+
+
+def test_an_upload_that_another_thread_makes_is_waited_for() -> None:
+    def work() -> list[float]:
+        ends: list[bool] = []
+
+        def other() -> None:
+            tensor = ones(2, device=CARD)
+            while not ends:
+                tensor.add_(1)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        try:
+            buffer, tensor = torch.ones(2_000_000).pin_memory(), ones(2_000_000, device=CARD)
+            found = []
+            for _ in range(50):
+                tensor.fill_(math.nan)
+                tensor.copy_(buffer, non_blocking=True)
+                found.append(tensor[-2:].sum().item())
+            return found
+        finally:
+            ends.append(True)
+            thread.join()
+
+    assert alone(work) == [2.0] * 50
 
 
 def network(kind: str) -> nn.Module:

@@ -206,9 +206,8 @@ static void land(c10::StorageImpl* storage) { // null: all messages
     landings.clear();
 }
 
-Tensor on_host(const Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_privateuseone()) return tensor;
-    land(tensor.storage().unsafeGetStorageImpl());
+static Tensor twin_of(const Tensor& tensor) {
+    if (!tensor.is_privateuseone()) return tensor;
     check_alive();
     auto options = tensor.options().device(c10::kCPU);
     auto allocation = allocation_of(tensor.storage());
@@ -218,6 +217,12 @@ Tensor on_host(const Tensor& tensor) {
     view._set_conj(tensor.is_conj());
     view._set_neg(tensor.is_neg());
     return view;
+}
+
+Tensor on_host(const Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_privateuseone()) return tensor;
+    land(tensor.storage().unsafeGetStorageImpl());
+    return twin_of(tensor);
 }
 
 // ------------------------------------------------------------------ late copies
@@ -247,15 +252,24 @@ void copy_bytes(const Tensor& source, const Tensor& target, bool non_blocking) {
     late_copies.push_back(std::move(late));
 }
 
+// Copies are made under the lock: a thread that finds none left may read what another thread has copied, not what it
+// is copying. No copy needs the GIL; freeing its tensors may, so that comes behind the lock.
 void finish_copies(Seen seen) {
-    std::vector<LateCopy> now, later;
+    const auto is_due = [seen](const LateCopy& each) { return !each.to_host || seen == Seen::by_host; };
+    std::vector<LateCopy> due, later;
     {
         Locked locked(lock);
         if (late_copies.empty()) return;
-        for (auto& each : late_copies) (each.to_host && seen == Seen::by_device ? later : now).push_back(each);
-        late_copies.swap(later);
+        std::copy_if(late_copies.begin(), late_copies.end(), std::back_inserter(due), is_due);
     }
-    for (auto& each : now) on_host(each.target).copy_(on_host(each.source));
+    for (auto& each : due) on_host(each.source), on_host(each.target); // messages land first
+    due.clear();
+    {
+        Locked locked(lock);
+        for (auto& each : late_copies) (is_due(each) ? due : later).push_back(each);
+        late_copies.swap(later);
+        for (auto& each : due) twin_of(each.target).copy_(twin_of(each.source));
+    }
 }
 
 void synchronize() {
