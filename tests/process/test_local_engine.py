@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import signal
 import sys
@@ -119,6 +120,32 @@ def test_workers_compute_after_the_launcher_has_computed_with_openmp() -> None:
         return [torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], torch.ones(1 << 20).add_(1).sum().item()]
 
     assert launch(work, 2, threads=1, timeout_s=30) == [[1, "1", float(2 << 20)]] * 2
+
+
+def test_garbage_of_the_launcher_comes_to_its_end_there_alone() -> None:
+    """A process group in a cycle, say: its end waits for threads that a fork does not have."""
+    ended = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            ended.append(os.getpid())
+
+    def work(rank_info: RankInfo) -> Result:
+        gc.collect()
+        return len(ended)
+
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        assert launch(work, 1, threads=1, timeout_s=30) == [0]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert ended == [os.getpid()]
 
 
 @pytest.mark.parametrize(("workers", "threads", "message"), [(0, None, "workers=0"), (1, 0, "threads=0")])

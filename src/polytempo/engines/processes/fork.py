@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -43,13 +44,15 @@ def fork(child: Callable[[], None]) -> int:
     """Run `child` in a new process and return its process id.
 
     The new process begins with the ending signals held back (see `held_signals`), and ends with
-    `child`: no exit handler, `finally` or test runner of this process runs in it.
+    `child`: no exit handler, `finally` or test runner of this process runs in it. Its garbage collector leaves alone
+    what this process has made: the end of such an object may wait for threads that the new process does not have.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with held_signals():
         process = _fork()
         if process == 0:
+            gc.freeze()
             try:
                 child()
             except BaseException:

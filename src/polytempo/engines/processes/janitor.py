@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import re
 import secrets
@@ -156,7 +155,6 @@ def _watch(notes: int, home: Path, starter: int | None) -> None:
     launcher = os.getppid()
     os.setsid()
     ignore_ending_signals()
-    gc.disable()  # objects of the launcher must not be finalized here
     _keep_only(notes)
     groups: set[int] = set()
     for line in _lines(notes, lambda: starter is not None and _is_abandoned(launcher, starter)):
