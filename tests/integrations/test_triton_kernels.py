@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native.kernels import assert_same_bits, by_torch
+from native.kernels import assert_same_bits, by_torch, numbers
 from polytempo.compression import int8, one_bit, qsgd, top_k
 from polytempo.compression.encoding.coded import Coded
 from polytempo.compression.kernels import on_device
@@ -42,18 +42,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(on_device, "_driven", lambda: "cpu")
     monkeypatch.setattr(codes_dense, "available", lambda: False)
     return names
-
-
-def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Eight decades, both signs, zeros of both signs, ties, and a row of zeros where there are rows."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * 10 ** (torch.rand(shape, generator=generator) * 8 - 8)
-    x.view(-1)[::11] = 0.0
-    x.view(-1)[5::13] = -0.0
-    x.view(-1)[3::17] = 0.5 / 127
-    if len(shape) > 1:
-        x[-1] = 0
-    return x
 
 
 @every_codec

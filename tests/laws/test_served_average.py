@@ -63,6 +63,19 @@ def test_the_score_is_of_the_average_over_the_updates(row: Row, monkeypatch: pyt
     assert with_average.loss != without.loss
 
 
+@pytest.mark.parametrize("strategy", [s.downpour(shards=2), s.local_sgd(period=4), s.sync_sgd()], ids=str)
+def test_the_average_is_read_from_a_run(strategy: pt.Strategy, tmp_path: Path) -> None:
+    found = pt.simulate(PLAIN, strategy, 2, steps=STEPS, ema=DECAY, out=tmp_path, checkpoint_every=STEPS)
+    net = plain()
+    net.load_state_dict(pt.training.checkpoint_model(tmp_path, average=True))
+    assert loss_of(net) == pytest.approx(found.loss, abs=1e-12)
+    net.load_state_dict(pt.training.checkpoint_model(tmp_path))
+    assert loss_of(net) != pytest.approx(found.loss, abs=1e-9)
+    pt.simulate(PLAIN, strategy, 2, steps=STEPS, out=tmp_path / "without", checkpoint_every=STEPS)
+    with pytest.raises(ValueError, match="has no moving average of the weights"):
+        pt.training.checkpoint_model(tmp_path / "without", average=True)
+
+
 @pytest.mark.process
 def test_a_run_that_is_resumed_and_replayed_has_the_same_averages(tmp_path: Path) -> None:
     """The scores of processes are the replay's, to the bit: rows about tests are compared there."""

@@ -145,3 +145,15 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
         assert torch.equal(found.isnan(), expected.isnan())
         found, expected = (torch.where(x.isnan(), 0, x) for x in (found, expected))
     assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Eight decades, both signs, zeros of both signs, ties of int8, and a row of zeros where there are rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** (torch.rand(shape, generator=generator) * 8 - 8)
+    x.view(-1)[::11] = 0.0
+    x.view(-1)[5::13] = -0.0
+    x.view(-1)[3::17] = 0.5 / 127
+    if len(shape) > 1:
+        x[-1] = 0
+    return x

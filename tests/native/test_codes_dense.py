@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native.kernels import assert_same_bits, by_torch, choose, instruction_sets, library
+from native.kernels import assert_same_bits, by_torch, choose, instruction_sets, library, numbers
 from polytempo.compression import bf16, dynamic8, fp16, int8, one_bit, sign
 from polytempo.core import Codec, NotFinite
 from polytempo.native.library import available
@@ -27,18 +27,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     assert choose(request.param)
     yield request.param
     choose(before)
-
-
-def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Eight decades, both signs, zeros of both signs, ties of int8, and a row of zeros where there are rows."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * 10 ** (torch.rand(shape, generator=generator) * 8 - 8)
-    x.view(-1)[::11] = 0.0
-    x.view(-1)[5::13] = -0.0
-    x.view(-1)[3::17] = 0.5 / 127
-    if len(shape) > 1:
-        x[-1] = 0
-    return x
 
 
 def shifted(values: Tensor, num_bytes: int) -> Tensor:

@@ -17,7 +17,8 @@ from polytempo.cli.look.sharpness import _finite, _numbers
 from polytempo.cli.main import app
 from polytempo.jobs.digits import job
 from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
-from polytempo.training.observe.saved_model import checkpoint_in, load_saved, saved_model
+from polytempo.training.observe.saved_model import checkpoint_in
+from polytempo.training.observe.whole_checkpoint import load_run_model
 
 SAMPLES = 200
 
@@ -46,8 +47,7 @@ def test_the_numbers_of_a_checkpoint_are_those_of_its_model(runs: Path, capsys: 
     out, _ = asked(capsys, first, "--samples", str(SAMPLES), "--subspace", "5", "--json", "--threads", "1")
     found: dict[str, Any] = json.loads(out)
     model = job.model()
-    step, tensors = saved_model(checkpoint_in(runs / "first"))
-    model.load_state_dict(tensors)
+    step = load_run_model(model, runs / "first").step
     chosen = torch.randperm(len(pt.data.digits()[0]), generator=torch.Generator().manual_seed(0))[:SAMPLES]  # type: ignore[arg-type]
     samples, labels = (
         torch.stack(list(each)) for each in zip(*(pt.data.digits()[0][i] for i in chosen.tolist()), strict=True)
@@ -70,8 +70,7 @@ def test_the_numbers_of_a_checkpoint_are_those_of_its_model(runs: Path, capsys: 
 
 
 def test_a_checkpoint_of_ranks_that_differ_is_their_mean(runs: Path) -> None:
-    step, mean = saved_model(checkpoint_in(runs / "other"))
-    assert step == 12
+    mean = pt.training.checkpoint_model(runs / "other")
     from_files = _parts(runs / "other")
     for name, tensor in mean.items():
         torch.testing.assert_close(tensor, torch.stack([part[f"model/{name}"] for part in from_files]).mean(0))
@@ -117,7 +116,7 @@ def test_a_picture_of_one_checkpoint_lies_in_its_runs_folder(runs: Path, capsys:
 def test_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
     done = pt.simulate(job, pt.strategies.gpipe(stages=2), workers=2, steps=4, checkpoint_every=4, out=tmp_path)
     model = job.model()
-    assert load_saved(model, checkpoint_in(tmp_path)) == 4
+    assert load_run_model(model, tmp_path).step == 4
     samples, labels = pt.data.digits()[1].tensors
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(samples), labels)
@@ -159,7 +158,7 @@ def test_what_cannot_be_measured_is_refused(
     assert complaint in error
 
 
-def test_another_job_and_a_parameter_servers_run_are_refused(
+def test_another_job_and_a_parameter_servers_run_without_result_are_refused(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, error = asked(capsys, str(runs / "first"), "--job", "mnist", code=2)
@@ -167,4 +166,4 @@ def test_another_job_and_a_parameter_servers_run_are_refused(
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "snapshot-3-run.json").touch()
     _, error = asked(capsys, str(tmp_path), code=2)
-    assert "holds snapshots of a parameter server, which this does not read" in error
+    assert "holds snapshots of a parameter server, which do not name their job" in error

@@ -132,7 +132,8 @@ def falling(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
     k = min(rows, columns)
     left = torch.linalg.qr(normal(rows, k).double()).Q
     right = torch.linalg.qr(normal(columns, k, seed=1).double()).Q
-    return (left * 0.5 ** torch.arange(k).double() @ right.T + 0.01).to(dtype)
+    matrix: Tensor = left * 0.5 ** torch.arange(k).double() @ right.T + 0.01
+    return matrix.to(dtype)
 
 
 def components(wire: Tensor) -> int:
@@ -200,10 +201,10 @@ def test_a_server_takes_pca_within_an_error_of_three_tenths() -> None:
 
 def few_directions() -> nn.Module:
     """Layers whose rows have three directions, so that PCA makes them smaller."""
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
+    first = nn.Linear(64, 96)
     with torch.no_grad():
-        model[0].weight.copy_(normal(96, 3) @ normal(3, 64, seed=1) / 30)
-    return model
+        first.weight.copy_(normal(96, 3) @ normal(3, 64, seed=1) / 30)
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(96, 10))
 
 
 def test_workers_pull_the_components_of_weights() -> None:

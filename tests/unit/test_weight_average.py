@@ -15,7 +15,6 @@ from polytempo.jobs.digits import job
 from polytempo.large_batch import WeightAverage
 from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.start import replica_of
-from polytempo.training.observe.saved_model import checkpoint_in, load_saved, saved_model
 
 STEPS = 6
 
@@ -140,11 +139,11 @@ def test_a_run_scores_and_saves_the_average_of_its_weights(strategy: pt.Strategy
     expected = {name: weight.detach().clone() for name, weight in replica_of(spec)[0].named_parameters()}
     for step in (1, 2, 3):
         found = trained(strategy, steps=step, checkpoint_every=step, ema=0.9, out=tmp_path / str(step))
-        weights = saved_model(checkpoint_in(tmp_path / str(step)))[1]
+        weights = pt.training.checkpoint_model(tmp_path / str(step))
         keeps = (1 + step) / (10 + step)
         expected = {name: keeps * each + (1 - keeps) * weights[name] for name, each in expected.items()}
     average = job.model()
-    load_saved(average, checkpoint_in(tmp_path / "3"), average=True)
+    average.load_state_dict(pt.training.checkpoint_model(tmp_path / "3", average=True))
     for name, weight in average.named_parameters():
         torch.testing.assert_close(weight.detach(), expected[name])
     samples, labels = pt.data.digits()[1].tensors

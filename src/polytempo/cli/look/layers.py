@@ -17,7 +17,6 @@ from polytempo.core.system.url_path import Place, place
 from polytempo.report.pictures.layer_pictures import RunPart, draw_activations, draw_filters, draw_similarity
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of
-from polytempo.training.checkpoint.checkpoint_files import ForeignCheckpoint
 from polytempo.training.observe.layer_activations import (
     Layer,
     LayerActivations,
@@ -28,7 +27,7 @@ from polytempo.training.observe.layer_activations import (
 )
 from polytempo.training.observe.saved_model import run_of
 from polytempo.training.observe.similarity import alignment, centered
-from polytempo.training.observe.whole_checkpoint import checkpoint_model
+from polytempo.training.observe.whole_checkpoint import load_run_model
 
 
 class _Run(NamedTuple):
@@ -92,7 +91,7 @@ def _job(asked: LookOptions, places: list[Place]) -> Job:
 
 
 def _run(job: Job, where: Place, name: str, chosen: str | None, batch: Any, samples: int) -> _Run:
-    model = _loaded(job, where)
+    load_run_model(model := model_of(job), where)
     layers = layers_of(model)
     wanted = layers if chosen is None else [named_layer(layers, chosen)]
     activations = layer_activations(job, model, wanted, batch, samples)
@@ -100,15 +99,6 @@ def _run(job: Job, where: Place, name: str, chosen: str | None, batch: Any, samp
     if chosen is not None and not grams:
         raise ValueError(f"layer {chosen!r} gives no activations for each sample (not called, or of another shape)")
     return _Run(name, str(facts_of(where).get("strategy")), wanted, activations, grams)
-
-
-def _loaded(job: Job, where: Place) -> nn.Module:
-    model = model_of(job)
-    try:
-        model.load_state_dict(checkpoint_model(str(where)))
-    except RuntimeError as error:
-        raise ForeignCheckpoint(f"{where} does not fit this model ({error}); name the job that saved it") from error
-    return model
 
 
 def _all_layers(runs: list[_Run], folder: Place) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from polytempo.report.pictures.loss_landscape import draw_line, draw_plane
 from polytempo.spec.job import Job
 from polytempo.spec.job_calls import data_of, model_of
 from polytempo.training.job.training_loss import TrainingLoss
-from polytempo.training.observe.saved_model import checkpoint_in, load_saved, run_of
+from polytempo.training.observe.saved_model import run_of
+from polytempo.training.observe.whole_checkpoint import load_run_model
 
 
 class _Subject(NamedTuple):
@@ -48,13 +49,11 @@ def sharpness(asked: SharpnessOptions) -> None:
 
 
 def _subject(asked: SharpnessOptions) -> _Subject:
-    folder = checkpoint_in(place(asked.run))
-    job = saved_job(asked.job, folder)
+    job = saved_job(asked.job, place(asked.run))
     model = model_of(job).eval()
-    step = load_saved(model, folder)
-    return _Subject(
-        folder, job, step, model, TrainingLoss(job, model, data_of(job, asked.data), asked.samples, asked.seed)
-    )
+    saved = load_run_model(model, asked.run)
+    loss = TrainingLoss(job, model, data_of(job, asked.data), asked.samples, asked.seed)
+    return _Subject(saved.folder, job, saved.step, model, loss)
 
 
 def _measured(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
@@ -88,9 +87,8 @@ def _drawn(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
     points = asked.points or 25
     found: dict[str, Any] = {}
     if asked.line is not None:
-        other = checkpoint_in(place(asked.line))
         at = [-0.25 + 1.5 * k / (points - 1) for k in range(points)]
-        losses = _along(subject, other, at)
+        other, losses = _along(subject, asked.line, at)
         draw_line(folder / "line.png", at, losses, (asked.run, asked.line))
         found["line"] = {"to": str(other), "at": at, "losses": losses, "picture": str(folder / "line.png")}
     if asked.surface:
@@ -103,12 +101,13 @@ def _drawn(subject: _Subject, asked: SharpnessOptions) -> dict[str, Any]:
     return found
 
 
-def _along(subject: _Subject, other: Place, at: Sequence[float]) -> list[float]:
-    """The loss along the line, with running statistics on it, too: so each end is as it was saved."""
+def _along(subject: _Subject, other: str, at: Sequence[float]) -> tuple[Place, list[float]]:
+    """The other checkpoint, and the loss along the line, with running statistics on it, too: ends are as saved."""
     end = model_of(subject.job)
-    load_saved(end, other)
+    folder = load_run_model(end, other).folder
     pairs = [(one, two) for one, two in zip(_numbers(subject.model), _numbers(end), strict=True) if _finite(one, two)]
-    return large_batch.losses_between(subject.loss, [one for one, _ in pairs], [two for _, two in pairs], at)
+    ends = [one for one, _ in pairs], [two for _, two in pairs]
+    return folder, large_batch.losses_between(subject.loss, *ends, at)
 
 
 def _numbers(model: nn.Module) -> list[Tensor]:

@@ -44,8 +44,8 @@ def fork(child: Callable[[], None]) -> int:
     """Run `child` in a new process and return its process id.
 
     The new process begins with the ending signals held back (see `held_signals`), and ends with
-    `child`: no exit handler, `finally` or test runner of this process runs in it. Its garbage collector leaves alone
-    what this process has made: the end of such an object may wait for threads that the new process does not have.
+    `child`: no exit handler, `finally` or test runner of this process runs in it. Its garbage collector leaves
+    this process's objects alone: their end may wait for threads, and a fork has none of these.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -24,9 +24,11 @@ from polytempo.training.checkpoint.checkpoint_files import CheckpointPart, Forei
 from polytempo.training.checkpoint.checkpoint_folders import complete_in, latest
 from polytempo.training.checkpoint.manifest import COMPLETE, along_data
 from polytempo.training.checkpoint.optimizer_state import load_exactly
+from polytempo.training.job.evaluate import AVERAGE
 from polytempo.training.model.ports import DATA, STAGE
 from polytempo.training.observe.saved_model import mean_of
 from polytempo.training.served.served_model import has_served_model, read_served_model
+from polytempo.training.step.guard import MODEL
 
 
 class WholeCheckpoint(NamedTuple):
@@ -50,9 +52,9 @@ def whole_checkpoint(saved: Sequence[CheckpointPart], mesh: Mesh) -> WholeCheckp
     return WholeCheckpoint(tensors, state, groups)
 
 
-def whole_model(saved: Sequence[CheckpointPart], mesh: Mesh) -> dict[str, Tensor]:
-    """Parameters and buffers alone; see `whole_checkpoint`."""
-    return {n: tensor for holders in _by_stage(saved, mesh) for n, tensor in _joined_model(holders).items()}
+def whole_model(saved: Sequence[CheckpointPart], mesh: Mesh, prefix: str = MODEL) -> dict[str, Tensor]:
+    """Parameters and buffers alone, or the tensors under another prefix; see `whole_checkpoint`."""
+    return {n: tensor for holders in _by_stage(saved, mesh) for n, tensor in _joined_model(holders, prefix).items()}
 
 
 def take(cut: Mapping[str, Division], number: int, name: str, whole: Tensor) -> Tensor:
@@ -96,10 +98,10 @@ def holders_of(saved: Sequence[CheckpointPart]) -> list[list[CheckpointPart]]:
     return [found[number] for number in range(len(found))]
 
 
-def _joined_model(holders: Sequence[Sequence[CheckpointPart]]) -> dict[str, Tensor]:
+def _joined_model(holders: Sequence[Sequence[CheckpointPart]], prefix: str = MODEL) -> dict[str, Tensor]:
     """The whole model's tensors by its names: replicas' mean where they have saved their own."""
     cut = _cut(holders[0][0])
-    models = [[under(part.tensors, "model/") for part in several] for several in holders]
+    models = [[under(part.tensors, prefix) for part in several] for several in holders]
     each = [{name: mean_of([replica[name] for replica in several]) for name in several[0]} for several in models]
     return {name: _joined(cut, name, [part[name] for part in each]) for name in each[0]}
 
@@ -169,9 +171,11 @@ class RunModel(NamedTuple):
     """Parameters and buffers by the model's names."""
     step: int
     strategy: str
+    folder: Place
+    """The folder of the checkpoint; with a parameter server, of all its snapshots."""
 
 
-def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
+def checkpoint_model(path: str | Path, *, average: bool = False) -> dict[str, Tensor]:
     """The parameters and buffers of the model that a run has saved, by the names that the job's model has.
 
         net.load_state_dict(pt.training.checkpoint_model("runs/mine"))
@@ -179,20 +183,31 @@ def checkpoint_model(path: str | Path) -> dict[str, Tensor]:
     `path`: a run's folder, its `checkpoint` folder, or one step in it, also as "runs/mine@400"; without a step, the
     newest. For every strategy and every cut the answer is the whole model: stages and parts of layers are put together;
     where workers hold models that differ, it is their mean; of several groups, it is the first one's; with a parameter
-    server, it is the model of the shards. Memory: all that the checkpoint holds.
+    server, it is the model of the shards. `average`: with the moving average of its weights (`ema`), which the run
+    scored. Memory: all that the checkpoint holds.
 
-    Errors: ValueError where there is no checkpoint, and for a checkpoint of `pt.init(mesh=…)` with parts that a job has
-    made; `CheckpointError` or `SnapshotError` for a damaged one.
+    Errors: ValueError where there is no checkpoint, or no average in it, and for a checkpoint of `pt.init(mesh=…)`
+    with parts that a job has made; `CheckpointError` or `SnapshotError` for a damaged one.
     """
-    return run_model(path).tensors
+    return run_model(path, average=average).tensors
 
 
-def run_model(path: str | Path | UrlPath) -> RunModel:
+def load_run_model(model: nn.Module, path: str | Path | UrlPath) -> RunModel:
+    """Load the model of `checkpoint_model`. ForeignCheckpoint for a checkpoint of another model."""
+    found = run_model(path)
+    try:
+        model.load_state_dict(found.tensors)
+    except RuntimeError as error:
+        raise ForeignCheckpoint(f"{path} does not fit this model ({error}); name the job that saved it") from error
+    return found
+
+
+def run_model(path: str | Path | UrlPath, *, average: bool = False) -> RunModel:
     """`checkpoint_model`, with its step and the strategy that saved it."""
     run, step = _at_step(path)
     for root in (run / "checkpoint", run):
         if has_served_model(root):
-            return RunModel(*read_served_model(root, step))
+            return RunModel(*read_served_model(root, step, average=average), root)
     folder = _step(run) if step is None else _complete_at(run, step)
     manifest = read_manifest(folder)
     mesh, ranks = manifest.mesh, list(range(len(manifest.parts)))
@@ -206,7 +221,12 @@ def run_model(path: str | Path | UrlPath) -> RunModel:
             f"{folder} was saved by ranks in a {manifest.mesh}, and the job itself has made parts of a model; read "
             "each rank's own file: rank-0.safetensors, …"
         )
-    return RunModel(whole_model(saved, mesh), manifest.step, str(manifest.about.get("strategy")))
+    tensors = whole_model(saved, mesh)
+    if average:
+        if not (averaged := whole_model(saved, mesh, AVERAGE)):
+            raise ValueError(f"{folder} has no moving average of the weights: the run had no ema; read the weights")
+        tensors |= averaged
+    return RunModel(tensors, manifest.step, str(manifest.about.get("strategy")), folder)
 
 
 def _at_step(path: str | Path | UrlPath) -> tuple[Place, int | None]:

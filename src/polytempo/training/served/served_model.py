@@ -113,10 +113,11 @@ def has_served_model(folder: Place) -> bool:
     return (folder / SERVED_MODEL).is_file()
 
 
-def read_served_model(folder: Place, step: int | None = None) -> ServedModel:
+def read_served_model(folder: Place, step: int | None = None, *, average: bool = False) -> ServedModel:
     """The model of the newest snapshot in `folder` that is whole, or of the one after `step`.
 
-    Errors: ValueError where there is none; `SnapshotError` for a damaged file.
+    `average`: with the moving average of its weights. Errors: ValueError where there is none; `SnapshotError` for a
+    damaged file.
     """
     places, rest = _read_places(folder)
     found, steps, before = None, list[int](), None
@@ -132,7 +133,16 @@ def read_served_model(folder: Place, step: int | None = None) -> ServedModel:
         there = f"it has steps {', '.join(map(str, reversed(steps)))}" if steps else "the run has saved none yet"
         asked = "no whole snapshot" if step is None else f"no snapshot of step {step}"
         raise ValueError(f"{folder} holds {asked}; {there}")
+    if average:
+        found = [_averaged(folder, state) for state in found]
     return ServedModel(rest | _tensors(places, rest, found), steps[-1], places.strategy)
+
+
+def _averaged(folder: Place, state: State) -> State:
+    """The state with its average as its weights."""
+    if state.average is None:
+        raise ValueError(f"{folder} has no moving average of the weights: the run had no ema; read the weights")
+    return msgspec.structs.replace(state, buffers=[state.average.to(state.buffers[0].dtype)])
 
 
 def _read_places(folder: Place) -> tuple[_TensorPlaces, dict[str, Tensor]]:
