@@ -22,6 +22,8 @@ BELOW_TRAINING = {
     *("core", "native", "cluster", "data", *AXES, "flexrr", "strategies", "spec", "worlds", "wire"),
     *("membership", "partition"),
 }
+STREAM = {"report.status.metrics", "report.status.records", "report.status.event_log"}
+"""Writers of a run's stream."""
 BELOW_ALL = {"device", "lazy_names"}
 """Modules of the package's own folder that know no other, and that all folders may import."""
 
@@ -46,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worlds": {"core", "native", "cluster", "collectives", "wire"},
     "report": {"core", "worlds", "spec.text.plain_text", "spec.result"},
     "one_host": {"core", "native", "data", "large_batch", "strategies", "worlds"},
-    "training": {*BELOW_TRAINING, "large_batch", "one_host", "report.status.metrics"},
+    "training": {*BELOW_TRAINING, "large_batch", "one_host", *STREAM},
     "interop": {*BELOW_TRAINING, "training"},
     "jobs": {"spec.job", "data"},
     "engines": {"core", "native", "data.plan", "spec", "wire", "worlds", "interop.autoload"},

@@ -38,7 +38,16 @@ def test_a_collective_run_leaves_everything_and_goes_on(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "test"] == [20, 30]
     assert json.loads((out / "result.json").read_text())["report"] == str(out / "report.html")
     assert {path.name for path in out.iterdir()} == {
-        *("checkpoint", "live.json", "logs", "metrics.jsonl", "report.html", "result.json", "trace.json")
+        *(
+            "checkpoint",
+            "events.jsonl",
+            "live.json",
+            "logs",
+            "metrics.jsonl",
+            "report.html",
+            "result.json",
+            "trace.json",
+        )
     }
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import polytempo as pt
 from polytempo.engines.processes.failures import WorkerDied
-from polytempo.report.status.live_status import GroupStatus
 from polytempo.report.status.metrics import read_metrics
+from polytempo.report.status.records import GroupStatus
 from polytempo.report.status.stream import stream
 from polytempo.runs.elastic.run_elastic import ElasticLauncher, WorkersLost, run_elastic
 from polytempo.runs.run_collective import run_collective

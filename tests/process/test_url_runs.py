@@ -63,7 +63,9 @@ def test_every_ticket_counts_once_over_a_killed_run_and_its_resume(
     result = pt.run(counting(), strategy(), WORKERS, epochs=EPOCHS, out=url, resume=True, threads=1)
     assert result.parameters_sha256 == counted(EPOCHS)
     assert "no record" in capfd.readouterr().err
-    assert {"checkpoint", "logs", "metrics.jsonl", "report.html", "result.json", "trace.json"} <= set(url.names())
+    assert {"checkpoint", "events.jsonl", "logs", "metrics.jsonl", "report.html", "result.json", "trace.json"} <= set(
+        url.names()
+    )
     with pytest.raises(ValueError, match="has done its 360 batches already"):
         pt.run(counting(), strategy(), WORKERS, epochs=EPOCHS, out=url, resume=True, threads=1)
 
@@ -77,5 +79,5 @@ def test_a_simulation_leaves_its_files_at_a_url(tmp_path: Path) -> None:
     out = UrlPath(f"memory://{tmp_path.name}")
     result = pt.simulate(job(), s.sync_sgd(), workers=2, steps=4, out=out, checkpoint_every=2)
     assert result.report == str(out / "report.html")
-    assert out.names() == ["checkpoint", "metrics.jsonl", "report.html", "result.json", "trace.json"]
+    assert out.names() == ["checkpoint", "events.jsonl", "metrics.jsonl", "report.html", "result.json", "trace.json"]
     assert latest(out / "checkpoint") == out / "checkpoint" / "step-00000004"

@@ -24,8 +24,9 @@ from polytempo.cli.main import app
 from polytempo.cli.run.top import status_in
 from polytempo.replay.records import read_facts, read_run
 from polytempo.report.runs import read_events
-from polytempo.report.status.live_status import LiveStatus, ProcessEvent, ProcessStatus, status_of_result
+from polytempo.report.status.live_status import LiveStatus, ProcessStatus, status_of_result
 from polytempo.report.status.live_view import view
+from polytempo.report.status.records import ProcessEvent
 from polytempo.runs.served import run_snapshot
 from polytempo.server.coordinator.batch_scheduler import BatchScheduler
 from polytempo.server.record import RecordError

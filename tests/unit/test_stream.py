@@ -17,19 +17,27 @@ from object_store import bucket
 from polytempo.cli.main import app
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.jobs import find
-from polytempo.report.status.live_status import VERSION, GroupStatus, LiveStatus, ProcessEvent, write_status
+from polytempo.report.status.event_log import EventLog, logged
+from polytempo.report.status.live_status import VERSION, LiveStatus, write_status
 from polytempo.report.status.metrics import MetricsWriter, read_metrics
-from polytempo.report.status.stream import (
+from polytempo.report.status.records import (
+    CheckpointSaved,
+    Diagnosis,
+    GroupStatus,
+    Logged,
+    LoggedImage,
+    LoggedText,
+    ProcessEvent,
     RunFinished,
     RunStarted,
-    RunStream,
     StreamRecord,
     TestRow,
     TrainRow,
-    follow,
     line_of,
-    stream,
+    record_of,
 )
+from polytempo.report.status.stream import RunStream, follow, stream
+from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
 
 OLD_METRICS = b"""\
 {"kind": "train", "step": 8, "epoch": 0.33, "samples": 480, "seconds": 0.5, "loss": null, "samples_per_s": 29235.4, \
@@ -53,6 +61,8 @@ OLD_RECORDS: list[StreamRecord] = [
         workers=2,
         began_s=1795817912.5,
         steps=12,
+        host="n0",
+        pid=17,
     ),
     TrainRow(
         step=8,
@@ -108,6 +118,7 @@ def test_a_run_is_its_facts_its_rows_and_its_end_and_reading_leaves_it_alone(wor
     start, *rows, end = stream(tmp_path)
     assert isinstance(start, RunStarted)
     assert (start.version, start.job, start.world, start.workers) == (1, "digits", world, 2)
+    assert (start.host, start.pid, start.resumed) == (socket.gethostname(), os.getpid(), None)
     assert [json.loads(line_of(row)) for row in rows] == list(map(filled, read_metrics(tmp_path / "metrics.jsonl")))
     assert {type(row) for row in rows} == {TrainRow, TestRow}
     assert end == RunFinished(state="finished")
@@ -132,7 +143,8 @@ def test_each_record_is_given_once_while_the_run_goes_on(tmp_path: Path) -> None
     events = [ProcessEvent(f"member-{number}", "left", float(number), "2 workers go on") for number in range(5)]
     write(tmp_path)
     records = follow(tmp_path, every_s=0.0)
-    assert next(records) == RunStarted(job="job", strategy="s()", world="process", workers=2, began_s=1.0)
+    here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
+    assert next(records) == RunStarted(job="job", strategy="s()", world="process", workers=2, began_s=1.0, **here)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
         metrics.write({"kind": "train", "step": 1, "loss": 2.0})
         write(tmp_path, events=tuple(events[:1]), groups=(first,))
@@ -220,8 +232,105 @@ def test_a_line_that_no_run_has_written_is_one_error(tmp_path: Path, line: str, 
 
 
 def test_a_folder_without_a_run_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no metrics\.jsonl, live\.json or result\.json"):
+    with pytest.raises(ValueError, match=r"holds no events\.jsonl, metrics\.jsonl, live\.json or result\.json"):
         stream(tmp_path)
     for words in (["--records"], ["--records", "--json"]):
         done = CliRunner().invoke(app, ["top", str(tmp_path), *words])
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+
+
+START = RunStarted(job="job", strategy="s()", world="process", workers=2)
+ROW = {"kind": "train", "step": 1, "loss": 2.0}
+KINDS: list[StreamRecord] = [
+    CheckpointSaved(step=7, at_s=1.5, path="checkpoint/step-7"),
+    Logged(step=3, values={"perplexity": 7.4, "<b>": -1.0}, worker=1),
+    LoggedText(name="sample", step=3, text="once\nupon"),
+    LoggedImage(name="digit", step=3, path="images/digit-3.png"),
+    Diagnosis(at_s=2.0, about="slow rank", who="rank-3", rank=3, text="rank 3 is slow", values={"slower": 0.31}),
+    ProcessEvent("worker-1", "was killed by SIGKILL", 0.75, "started again"),
+    GroupStatus(2, 5, 1),
+]
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+def test_each_kind_comes_back_from_the_log(at_url: bool, tmp_path: Path) -> None:
+    run: Place = UrlPath(bucket(tmp_path)) if at_url else tmp_path
+    with logged(run, START) as events:
+        for record in KINDS:
+            events.append(record)
+    start, *records, end = stream(run)
+    assert isinstance(start, RunStarted)
+    assert msgspec.structs.replace(start, began_s=None, host=None, pid=None) == START
+    assert (records, end) == (KINDS, RunFinished(state="finished"))
+    assert [record_of(json.loads(line_of(record))) for record in KINDS] == KINDS
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Logged(step=1, values={"x": float("nan")}),
+        Logged(step=1, values={"x": float("inf")}),
+        Logged(step=-1, values={}),
+        LoggedImage(name="x", step=1, path="../../secret.png"),
+        LoggedImage(name="x", step=1, path="/etc/secret.png"),
+        LoggedText(name="x" * 201, step=1, text=""),
+    ],
+    ids=["nan", "infinite", "step", "above", "absolute", "long"],
+)
+def test_a_record_that_readers_refuse_is_not_written(record: StreamRecord, tmp_path: Path) -> None:
+    with EventLog(tmp_path) as events, pytest.raises(ValueError, match=r"Expected|not a number|finite|>="):
+        events.append(record)
+    assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def part(folder: Path, *, resume: bool, error: BaseException | None = None) -> None:
+    """A part of a run that ends with `error`, with a fault and a row."""
+    history = RunEvents()
+    with LiveRun(folder, ShownRun("job", "s()", 2, resume=resume), history) as live:
+        with MetricsWriter(folder / "metrics.jsonl", resumed_at=1 if resume else None) as metrics:
+            metrics.write(ROW)
+        history.add("worker-0", "died", 1.0, "started again")
+        if error is not None:
+            live.__exit__(type(error), error, None)
+
+
+def test_a_resumed_run_appends_another_start_and_a_new_one_begins_a_new_log(tmp_path: Path) -> None:
+    """1. A run is preempted. 2. It is resumed and ends. 3. Another run begins in its folder."""
+    fault = ProcessEvent("worker-0", "died", 1.0, "started again")
+    reader = RunStream(tmp_path)
+    part(tmp_path, resume=False, error=OSError("no more disk\nat all"))
+    first = reader.look()
+    failed = RunFinished(state="failed", why="no more disk")
+    assert first[1:] == [TrainRow(step=1, loss=2.0), fault, failed]
+    assert reader.ended
+    (tmp_path / "checkpoint").mkdir()
+    part(tmp_path, resume=True)
+    start, old_fault, end, again, *rows, new_fault, finish = stream(tmp_path)
+    assert isinstance(again, RunStarted)
+    assert (start, old_fault, end, again.resumed) == (first[0], fault, failed, True)
+    assert (rows, new_fault, finish) == ([TrainRow(step=1, loss=2.0)] * 2, fault, RunFinished(state="finished"))
+    part(tmp_path, resume=False)
+    kinds = [type(record).__name__ for record in stream(tmp_path)]
+    assert kinds == ["RunStarted", "TrainRow", "ProcessEvent", "RunFinished"]
+
+
+def test_a_line_that_a_killed_launcher_cut_short_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    with EventLog(tmp_path) as events:
+        events.append(msgspec.structs.replace(START, host=socket.gethostname(), pid=2**22 + 1))
+    path = tmp_path / "events.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "fin')
+    reader = RunStream(tmp_path)
+    assert [type(record) for record in reader.look()] == [RunStarted]
+    assert reader.ended, "its launcher is gone"
+    with EventLog(tmp_path) as events:
+        events.append(KINDS[0])
+    assert path.read_bytes() == whole + line_of(KINDS[0]).encode() + b"\n"
+
+
+def test_a_log_that_cannot_be_written_is_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with EventLog(tmp_path) as events:
+        events.append(KINDS[0])
+        events.append(KINDS[1])
+    assert capsys.readouterr().err.count("has no further records") == 1

@@ -21,7 +21,6 @@ from polytempo.engines.engine import EngineProcess, Role
 from polytempo.jobs import find
 from polytempo.report.status.live_status import (
     LiveStatus,
-    ProcessEvent,
     ProcessStatus,
     launcher_lives,
     read_status,
@@ -29,6 +28,7 @@ from polytempo.report.status.live_status import (
     write_status,
 )
 from polytempo.report.status.live_view import view
+from polytempo.report.status.records import ProcessEvent
 from polytempo.runs.frame.live_run import LiveRun, RunEvents, ShownRun
 from polytempo.spec.run_options import RunOptions
 from polytempo.spec.run_spec import RunSpec

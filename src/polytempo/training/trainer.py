@@ -23,7 +23,9 @@ from polytempo.large_batch.noise_scale import NoiseProbe
 from polytempo.one_host.hogwild import is_hogwild
 from polytempo.partition.hybrid.hybrid_model import divided_layers
 from polytempo.partition.tensor.split_model import split_models
+from polytempo.report.status.event_log import logged
 from polytempo.report.status.metrics import MetricsWriter
+from polytempo.report.status.records import RunStarted
 from polytempo.spec.job import Data, Job
 from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
 from polytempo.spec.result import Result, parameters_sha256
@@ -132,7 +134,10 @@ class Trainer:
 
         Rank 0 holds the folder `out` meanwhile: `FolderTaken` on all ranks where another run has it.
         """
-        with held_by_first(self.world, self.options):
+        out, spec = self.options.out, self.context.spec
+        with held_by_first(self.world, self.options), ExitStack() as stack:
+            if out is not None and self.world.rank == 0:
+                stack.enter_context(logged(out, start_of(spec, "process"), resume=self.options.resume))
             return self.fit_held(on_row=on_row)
 
     def fit_held(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
@@ -295,6 +300,18 @@ def attached_step(handle: Handle, spec: RunSpec) -> TakeStep:
         return loss
 
     return take_step
+
+
+def start_of(spec: RunSpec, world: str) -> RunStarted:
+    """The start of a job's run in the "process" or "virtual" world."""
+    return RunStarted(
+        job=spec.job.name,
+        strategy=str(spec.strategy),
+        world=world,
+        workers=spec.workers,
+        steps=spec.options.steps,
+        epochs=spec.epochs,
+    )
 
 
 def result_of(

@@ -14,7 +14,8 @@ from polytempo.cli.look.look_options import TopOptions
 from polytempo.core.system.url_path import Place, place
 from polytempo.report.status.live_status import LiveStatus, found_status, launcher_lives
 from polytempo.report.status.live_view import view
-from polytempo.report.status.stream import RunStream, follow, line_of
+from polytempo.report.status.records import line_of
+from polytempo.report.status.stream import RunStream, follow
 
 
 def top(asked: TopOptions) -> None:

@@ -24,7 +24,8 @@ class MetricsFollower:
     def __init__(
         self, metrics: Place, show: Callable[[dict[str, Any]], None], every_s: float = 0.0, *, earlier: bool = False
     ) -> None:
-        self._metrics, self._show, self._every_s = metrics, show, every_s
+        self.path = metrics
+        self._show, self._every_s = show, every_s
         self._file, self._read_bytes, self._look_at_s = 0, 0, 0.0
         if not earlier:
             with suppress(OSError), self._opened() as (stream, self._file):
@@ -48,9 +49,9 @@ class MetricsFollower:
     @contextmanager
     def _opened(self) -> Iterator[tuple[IO[bytes], int]]:
         """The file, and a number that is another one after it was replaced."""
-        if isinstance(self._metrics, UrlPath):
-            unchanged = self._metrics.size() == self._read_bytes
-            yield BytesIO(bytes(self._read_bytes) if unchanged else self._metrics.read(files.MAX_JSON_BYTES)), 0
+        if isinstance(self.path, UrlPath):
+            unchanged = self.path.size() == self._read_bytes
+            yield BytesIO(bytes(self._read_bytes) if unchanged else self.path.read(files.MAX_JSON_BYTES)), 0
             return
-        with files.opened(self._metrics) as stream:
+        with files.opened(self.path) as stream:
             yield stream, os.fstat(stream.fileno()).st_ino

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,6 +18,14 @@ from polytempo.core.system.url_path import Place
 from polytempo.report.pages.noise import last_noise
 from polytempo.report.runs import as_written, load_result
 from polytempo.report.status.metrics import check_row, read_metrics
+from polytempo.report.status.records import (
+    GroupStatus,
+    ProcessEvent,
+    RunFinished,
+    RunStarted,
+    RunState,
+    StreamRecord,
+)
 
 FILE = "live.json"
 VERSION = 1
@@ -27,7 +36,6 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 ProcessState = Literal["running", "stopped", "ended", "killed", "failed", "unknown"]
-RunState = Literal["running", "finished", "preempted", "failed"]
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -47,25 +55,6 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     staleness: _Number | None = None
     """τ, the mean over a worker's pushes, or a stage's updates, in its last row: updates between reading weights and
     applying a gradient."""
-
-
-class ProcessEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="fault"):
-    """An event of a process, such as its death or silence: its name, the event, the time, and the consequence."""
-
-    who: str
-    how: str
-    at_s: _Number
-    then: str
-
-
-class GroupStatus(msgspec.Struct, frozen=True, tag_field="kind", tag="group"):
-    """Workers of an elastic run that train together."""
-
-    generation: int
-    """Number of groups up to this one."""
-    step: int
-    """Number of steps before it."""
-    workers: int
 
 
 class LiveStatus(msgspec.Struct, frozen=True):
@@ -159,15 +148,62 @@ def found_status(folder: Place) -> LiveStatus | None:
 
 def launcher_lives(status: LiveStatus) -> bool | None:
     """True if the launcher's process is there; None if it is on another host, or the run is over."""
-    if status.state != "running" or status.launcher_host != socket.gethostname():
+    return process_lives(status.launcher_host, status.launcher_pid) if status.state == "running" else None
+
+
+def process_lives(host: str, pid: int) -> bool | None:
+    """True if the process is there; None if it is on another host."""
+    if host != socket.gethostname():
         return None
     try:
-        os.kill(status.launcher_pid, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
     return True
+
+
+class StatusNews:
+    """The records that follow from a run's status: its start, new faults and groups, its end. Each is given once."""
+
+    def __init__(self) -> None:
+        self._started, self._events, self._generation = False, 0, 0
+
+    def start(self, status: LiveStatus, *, resumed: bool | None = None) -> list[StreamRecord]:
+        """The start, once."""
+        if self._started:
+            return []
+        self._started = True
+        return [
+            RunStarted(
+                job=status.job,
+                strategy=status.strategy,
+                world=status.world,
+                workers=status.workers,
+                began_s=status.began_s or None,
+                steps=status.steps,
+                epochs=status.epochs,
+                host=status.launcher_host or None,
+                pid=status.launcher_pid or None,
+                resumed=resumed,
+            )
+        ]
+
+    def look(self, status: LiveStatus) -> list[StreamRecord]:
+        """The new faults, groups and the end."""
+        ended = status.state != "running" or launcher_lives(status) is False
+        first = status.num_events - len(status.events)
+        begin = max(self._events, first)
+        # The consequence of an event may be known later.
+        events = list(takewhile(lambda event: event.then or ended, status.events[begin - first :]))
+        self._events = begin + len(events)
+        known = status.groups or (() if status.group is None else (status.group,))  # earlier versions wrote one
+        groups = [each for each in known if each.generation > self._generation]
+        if groups:
+            self._generation = groups[-1].generation
+        found: list[StreamRecord] = [*events, *groups]
+        return found if status.state == "running" else [*found, RunFinished(state=status.state, why=status.why)]
 
 
 def status_of_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> LiveStatus:

@@ -11,7 +11,9 @@ from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.training.checkpoint.checkpoint_folders import SERVED_MODEL
 from polytempo.training.job.start import START
 
-_OF_A_START = frozenset({"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json", START})
+_OF_A_START = frozenset(
+    {"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json", "events.jsonl", START}
+)
 """Names that a run may have made before its first row of metrics."""
 
 

@@ -1,4 +1,4 @@
-"""`LiveRun`: the launcher's knowledge of its run, written to `live.json` about once a second."""
+"""`LiveRun`: the launcher's knowledge of its run, written to `live.json` and `events.jsonl` about once a second."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from polytempo.core.system.notice import PREEMPTED, Preempted
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.engines.engine import Engine, EngineProcess, Preempting, Role
 from polytempo.report.pages.noise import noise_of
+from polytempo.report.status.event_log import EventLog, finish_of
 from polytempo.report.status.live_status import (
     MOST_EVENTS,
     VERSION,
-    GroupStatus,
     LiveStatus,
     ProcessState,
     ProcessStatus,
-    RunState,
+    StatusNews,
     events_of,
     write_status,
 )
+from polytempo.report.status.records import GroupStatus, RunState, StreamRecord
 from polytempo.spec.run_spec import RunSpec
 
 WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
 """The interval on this host's disk, and the interval for a URL: each file of it may be a request over the network."""
-_MOST_WHY, _MOST_EVENTS = 300, 200
+_MOST_EVENTS = 200
 
 Row = Mapping[str, Any]
 
@@ -82,12 +83,22 @@ class ShownRun(NamedTuple):
     steps: int | None = None
     epochs: float | None = None
     stages: int = 1
+    resume: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> ShownRun:
         """The facts of a job's run."""
         strategy = spec.strategy
-        return cls(spec.job.name, str(strategy), spec.workers, spec.options.steps, spec.epochs, strategy.stages)
+        options = spec.options
+        return cls(
+            spec.job.name,
+            str(strategy),
+            spec.workers,
+            options.steps,
+            spec.epochs,
+            strategy.stages,
+            options.resume,
+        )
 
 
 class LiveRun:
@@ -97,8 +108,9 @@ class LiveRun:
             engine = live.watching(engine)       # sees processes start and end
             record = live.noting(record)         # sees rows of metrics
 
-    The file is written when the run begins, when it ends, and during `poll`: at most once a second, or every 15 s if
-    `out` is a URL. A run goes on without a file that cannot be written. Cost: 200 bytes for each process and second.
+    The files are written when the run begins, when it ends, and during `poll`: at most once a second; `live.json` every
+    15 s if `out` is a URL. A run goes on without a file that cannot be written. Cost: 200 bytes for each process and
+    second.
     """
 
     def __init__(
@@ -106,7 +118,9 @@ class LiveRun:
     ) -> None:
         self._out, self._shown, self._history, self._clock = out, shown, history, clock
         self._began_s = clock()
-        self._next_s = 0.0
+        self._next_s = self._next_news_s = 0.0
+        self._events: EventLog | None = None
+        self._news = StatusNews()
         self._here = socket.gethostname()
         self._processes: dict[int, EngineProcess] = {}
         """The last process of each node."""
@@ -146,8 +160,16 @@ class LiveRun:
 
     def look(self) -> None:
         """Write, if the interval is over."""
-        if self._clock() >= self._next_s:
-            self._write("running")
+        now_s = self._clock()
+        if now_s >= self._next_news_s:
+            self._tell(self.status("running"))
+        if now_s >= self._next_s:
+            self._write(self.status("running"))
+
+    def append(self, record: StreamRecord) -> None:
+        """Append a record to the run's stream."""
+        if self._events is not None:
+            self._events.append(record)
 
     def status(self, state: RunState, why: str = "") -> LiveStatus:
         """The run as it is now."""
@@ -198,26 +220,35 @@ class LiveRun:
             staleness=row.get("staleness"),
         )
 
-    def _write(self, state: RunState, why: str = "") -> None:
-        self._next_s = self._clock() + (URL_INTERVAL_S if isinstance(self._out, UrlPath) else WRITE_INTERVAL_S)
+    def _tell(self, status: LiveStatus) -> None:
+        """Append the news to the stream."""
+        self._next_news_s = status.written_s + WRITE_INTERVAL_S
+        for record in self._news.look(status):
+            self.append(record)
+
+    def _write(self, status: LiveStatus) -> None:
+        self._next_s = status.written_s + (URL_INTERVAL_S if isinstance(self._out, UrlPath) else WRITE_INTERVAL_S)
         if self._out is not None:
             with suppress(OSError):
-                write_status(self._out, self.status(state, why))
+                write_status(self._out, status)
 
     def __enter__(self) -> LiveRun:
-        self._write("running")
+        status, resume = self.status("running"), self._shown.resume
+        if self._out is not None:
+            self._events = EventLog(self._out, fresh=not resume)
+            resumed = resume and (self._out / "checkpoint").exists()
+            for record in self._news.start(status, resumed=resumed or None):
+                self.append(record)
+        self._write(status)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self._write("finished")
-        else:
-            alone = isinstance(error, KeyboardInterrupt) and not isinstance(error, Preempted)
-            said = "interrupted" if alone else str(error) or type(error).__name__
-            said = said.partition("\n")[0]
-            self._write("preempted" if isinstance(error, Preempted) else "failed", said[:_MOST_WHY])
+        finish = finish_of(error)
+        status = self.status(finish.state, finish.why)
+        self._tell(status)
+        self._write(status)
 
 
 class _WatchedEngine:

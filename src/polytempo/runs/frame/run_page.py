@@ -11,10 +11,12 @@ from polytempo.core.system.files import run_folder
 from polytempo.core.system.url_path import Place
 from polytempo.report.pages.page import write_report
 from polytempo.report.runs import load_run
+from polytempo.report.status.event_log import logged
 from polytempo.report.status.metrics import MetricsWriter
 from polytempo.report.status.progress import Progress
 from polytempo.spec.result import Result
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.trainer import start_of
 from polytempo.worlds import write_chrome_trace
 from polytempo.worlds.trace import Trace
 
@@ -43,14 +45,16 @@ def simulated(result: Result, trace: Trace, out: Place | None) -> Result:
 def virtual_rows(spec: RunSpec, progress: Progress | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that shows rows of a simulated run, and writes them into its folder, if it has one.
 
-    The first row begins a new file, so a run that is refused before leaves an older file as it is.
+    The first row begins new files, so a run that is refused before leaves older files as they are.
     """
     out, writers = spec.options.out, list[MetricsWriter]()
+    start = start_of(spec, "virtual")
     with show_rows(progress, spec, "virtual ") as show, ExitStack() as stack:
 
         def record(row: dict[str, Any]) -> None:
             if out is not None and not writers:
                 run_folder(out)
+                stack.enter_context(logged(out, start))
                 writers.append(stack.enter_context(MetricsWriter(out / "metrics.jsonl")))
             for writer in writers:
                 writer.write(row)

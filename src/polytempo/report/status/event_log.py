@@ -1,0 +1,119 @@
+"""`EventLog`: the file `events.jsonl` of a run's folder, with the records that are not rows of training.
+
+launcher, or rank 0 without one ── start, fault, group, diagnosis, finish: a line each ──▶ events.jsonl ──▶ `stream`
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import msgspec
+
+from polytempo.core.system import files
+from polytempo.core.system.notice import Preempted
+from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.report.status.metrics import GrownObject
+from polytempo.report.status.records import RunFinished, RunStarted, RunState, StreamRecord, line_of, record_of, row_of
+
+FILE = "events.jsonl"
+_MOST_WHY = 300
+
+
+class EventLog:
+    """Appends records to `events.jsonl` in `folder`, behind the lines that are there unless it is `fresh`.
+
+        with EventLog(folder) as events:
+            events.append(ProcessEvent("worker-1", "was killed by SIGKILL", 12.3, "started again"))
+
+    One process of a run writes: its launcher, or rank 0 without one. A line that a crash cut short is removed. A run
+    goes on without a file that cannot be written: the first failure is a note on standard error. Threads may append.
+    Cost: one write of some 150 bytes a record; at a URL a thread puts the whole object again, at most every 10 s.
+    """
+
+    def __init__(self, folder: Place, *, fresh: bool = False) -> None:
+        self._path = folder / FILE
+        self._append: Callable[[bytes], object] = _nothing
+        self._close: Callable[[], None] = _nothing
+        with self._noted():
+            before = b"" if fresh or not self._path.exists() else files.read(self._path, files.MAX_JSON_BYTES)
+            whole = before[: before.rfind(b"\n") + 1]
+            self._open(whole, fresh)
+
+    def _open(self, whole: bytes, fresh: bool) -> None:
+        path = self._path
+        if isinstance(path, UrlPath):
+            grown = GrownObject(path, whole, every_s=10.0)
+            self._append, self._close = grown.write, grown.close
+            return
+        if fresh:
+            files.create(path).close()
+        stream = files.append(path)
+        os.ftruncate(stream.fileno(), len(whole))
+        self._append, self._close = lambda line: files.write(stream, line, path), stream.close
+
+    def append(self, record: StreamRecord) -> None:
+        """Append one record. ValueError for entries that readers refuse."""
+        record_of(row_of(record))
+        line = line_of(record).encode() + b"\n"
+        with self._noted():
+            self._append(line)
+        if isinstance(record, RunFinished):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless, and later records are left out."""
+        close, self._append, self._close = self._close, _nothing, _nothing
+        with self._noted():
+            close()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Give up the file after an error, with a note."""
+        try:
+            yield
+        except OSError as error:
+            print(f"note: {self._path} has no further records: {error}; {files.remedy(error)}", file=sys.stderr)
+            self._append = self._close = _nothing
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def logged(folder: Place, start: RunStarted, *, resume: bool = False) -> Iterator[EventLog]:
+    """The log of a run without a launcher: it has `start`, with this process, and at the end the finish."""
+    here = {"began_s": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    with EventLog(folder, fresh=not resume) as events:
+        resumed = resume and (folder / "checkpoint").exists()
+        events.append(msgspec.structs.replace(start, **here, resumed=resumed or None))
+        try:
+            yield events
+        except BaseException as error:
+            events.append(finish_of(error))
+            raise
+        events.append(finish_of(None))
+
+
+def finish_of(error: BaseException | None) -> RunFinished:
+    """The end of a run by `error`, with the error's first line."""
+    if error is None:
+        return RunFinished(state="finished")
+    alone = isinstance(error, KeyboardInterrupt) and not isinstance(error, Preempted)
+    said = "interrupted" if alone else str(error) or type(error).__name__
+    state: RunState = "preempted" if isinstance(error, Preempted) else "failed"
+    return RunFinished(state=state, why=said.partition("\n")[0][:_MOST_WHY])
+
+
+def _nothing(line: bytes = b"") -> None:
+    pass

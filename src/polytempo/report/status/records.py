@@ -1,0 +1,208 @@
+"""The records of a run's stream: one type for each kind of thing that happens, and their lines of JSON.
+
+start ─ train, test, log, text, image, checkpoint, fault, group, diagnosis … ─ finish
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from polytempo.report.status.metrics import check_row
+
+VERSION = 1
+"""Version of the records. It grows when an entry gets another meaning; new entries and new kinds do not change it."""
+MOST_NAME, MOST_TEXT = 200, 20_000
+"""Characters of a name, and of a logged text."""
+RunState = Literal["running", "finished", "preempted", "failed"]
+Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
+_Inside = Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[\w.-]+(/[\w.-]+)*$", max_length=4 * MOST_NAME)]
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    pass
+
+
+class RunStarted(_Record, frozen=True, kw_only=True, tag="start"):
+    """The run's facts. First in a stream, except without a launcher: then they are known at its end."""
+
+    version: int = VERSION
+    job: str
+    strategy: str
+    world: str
+    """"process", or "virtual" for a simulation."""
+    workers: int
+    began_s: Number | None = None
+    """Seconds since 1970; None for a run without a launcher."""
+    steps: int | None = None
+    """Steps until its end; None: epochs decide."""
+    epochs: Number | None = None
+    host: str | None = None
+    """The name of the host of the launcher."""
+    pid: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    """The process of the launcher, or of rank 0 without one: the run has ended if this process has."""
+    resumed: bool | None = None
+    """True for a run that goes on with the run that was in the folder."""
+
+
+class _Row(_Record, frozen=True, kw_only=True):
+    step: _Count
+    """Steps so far, over all workers and earlier parts of the run."""
+    loss: Number | None
+    """None: it was not finite."""
+    epoch: Number | None = None
+    samples: _Count | None = None
+    seconds: Number | None = None
+    """Time spent training so far; virtual in a simulation."""
+    more: dict[str, Any] = {}
+    """Further entries of the row, such as `noise_scale` and `delays`."""
+
+
+class TrainRow(_Row, frozen=True, kw_only=True, tag="train"):
+    """A row of training: the mean loss and the rate since the row before."""
+
+    samples_per_s: Number | None = None
+    worker: _Count | None = None
+    """The row's own worker, with a parameter server."""
+    idle_share: Number | None = None
+    """Part of this worker's time that it waited for the server, 0 to 1."""
+    staleness: Number | None = None
+    """Updates between reading weights and applying a gradient: the mean since the row before."""
+
+
+class TestRow(_Row, frozen=True, kw_only=True, tag="test"):
+    """An evaluation of the model on the test set."""
+
+    __test__ = False  # pytest takes classes of this name for tests
+    accuracy: Number | None = None
+
+
+class CheckpointSaved(_Record, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint is complete."""
+
+    step: _Count
+    at_s: Number | None = None
+    """Time spent training until then; virtual in a simulation."""
+    path: str
+    """Its folder, relative to the run's folder."""
+
+
+class Logged(_Record, frozen=True, kw_only=True, tag="log"):
+    """Numbers of the user."""
+
+    step: _Count
+    values: Annotated[dict[_Name, Number], msgspec.Meta(max_length=1000)]
+    worker: _Count | None = None
+
+
+class LoggedText(_Record, frozen=True, kw_only=True, tag="text"):
+    """A text of the user."""
+
+    name: _Name
+    step: _Count
+    text: Annotated[str, msgspec.Meta(max_length=2 * MOST_TEXT)]
+    worker: _Count | None = None
+
+
+class LoggedImage(_Record, frozen=True, kw_only=True, tag="image"):
+    """A picture of the user."""
+
+    name: _Name
+    step: _Count
+    path: _Inside
+    """Its PNG file, relative to the run's folder."""
+    worker: _Count | None = None
+
+
+class Diagnosis(_Record, frozen=True, kw_only=True, tag="diagnosis"):
+    """A cause that was found: who holds the run up, what bounds it, what ended it."""
+
+    at_s: Number
+    """Seconds since the run's start."""
+    step: _Count | None = None
+    about: _Name
+    """"slow rank", "bound" or "death"."""
+    who: str
+    """The culprit's name in logs and events, such as `rank-3`."""
+    rank: _Count | None = None
+    host: str | None = None
+    text: Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+    """One sentence."""
+    values: dict[str, Number] = {}
+    """The figures that it rests on."""
+
+
+class ProcessEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="fault"):
+    """An event of a process, such as its death or silence: its name, the event, the time, and the consequence."""
+
+    who: str
+    how: str
+    at_s: Number
+    """Seconds since the run's start."""
+    then: str
+
+
+class GroupStatus(msgspec.Struct, frozen=True, tag_field="kind", tag="group"):
+    """Workers of an elastic run that train together."""
+
+    generation: int
+    """Number of groups up to this one."""
+    step: int
+    """Number of steps before it."""
+    workers: int
+
+
+class RunFinished(_Record, frozen=True, kw_only=True, tag="finish"):
+    """The end of the run, the last record."""
+
+    state: RunState
+    """"finished", "preempted" or "failed"."""
+    why: str = ""
+    """Of a run that failed or was preempted: the first line of its error."""
+
+
+StreamRecord = (
+    RunStarted
+    | TrainRow
+    | TestRow
+    | CheckpointSaved
+    | Logged
+    | LoggedText
+    | LoggedImage
+    | Diagnosis
+    | ProcessEvent
+    | GroupStatus
+    | RunFinished
+)
+_KINDS: dict[str, type[StreamRecord]] = {str(each.__struct_config__.tag): each for each in get_args(StreamRecord)}
+_ENTRIES = {kind: frozenset(_KINDS[kind].__struct_fields__) - {"more"} for kind in ("train", "test")}
+
+
+def record_of(row: dict[str, Any]) -> StreamRecord | None:
+    """The record of a line; None for a kind that this version does not know. ValueError if it is broken."""
+    check_row(row)
+    kind = row.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("it has no kind")
+    if kind not in _KINDS:
+        return None
+    if kind in _ENTRIES:
+        known = {name: row[name] for name in row.keys() & (_ENTRIES[kind] | {"kind"})}
+        row = known | {"more": {name: value for name, value in row.items() if name not in known}}
+    return msgspec.convert(row, _KINDS[kind])
+
+
+def row_of(record: StreamRecord) -> dict[str, Any]:
+    """The entries of the record's line. Nulls are left out."""
+    plain: dict[str, Any] = msgspec.to_builtins(record)
+    plain |= plain.pop("more", {})
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def line_of(record: StreamRecord) -> str:
+    """The record as a line of JSON: a row has the entries of its line in `metrics.jsonl`."""
+    return json.dumps(row_of(record))
