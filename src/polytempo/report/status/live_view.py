@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from polytempo.report.pages.summary import human_seconds
-from polytempo.report.status.live_status import LiveStatus, ProcessEvent, ProcessStatus
+from polytempo.report.status.live_status import LiveStatus, ProcessStatus
 from polytempo.report.status.progress import status_line
+from polytempo.report.status.records import ProcessEvent
 from polytempo.spec.text.plain_text import plain_text
 
 _COLOURS = {
