@@ -88,7 +88,7 @@ class CheckpointSaved(_Record, frozen=True, kw_only=True, tag="checkpoint"):
     at_s: Number | None = None
     """Time spent training until then; virtual in a simulation."""
     path: str
-    """Its folder, relative to the run's folder."""
+    """The checkpoint's folder, relative to the run's folder."""
 
 
 class Logged(_Record, frozen=True, kw_only=True, tag="log"):
@@ -114,12 +114,12 @@ class LoggedImage(_Record, frozen=True, kw_only=True, tag="image"):
     name: _Name
     step: _Count
     path: _Inside
-    """Its PNG file, relative to the run's folder."""
+    """The PNG file, relative to the run's folder."""
     worker: _Count | None = None
 
 
 class Diagnosis(_Record, frozen=True, kw_only=True, tag="diagnosis"):
-    """A cause that was found: who holds the run up, what bounds it, what ended it."""
+    """The cause of a slow step, of the run's rate, or of its death."""
 
     at_s: Number
     """Seconds since the run's start."""
