@@ -56,7 +56,7 @@ def counted(model: nn.Module, traced: Traced, inputs: Inputs) -> dict[fx.Node, F
     """Run the graph on fake tensors. ValueError names the node that cannot run on the sample."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(model, mode) | {name: mode.from_tensor(each) for name, each in traced.constants.items()}
-    counter, draws = FlopCounterMode(display=False, custom_mapping=_attention_flops()), _Draws()
+    counter, draws = FlopCounterMode(display=False, custom_mapping=attention_flops()), _Draws()
     vars(counter)["mod_tracker"] = (
         _NoModules()
     )  # torch's hooks refuse modules that are given a parameter, as parametrizations are
@@ -282,11 +282,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _attention_flops() -> dict[Any, Any]:
-    """Register attention on CPUs: the counter knows the kernels for GPUs, which compute the same products."""
-    aten = torch.ops.aten
-    forward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    backward = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+"""Torch's fused kernels; its counter does not know the one for CPUs."""
+
+
+def attention_flops(backward: int = 5) -> dict[Any, Any]:
+    """Operations of fused attention: two matrix products forward, and so many backward."""
 
     def count(products: int, first: int) -> Any:
         def flops(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
@@ -295,5 +296,9 @@ def _attention_flops() -> dict[Any, Any]:
 
         return flops
 
-    known = ((forward, count(2, first=0)), (backward, count(5, first=1)))
-    return {op: flops for op, flops in known if op is not None}
+    found: dict[Any, Any] = {}
+    for kernel in (f"_scaled_dot_product_{each}" for each in _ATTENTION):
+        for name, counts in ((kernel, count(2, first=0)), (f"{kernel}_backward", count(backward, first=1))):
+            if (op := getattr(torch.ops.aten, name, None)) is not None:
+                found[op] = counts
+    return found

@@ -1,7 +1,7 @@
 """Runs of divided models in the virtual world that compute nothing and take their time.
 
-real model, once ──▶ rules, operations, a batch's sizes ──▶ each rank's parts on the meta device
-                                                            forward and backward of sizes alone: all exchanges are sent
+model on the meta device ──▶ rules, operations, a batch's sizes ──▶ each rank's parts
+                                                                     forward and backward: all exchanges are sent
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from polytempo.cluster import Cluster
 from polytempo.core import Port
@@ -23,6 +21,7 @@ from polytempo.core.port import world_port
 from polytempo.core.strategy import InParts
 from polytempo.core.suspension import drive
 from polytempo.one_host.hogwild import Updates
+from polytempo.partition.cut import Cut
 from polytempo.partition.hybrid.divided_names import DividedNames
 from polytempo.partition.plan import split_plan
 from polytempo.partition.tensor.way import SplitLayers
@@ -33,6 +32,7 @@ from polytempo.spec.run_spec import RunSpec
 from polytempo.training.job.distillation import objective_of
 from polytempo.training.job.start import replica_of
 from polytempo.training.model.ports import ports_of
+from polytempo.training.model.run_device import beside
 from polytempo.training.parts.model_parts import ModelParts
 from polytempo.training.parts.parted_training import laid_out_run, parted_model, planned_names
 from polytempo.training.parts.staged_training import cut_of, first_batch, sample_of
@@ -40,8 +40,9 @@ from polytempo.training.pipeline.micro_batches import MicroBatches
 from polytempo.training.pipeline.pipeline_stage import laid_out, schedule_of
 from polytempo.training.pipeline.priced_stage import PricedStage, on_meta
 from polytempo.training.pipeline.stage_model import StageModel
+from polytempo.training.pipeline.stage_program import MicroBatch
 from polytempo.training.step.replica import Replica
-from polytempo.training.step.step_cost import StepCost, flops_per_sample
+from polytempo.training.step.step_cost import StepCost, counted, meta_model
 from polytempo.training.virtual.virtual_step import StepWork, charged, step_of_work
 from polytempo.worlds import Outcome, VirtualWorld
 from polytempo.worlds.virtual.symmetry import run_priced
@@ -62,16 +63,16 @@ def priced_parts(
 ) -> PricedParts:
     """So many steps of `spec`, each on a batch as large as the first. `updates(rank)`: the updates of a rank.
 
-    Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `parted_model`, and for a
-    job that cannot be computed without values.
+    Memory: tensors without values; the model once, where a plan has to look at values. Errors: ValueError as of
+    `parted_model`, and for a job that cannot be computed without values.
     """
-    model, _ = replica_of(spec)
-    named, names = resolved(spec, model, data), [name for name, _ in model.named_parameters()]
+    whole, named = _resolved(spec, data)
+    names = [name for name, _ in whole.named_parameters()]
     size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
-    batch = tree_map(_on_meta, first_batch(spec.job, data, size, spec.seed))
-    hosts, whole = cluster.hosts(spec.workers), model.to("meta")
+    batch = beside(whole, first_batch(spec.job, data, size, spec.seed))
+    hosts = cluster.hosts(spec.workers)
     assert named.strategy.parted is not None
-    each = StepCost(cost.flops_per_sample / named.strategy.parted.ranks)
+    each = cost.part(named.strategy.parted.ranks)
 
     def parts_of(port: Port) -> ModelParts:
         own = parted_model(named, deepcopy(whole), data, port, drive)
@@ -95,11 +96,22 @@ def priced_parts(
     return PricedParts(run_priced(cluster, spec.workers, program, seed=spec.seed, alike=False), parts[0])
 
 
+def _resolved(spec: RunSpec, data: Data) -> tuple[nn.Module, RunSpec]:
+    """The model on the meta device, and the run as `resolved`."""
+    try:
+        model = meta_model(spec.job)
+        return model, resolved(spec, model, data)
+    except (RuntimeError, TypeError, ValueError):
+        model, _ = replica_of(spec)
+        named = resolved(spec, model, data)
+        return model.to("meta"), named
+
+
 def resolved(spec: RunSpec, model: nn.Module, data: Data) -> RunSpec:
-    """The run with the layers that a plan chooses by name: plans look at a model that has values."""
+    """The run with the layers that a plan for `model` chooses by name."""
     parted = spec.strategy.parted
     if isinstance(parted, SplitLayers) and isinstance(parted.rules, str):
-        sample = sample_of(spec.job, data, spec.batch_size, spec.seed)
+        sample = beside(model, sample_of(spec.job, data, spec.batch_size, spec.seed))
         plan = split_plan(model, sample, parted.ranks, parted.wires)
         parted = replace(parted, rules=plan.rules)
     elif isinstance(parted, DividedNames) and parted.names is None:
@@ -121,10 +133,6 @@ def _gradients(spec: RunSpec, objective: Callable[[Any], Tensor], batch: Any) ->
         ) from error
 
 
-def _on_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
 class PricedStages(NamedTuple):
     """The outcome, and the stage of each rank."""
 
@@ -135,16 +143,11 @@ class PricedStages(NamedTuple):
 def priced_stages(spec: RunSpec, cluster: Cluster, data: Data, steps: int) -> PricedStages:
     """So many steps of `spec`, each on a batch as large as the first one.
 
-    Memory: the model once, and tensors without values of each rank. Errors: ValueError as of `cut_of`.
+    Memory: tensors without values; the model once, where it cannot be cut without values. Errors: ValueError as of
+    `cut_of`.
     """
     job, strategy, schedule = spec.job, spec.strategy, schedule_of(spec.strategy)
-    model, _ = replica_of(spec)
-    parts = cut_of(spec, model, data)
-    size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
-    inputs, target = first_batch(job, data, size, spec.seed)
-    flops = flops_per_sample(job, model, data, spec.seed)
-    batch = MicroBatches(parts, schedule, pair_loss(job), spec.seed, 0, flops).of((inputs,), target, 0)
-    priced = on_meta(parts)
+    priced, batch = _cut(spec, data)
     models = [StageModel(priced.stages[number :: schedule.stages]) for number in range(schedule.stages)]
     optimizers = [optimizer_of(job, each, lr=spec.lr) for each in models]
 
@@ -164,3 +167,20 @@ def priced_stages(spec: RunSpec, cluster: Cluster, data: Data, steps: int) -> Pr
         await port.barrier()  # as where it computes: waiting for the slowest is training time
 
     return PricedStages(VirtualWorld(cluster, spec.workers, seed=spec.seed).run(program), stages)
+
+
+def _cut(spec: RunSpec, data: Data) -> tuple[Cut, list[MicroBatch]]:
+    """The stages on the meta device, and a batch for them."""
+    try:
+        return _cut_of(spec, meta_model(spec.job), data)
+    except (RuntimeError, TypeError, ValueError):
+        return _cut_of(spec, replica_of(spec)[0], data)
+
+
+def _cut_of(spec: RunSpec, model: nn.Module, data: Data) -> tuple[Cut, list[MicroBatch]]:
+    job, parts = spec.job, cut_of(spec, model, data)
+    size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
+    inputs, target = beside(model, first_batch(job, data, size, spec.seed))
+    flops = counted(job, model, data, spec.seed).flops_per_sample
+    batches = MicroBatches(parts, schedule_of(spec.strategy), pair_loss(job), spec.seed, 0, flops)
+    return on_meta(parts), batches.of((inputs,), target, 0)

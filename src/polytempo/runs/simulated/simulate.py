@@ -33,7 +33,7 @@ from polytempo.runs.simulated.in_step import groups_in_step, groups_in_turn
 from polytempo.runs.simulated.priced_parts import priced_parts, priced_stages
 from polytempo.runs.simulated.simulation_checks import check_simulation
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import data_of, model_of, optimizer_of, schedule_of
+from polytempo.spec.job_calls import data_of, optimizer_of, schedule_of
 from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
@@ -54,7 +54,7 @@ from polytempo.training.step.guard import unfinite_names
 from polytempo.training.step.noise_post import VirtualNoiseBoard
 from polytempo.training.step.noise_watch import NoiseWatch
 from polytempo.training.step.replica import Replica
-from polytempo.training.step.step_cost import StepCost, step_cost
+from polytempo.training.step.step_cost import StepCost, cost_without_values, meta_model, step_cost
 from polytempo.training.trainer import result_of
 from polytempo.training.virtual.batched_step import BatchedReplicas
 from polytempo.training.virtual.virtual_observer import VirtualObserver
@@ -230,7 +230,7 @@ def _context(
         if spec.strategy.parted is not None:
             model = parted_model(spec, model, data, port, drive)
             optimizer = optimizer_of(spec.job, model, spec.lr)
-            cost = StepCost(cost.flops_per_sample / spec.strategy.parted.ranks)  # kernels are measured of whole layers
+            cost = cost.part(spec.strategy.parted.ranks)
         masters = masters_of(model, optimizer, spec.options.precision)
         replica = Replica(
             model, optimizer, spec.strategy, spec.replicas, allow_nan=spec.options.allow_nan, masters=masters
@@ -280,13 +280,12 @@ def _priced(spec: RunSpec, cluster: Cluster) -> Result:
     if spec.strategy.schedule is not None:
         outcome, stages = priced_stages(spec, cluster, data, steps)
         return _only_time(spec, data, Whole(stages[0].replica), outcome, steps, [stage.report() for stage in stages])
-    cost = step_cost(spec, replica_of(spec)[0], data, cluster)
+    cost = cost_without_values(spec, data, cluster)
     if spec.strategy.parted is not None:
         found, parts = priced_parts(spec, cluster, data, cost, steps, partial(_updates, spec))
         return _only_time(spec, data, HeldParts(parts), found, steps)
     global_batch = options.global_batch_size or workers * spec.batch_size
-    with torch.device("meta"):
-        model = model_of(job)
+    model = meta_model(job)
     optimizer = optimizer_of(job, model, spec.lr)
     masters = masters_of(model, optimizer, options.precision)
 

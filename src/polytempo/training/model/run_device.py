@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from polytempo.core import Strategy
 from polytempo.core.calls.refusals import refusal_of
@@ -89,9 +90,14 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def beside(model: nn.Module, batch: T) -> T:
-    """The batch on the model's device."""
-    moved: T = BatchMover(device_of(model)).moved(batch)
+    """The batch on the model's device, which may be "meta"."""
+    device = device_of(model)
+    moved: T = tree_map_only(Tensor, _sizes, batch) if device.type == "meta" else BatchMover(device).moved(batch)
     return moved
+
+
+def _sizes(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
 
 
 def synchronize(device: torch.device) -> None:

@@ -5,9 +5,12 @@ step · forward │ backward of bucket 0, its check and scaling │ … of bucke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,10 +21,12 @@ from polytempo.core import Bundle
 from polytempo.core.arithmetic.kernel_use import KernelUse, Uses, together
 from polytempo.core.state import residual_tensors
 from polytempo.data.shard import DataShard
+from polytempo.partition.graph.profile import attention_flops
 from polytempo.spec.job import Data, Job
-from polytempo.spec.job_calls import next_batch
+from polytempo.spec.job_calls import model_of, next_batch
 from polytempo.spec.objective import loss_of
 from polytempo.spec.run_spec import RunSpec
+from polytempo.training.job.start import replica_of
 from polytempo.training.model.run_device import beside
 from polytempo.training.step.bucket import Bucket
 from polytempo.training.step.job_profile import JobProfile, Pass, profiled, untouched
@@ -55,16 +60,34 @@ class StepCost(NamedTuple):
     """Number of trained tensors, and their bytes."""
     served: tuple[float, float] = (1.0, 1.0)
     """Pushes and pulls for each step, where a parameter server takes the gradients."""
+    done: Mapping[str, float] = MappingProxyType({})
+    """The part of the backward pass's operations that is over when a parameter has its gradient, by name."""
+
+    def shares(self, replica: Replica) -> tuple[float, ...]:
+        """The part of the backward pass before each bucket's exchange: by operations, or by sizes where `done` has not
+        all parameters."""
+        buckets = replica.buckets
+        if len(buckets) < 2 or any(name not in self.done for bucket in buckets for name in bucket.parameters):
+            return tuple(bucket.numel / replica.numel for bucket in buckets)
+        found, over = [], 0.0
+        for number, bucket in enumerate(buckets, 1):
+            now = 1.0 if number == len(buckets) else max(over, *(self.done[name] for name in bucket.parameters))
+            found.append(now - over)
+            over = now
+        return tuple(found)
+
+    def part(self, ranks: int) -> StepCost:
+        """The cost of one of so many ranks that share a model's layers. Kernels are measured of whole layers."""
+        return StepCost(self.flops_per_sample / ranks, done=self.done)
 
     def uses(self, replica: Replica, samples: float, factor: float = 1.0) -> StepUses:
         """Kernel uses of a step of `replica` on `samples` samples, times `factor`."""
         if self.profile is None:
             return StepUses()
         back = self._pass(self.profile, "backward", samples)
-        size = sum(p.numel() for p in replica.trainable.values())
         parts = [
-            together([*(use.times(bucket.numel / size) for use in back), *self._exchanged(bucket)])
-            for bucket in replica.buckets
+            together([*(use.times(share) for use in back), *self._exchanged(bucket)])
+            for share, bucket in zip(self.shares(replica), replica.buckets, strict=True)
         ]
         if not parts:  # a look for NaN in gradients, or in exchanged parameters
             tensors = list(replica.trainable.values())
@@ -118,14 +141,34 @@ class StepCost(NamedTuple):
 
 def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:
     """Counted from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
-    flops = flops_per_sample(spec.job, model, data, spec.seed)
+    flops, done = counted(spec.job, model, data, spec.seed)
     if cluster.speeds is None:
-        return StepCost(flops)
+        return StepCost(flops, done=done)
     profile = profiled(spec.job, model, data, spec.seed, spec.batch_size)
     pace = cluster.speeds.pace(spec.job.name, sum(p.numel() for p in model.parameters()), spec.workers)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     size = len(trained), _num_bytes(trained.values())
-    return StepCost(flops, profile, not spec.options.allow_nan, pace, size, _served(spec, Bundle(trained)))
+    return StepCost(flops, profile, not spec.options.allow_nan, pace, size, _served(spec, Bundle(trained)), done)
+
+
+def cost_without_values(spec: RunSpec, data: Data, cluster: Cluster) -> StepCost:
+    """`step_cost` of a run that computes nothing.
+
+    Memory: none, the job's model is made on the meta device. The model itself, where the cluster's kernels were
+    measured, or where the job cannot be computed without values.
+    """
+    if cluster.speeds is None:
+        try:
+            return step_cost(spec, meta_model(spec.job), data, cluster)
+        except (RuntimeError, TypeError, ValueError):
+            """The model with values tells what is wrong, if something is."""
+    return step_cost(spec, replica_of(spec)[0], data, cluster)
+
+
+def meta_model(job: Job) -> nn.Module:
+    """The job's model with sizes alone."""
+    with torch.device("meta"):
+        return model_of(job).to("meta")
 
 
 def _served(spec: RunSpec, parameters: Bundle) -> tuple[float, float]:
@@ -162,18 +205,47 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+class Counted(NamedTuple):
+    """The operations of a job."""
+
+    flops_per_sample: float
+    """Forward and backward of one sample."""
+    done: Mapping[str, float]
+    """`StepCost.done`; empty for a model without counted operations."""
+
+
 _SAMPLES = 2
+_PRODUCTS = 4
+"""Of attention's backward pass: kernels that keep no scores compute theirs once more, which is not counted."""
 
 
-def flops_per_sample(job: Job, model: nn.Module, data: Data, seed: int) -> float:
-    """Forward and backward of one sample, counted from a batch of two. Leaves no gradient, and buffers as they are.
+def counted(job: Job, model: nn.Module, data: Data, seed: int) -> Counted:
+    """Count the operations of a batch of two, on the model's device. Leaves no gradient, and buffers as they are.
 
-    Counts matrix products, convolutions and attention; where a model has none of them, two operations
-    for each parameter forward and four backward. Of ragged samples it is the cost of the two that come first.
+    Counted are matrix products, convolutions and attention, the same on each device, "meta" too. A model that has none
+    of them gets two operations for each parameter forward, and four backward. Of ragged samples it is the cost of the
+    two that come first. A gradient's part of the backward pass is noted when autograd adds it to its parameter.
     """
     shard = DataShard(data.training(), rank=0, size=1, batch_size=_SAMPLES, seed=seed)
     batch = beside(model, next_batch(job, iter(shard)))
-    with untouched(model), FlopCounterMode(display=False) as counter:
-        loss_of(job, model, batch).backward()
-    counted = counter.get_total_flops() / shard.batch_samples
-    return counted or 6.0 * sum(parameter.numel() for parameter in model.parameters())
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    there: dict[str, int] = {}
+
+    def note(name: str, _: Tensor) -> None:
+        there[name] = counter.get_total_flops()
+
+    with untouched(model), FlopCounterMode(display=False, custom_mapping=attention_flops(_PRODUCTS)) as counter:
+        loss = loss_of(job, model, batch)
+        forward = counter.get_total_flops()
+        hooks = [p.register_post_accumulate_grad_hook(partial(note, name)) for name, p in trained.items()]
+        try:
+            loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        total = counter.get_total_flops()
+    if not total:
+        return Counted(6.0 * sum(parameter.numel() for parameter in model.parameters()), {})
+    backward = total - forward
+    done = {name: (there.get(name, total) - forward) / backward for name in trained} if backward else {}
+    return Counted(total / shard.batch_samples, done)

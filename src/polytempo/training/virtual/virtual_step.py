@@ -46,11 +46,13 @@ class Charge(NamedTuple):
 
     flops: float
     uses: StepUses
+    shares: tuple[float, ...] = ()
+    """The part of the backward pass before each bucket's exchange."""
 
 
 def charged(cost: StepCost, replica: Replica, samples: float, factor: float) -> Charge:
     """The costs of a step on `samples` samples, times `factor`."""
-    return Charge(cost.flops_per_sample * samples * factor, cost.uses(replica, samples, factor))
+    return Charge(cost.flops_per_sample * samples * factor, cost.uses(replica, samples, factor), cost.shares(replica))
 
 
 def priced_step(replica: Replica, job: Job, cost: StepCost, updates: Updates, seed: int = 0) -> TakeStep:
@@ -96,7 +98,7 @@ async def meta_step(port: Port, replica: Replica, cost: StepCost, samples: float
 async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepWork, updates: Updates) -> Any:
     """One step of a replica."""
     size = replica.numel
-    buckets, (flops, uses) = replica.buckets, charge
+    buckets, (flops, uses, shares) = replica.buckets, charge
     overlaps = bool(buckets) and replica.strategy.slices is None
     begun = (flops / 3, uses.forward) if overlaps else (flops, uses.whole)
     answer = work.computed(await _computed(port, replica, work.gradients, *begun))
@@ -104,7 +106,7 @@ async def step_of_work(port: Port, replica: Replica, charge: Charge, work: StepW
     for i, bucket in enumerate(buckets):
         if overlaps:
             part = uses.backward[i] if uses.backward else ()
-            await port.compute(lambda: None, flops * 2 / 3 * bucket.numel / size, uses=part)
+            await port.compute(lambda: None, flops * 2 / 3 * shares[i], uses=part)
         exchange = replica.exchange(port, bucket, work.share)
         if i + 1 < len(buckets):
             exchanges.append(await port.start(exchange))
