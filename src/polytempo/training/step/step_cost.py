@@ -140,7 +140,7 @@ class StepCost(NamedTuple):
 
 
 def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:
-    """Counted from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
+    """OperationCount from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
     flops, done = counted(spec.job, model, data, spec.seed)
     if cluster.speeds is None:
         return StepCost(flops, done=done)
@@ -205,7 +205,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Counted(NamedTuple):
+class OperationCount(NamedTuple):
     """The operations of a job."""
 
     flops_per_sample: float
@@ -219,10 +219,10 @@ _PRODUCTS = 4
 """Of attention's backward pass: kernels that keep no scores compute theirs once more, which is not counted."""
 
 
-def counted(job: Job, model: nn.Module, data: Data, seed: int) -> Counted:
+def counted(job: Job, model: nn.Module, data: Data, seed: int) -> OperationCount:
     """Count the operations of a batch of two, on the model's device. Leaves no gradient, and buffers as they are.
 
-    Counted are matrix products, convolutions and attention, the same on each device, "meta" too. A model that has none
+    OperationCount are matrix products, convolutions and attention, the same on each device, "meta" too. A model that has none
     of them gets two operations for each parameter forward, and four backward. Of ragged samples it is the cost of the
     two that come first. A gradient's part of the backward pass is noted when autograd adds it to its parameter.
     """
@@ -245,7 +245,7 @@ def counted(job: Job, model: nn.Module, data: Data, seed: int) -> Counted:
                 hook.remove()
         total = counter.get_total_flops()
     if not total:
-        return Counted(6.0 * sum(parameter.numel() for parameter in model.parameters()), {})
+        return OperationCount(6.0 * sum(parameter.numel() for parameter in model.parameters()), {})
     backward = total - forward
     done = {name: (there.get(name, total) - forward) / backward for name in trained} if backward else {}
-    return Counted(total / shard.batch_samples, done)
+    return OperationCount(total / shard.batch_samples, done)
