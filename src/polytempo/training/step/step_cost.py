@@ -140,7 +140,7 @@ class StepCost(NamedTuple):
 
 
 def step_cost(spec: RunSpec, model: nn.Module, data: Data, cluster: Cluster) -> StepCost:
-    """OperationCount from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
+    """Counted from a batch of two, and profiled with a batch of the run where the cluster's kernels were measured."""
     flops, done = counted(spec.job, model, data, spec.seed)
     if cluster.speeds is None:
         return StepCost(flops, done=done)
@@ -222,7 +222,7 @@ _PRODUCTS = 4
 def counted(job: Job, model: nn.Module, data: Data, seed: int) -> OperationCount:
     """Count the operations of a batch of two, on the model's device. Leaves no gradient, and buffers as they are.
 
-    OperationCount are matrix products, convolutions and attention, the same on each device, "meta" too. A model that has none
+    Counted are matrix products, convolutions and attention, the same on each device, "meta" too. A model that has none
     of them gets two operations for each parameter forward, and four backward. Of ragged samples it is the cost of the
     two that come first. A gradient's part of the backward pass is noted when autograd adds it to its parameter.
     """
