@@ -161,7 +161,7 @@ def cost_without_values(spec: RunSpec, data: Data, cluster: Cluster) -> StepCost
         try:
             return step_cost(spec, meta_model(spec.job), data, cluster)
         except (RuntimeError, TypeError, ValueError):
-            """The model with values tells what is wrong, if something is."""
+            """An error of the job itself comes with values, too."""
     return step_cost(spec, replica_of(spec)[0], data, cluster)
 
 
@@ -216,7 +216,7 @@ class OperationCount(NamedTuple):
 
 _SAMPLES = 2
 _PRODUCTS = 4
-"""Of attention's backward pass: kernels that keep no scores compute theirs once more, which is not counted."""
+"""Matrix products of attention's backward pass, without the second computation of scores that a kernel did not keep."""
 
 
 def counted(job: Job, model: nn.Module, data: Data, seed: int) -> OperationCount:
