@@ -180,7 +180,7 @@ def _cut(spec: RunSpec, data: Data) -> tuple[Cut, list[MicroBatch]]:
 def _cut_of(spec: RunSpec, model: nn.Module, data: Data) -> tuple[Cut, list[MicroBatch]]:
     job, parts = spec.job, cut_of(spec, model, data)
     size = -(-(spec.options.global_batch_size or 0) // spec.replicas) or spec.batch_size
-    inputs, target = beside(model, first_batch(job, data, size, spec.seed))
+    inputs, target = first_batch(job, data, size, spec.seed)  # estimators of gradients look at targets
     flops = counted(job, model, data, spec.seed).flops_per_sample
     batches = MicroBatches(parts, schedule_of(spec.strategy), pair_loss(job), spec.seed, 0, flops)
-    return on_meta(parts), batches.of((inputs,), target, 0)
+    return on_meta(parts), batches.of((beside(model, inputs),), target, 0)
