@@ -18,7 +18,7 @@ BEGIN = '''"""`OptionKeywords`: options as keywords. `make fmt` writes this file
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 

@@ -14,6 +14,7 @@ from polytempo import large_batch as large_batch
 from polytempo import partition as partition
 from polytempo import strategies as strategies
 from polytempo import synchronization as synchronization
+from polytempo import trackers as trackers
 from polytempo import training as training
 from polytempo import worlds as worlds
 from polytempo.core.strategy import Strategy as Strategy

@@ -37,6 +37,8 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
+from polytempo.trackers.table import check_libraries
+from polytempo.trackers.tracked import tracked
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.job.start import with_start
 from polytempo.training.model.run_device import may_use_device
@@ -96,6 +98,7 @@ def prepare(specs: Sequence[RunSpec], engine: EngineSetup) -> EngineSetup:
     `engine`, or new interpreters where forks could not compute.
     """
     workers, replicas = specs[0].workers, max(spec.replicas for spec in specs)
+    check_libraries(specs[0].options.trackers)
     for spec in specs:
         check_workers(spec.strategy, workers)
         check_batches(spec)
@@ -140,7 +143,7 @@ def performed(
     def first(before: RunSpec) -> Result:
         return performed(before, engine, progress, available, chain or out)
 
-    with began(out), chained(spec, first) as spec:
+    with began(out), chained(spec, first) as spec, tracked(spec, "process"):
         spec = with_start(spec)
         try:
             if out is not None and spec.options.resume and spec.strategy.server is None:

@@ -7,7 +7,7 @@ writes the keywords' types for editors and mypy.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -29,6 +29,7 @@ from polytempo.spec.table.option import (
     unknown_option,
 )
 from polytempo.spec.table.option_keywords import OptionKeywords
+from polytempo.spec.tracker_call import TrackerCall, trackers_like, trackers_of
 
 if TYPE_CHECKING:
     from polytempo.core.system.url_path import Place  # imports torch, which the command line reads options without
@@ -200,6 +201,12 @@ class RunOptions:
     """
     grace_s: Annotated[Positive, Option(FOLDER, "S", TRAIN)] = 30.0
     """Seconds for a run to save and leave after SIGTERM. Default: 30."""
+    trackers: Annotated[Sequence[object], Option(FOLDER, "T", read=trackers_of, flag="--track", complete=trackers_like)] = ()
+    """Show the run in tensorboard, wandb:project=x, mlflow:http://host:5000, prometheus:9464, …; again for another.
+
+    As text, `pt.trackers.wandb(project="x")`, or an object with the four calls of `pt.trackers.Tracker`. They read the
+    run's folder in a process beside the run, which does not wait for them. See `docs/trackers.md`.
+    """
 
     def __post_init__(self) -> None:
         """Refuse values that no run could use. Text is read as on the command line."""
@@ -216,7 +223,7 @@ class RunOptions:
                 f"batch_size={self.batch_size} is of each worker, and global_batch_size={self.global_batch_size} of "
                 "all together; leave one of them out"
             )
-        for name in ("resume", "checkpoint_every"):
+        for name in ("resume", "checkpoint_every", "trackers"):
             if getattr(self, name) and self.out is None:
                 raise ValueError(f"{name} needs the run's folder; give out=… as well")
         if isinstance(self.batch_growth, NormTest) and self.noise_scale is not None:
@@ -246,6 +253,8 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, tuple):
+        return [str(each) for each in value if isinstance(each, TrackerCall)]  # objects stay in this process
     return str(value.absolute() if hasattr(value, "absolute") else value)
 
 

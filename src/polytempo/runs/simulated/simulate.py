@@ -38,6 +38,8 @@ from polytempo.spec.result import Result
 from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import cluster_from, strategy_from
+from polytempo.trackers.table import check_libraries
+from polytempo.trackers.tracked import tracked
 from polytempo.training.job.distillation import of_group, shard_of_group
 from polytempo.training.job.evaluate import average_of, evaluation_of
 from polytempo.training.job.growth import geometric_growth, norm_growth
@@ -129,8 +131,15 @@ def _simulated(
             f"workers are on {num_hosts} hosts; use the cluster one_host(workers={workers})"
         )
     check_batches(spec)
+    check_libraries(options.trackers)
     first = partial(_simulated, cluster=given, progress=progress, meta=meta, batched=batched)
-    with torch_threads(options.threads or 1), collecting_rarely(), began(options.out), chained(spec, first) as spec:
+    with (
+        torch_threads(options.threads or 1),
+        collecting_rarely(),
+        began(options.out),
+        chained(spec, first) as spec,
+        tracked(spec, "virtual"),
+    ):
         spec = with_start(spec)
         if strategy.server is not None:
             return _served(spec, cluster, progress, meta=meta)

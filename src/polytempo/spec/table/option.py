@@ -14,7 +14,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import cache
@@ -75,7 +75,7 @@ class OptionRow(NamedTuple):
     def plain_kind(self) -> type:
         """The type without None and bounds; `str` where it is read from text, a list for several."""
         found = next(each for each in map(_bare, _members(self.kind)) if each is not NoneType)
-        if get_origin(found) is tuple and not self.option.section:
+        if get_origin(found) is Sequence or (get_origin(found) is tuple and not self.option.section):
             return list[str]
         return found if found is Path or (self.option.read is None and found in (bool, int, float)) else str
 

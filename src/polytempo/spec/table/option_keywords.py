@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -45,3 +45,4 @@ class OptionKeywords(TypedDict, total=False):
     resume: bool
     checkpoint_every: int | None
     grace_s: float
+    trackers: Sequence[object] | str

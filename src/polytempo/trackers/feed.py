@@ -1,0 +1,148 @@
+"""`TrackerFeed`: a thread that reads a run's stream from its folder, and hands it to one tracker.
+
+    run ──▶ metrics.jsonl, events.jsonl ──▶ thread of tensorboard ──▶ start, log, event, …, finish
+                                       └──▶ thread of wandb       ──▶ start, log, event, …, finish
+
+The files are the queue: a tracker that is slow reads later, and neither the run nor another tracker waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from polytempo.core.system.url_path import place
+from polytempo.report.status.records import (
+    Logged,
+    LoggedImage,
+    LoggedText,
+    RunFinished,
+    RunStarted,
+    StreamRecord,
+    TestRow,
+    TrainRow,
+)
+from polytempo.report.status.stream import RunStream
+from polytempo.trackers.bookmark import Bookmark
+from polytempo.trackers.tracker import TrackedRun, Tracker, scalars
+
+EVERY_S = 1.0
+"""Seconds between two looks at the run's folder."""
+_MOST_SAID = 300
+_Step = Logged | LoggedText | LoggedImage
+
+
+class TrackerFeed:
+    """Feeds the tracker that `make` makes with the records of `run`, from `begin` to `end`.
+
+    A tracker that raises is named once to `say`, and gets no further call. Memory: the records of one look.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        run: TrackedRun,
+        say: Callable[[str], object],
+        every_s: float = EVERY_S,
+    ) -> None:
+        self.name = name
+        self._make, self._run, self._say, self._every_s = make, run, say, every_s
+        self._thread = threading.Thread(target=self._serve, name=f"polytempo-{name}", daemon=True)
+        self._over = threading.Event()
+        self._finish = RunFinished(state="failed", why="the launcher was killed")
+        self._called_s: float | None = None
+        self._dropped = False
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self, finish: RunFinished) -> None:
+        """Let the thread read the rest, and finish. No record comes after this."""
+        self._finish = finish
+        self._over.set()
+
+    def join(self, wait_s: float) -> bool:
+        """True if the tracker has ended within `wait_s`."""
+        self._thread.join(wait_s)
+        return self._dropped or not self._thread.is_alive()
+
+    def check(self, longest_s: float) -> None:
+        """Drop a tracker whose present call takes longer than `longest_s`."""
+        since_s = self._called_s
+        if since_s is not None and time.monotonic() - since_s > longest_s:
+            self.drop(f"has not answered for {longest_s:g} s")
+
+    def drop(self, why: str) -> None:
+        """Name the tracker once, and give it up."""
+        if not self._dropped:
+            self._dropped = True
+            self._say(f"note: tracker {self.name} {why}; the run goes on without it")
+
+    def _serve(self) -> None:
+        try:
+            with _Called(self):
+                tracker = self._make()
+            self._feed(tracker)
+        except (Exception, SystemExit) as error:
+            said = (str(error).strip() or "no text").partition("\n")[0]
+            self.drop(f"ended with {type(error).__name__}: {said[:_MOST_SAID]}")
+
+    def _feed(self, tracker: Tracker) -> None:
+        folder = place(self._run.folder)
+        bookmark = Bookmark.of(folder, self.name, fresh=not self._run.resumed)
+        with _Called(self):
+            tracker.start(msgspec.structs.replace(self._run, identity=bookmark.identity))
+        stream: RunStream | None = None
+        over = False
+        while not (over or self._dropped):
+            over = self._over.wait(self._every_s)  # first: what is there after the end is all there is
+            records = [] if stream is None else stream.look()
+            if stream is None:
+                stream, records = self._begun(over)
+            for record in records:
+                if self._dropped:
+                    return
+                if bookmark.is_new(record):
+                    with _Called(self):
+                        _hand(tracker, record)
+            bookmark.write()
+        with _Called(self):
+            tracker.finish(self._finish)
+
+    def _begun(self, over: bool) -> tuple[RunStream | None, list[StreamRecord]]:
+        """The stream with its first records, once its last start is of this run."""
+        stream = RunStream(self._run.folder)
+        try:
+            records = stream.look()
+        except ValueError:
+            if over:
+                return stream, []
+            return None, []
+        starts = [record.began_s or 0.0 for record in records if isinstance(record, RunStarted)]
+        return (stream, records) if over or (starts and starts[-1] >= self._run.began_s) else (None, [])
+
+
+class _Called:
+    """The time of a call, for `check`."""
+
+    def __init__(self, feed: TrackerFeed) -> None:
+        self._feed = feed
+
+    def __enter__(self) -> None:
+        self._feed._called_s = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._feed._called_s = None
+
+
+def _hand(tracker: Tracker, record: StreamRecord) -> None:
+    if isinstance(record, TrainRow | TestRow | Logged):
+        if values := scalars(record):
+            tracker.log(values, record.step)
+    elif not isinstance(record, RunStarted | RunFinished):
+        tracker.event(record)
