@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,6 @@ from polytempo.trackers import TrackedRun, Tracker, table, tracked
 from polytempo.trackers.bookmark import Bookmark
 from polytempo.trackers.feed import TrackerFeed
 from polytempo.trackers.words import sentence
-from waiting import free_port
 
 t = pt.trackers
 
@@ -157,6 +157,11 @@ def test_events_are_sentences() -> None:
     assert [sentence(event) for event in EVENTS] == SENTENCES
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
 def facts(folder: Path, **others: object) -> TrackedRun:
     given = {
         "name": "first",
@@ -199,7 +204,7 @@ def test_tensorboard_reads_back_what_was_logged(folder: Path) -> None:
         for name, value in numbers.items():
             expected.setdefault(name, []).append((row.step, value))  # type: ignore[union-attr]
     assert {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]} == expected
-    texts = {tag: [e.tensor_proto.string_val[0].decode() for e in found.Tensors(tag)] for tag in found.Tags()["tensors"]}
+    texts = {tag: [e.tensor_proto.string_val[0].decode() for e in found.Tensors(tag)] for tag in ("events", "note")}
     assert texts["events"] == SENTENCES
     assert texts["note"] == [TEXT.text]
     [picture] = found.Images("square")
@@ -302,11 +307,14 @@ def test_opentelemetry_sends_spans_of_the_times_in_rows(folder: Path) -> None:
     ]
     assert len({span.trace_id for span in spans}) == 1, "a resumed run goes on in its trace"
     runs = [span for span in spans if span.name == "run"]
-    assert [[event.name for event in run.events][1:5] for run in runs] == [SENTENCES] * 2
+    assert [[event.name for event in run.events][2:6] for run in runs] == [SENTENCES] * 2
     assert [run.status.message for run in runs] == ["a reason", ""]
     began = int(1.75e9) * 10**9
     inside = [span for span in spans if span.parent_span_id == runs[0].span_id]
-    times = [(span.name, (span.start_time_unix_nano - began) / 1e9, (span.end_time_unix_nano - began) / 1e9) for span in inside]
+    times = [
+        (span.name, (span.start_time_unix_nano - began) / 1e9, (span.end_time_unix_nano - began) / 1e9)
+        for span in inside
+    ]
     assert times == [("steps", 0, 0.5), ("evaluation", 0, 0.5), ("steps", 0.5, 1.0)]
     assert {each.key: each.value.double_value for each in inside[0].attributes}["train/loss"] == 2.25
 

@@ -201,7 +201,9 @@ class RunOptions:
     """
     grace_s: Annotated[Positive, Option(FOLDER, "S", TRAIN)] = 30.0
     """Seconds for a run to save and leave after SIGTERM. Default: 30."""
-    trackers: Annotated[Sequence[object], Option(FOLDER, "T", read=trackers_of, flag="--track", complete=trackers_like)] = ()
+    trackers: Annotated[
+        Sequence[object], Option(FOLDER, "T", read=trackers_of, flag="--track", complete=trackers_like)
+    ] = ()
     """Show the run in tensorboard, wandb:project=x, mlflow:http://host:5000, prometheus:9464, …; again for another.
 
     As text, `pt.trackers.wandb(project="x")`, or an object with the four calls of `pt.trackers.Tracker`. They read the

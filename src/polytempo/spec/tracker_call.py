@@ -1,7 +1,7 @@
 """`TrackerCall`: a tracker of a run as a value, and as text: `wandb:project=digits`, `mlflow:http://host:5000`.
 
-Text is `NAME`, `NAME:ARGUMENTS` or a call such as `wandb(project='digits')`. ARGUMENTS are `key=value,key=value`, or one
-value: the tracker's first argument. `polytempo.trackers` performs these values; no library of a tracker is loaded here.
+Text is `NAME`, `NAME:ARGUMENTS` or a call such as `wandb(project='digits')`. ARGUMENTS are `key=value,key=value`, or
+one value: the tracker's first argument. `polytempo.trackers` performs these values; no tracker's library is loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def wandb(
     group: str | None = None,
     dir: str | None = None,  # noqa: A002 - the word of W&B
 ) -> TrackerCall:
-    """Weights & Biases. `mode`: "online", "offline" or "disabled"; arguments are those of `wandb.init`.
+    """Weights & Biases. `mode`: "online", "offline" or "disabled"; arguments are named as in `wandb.init`.
 
     Default of `name`: the name of the run's folder; of `dir`: the run's folder; of `mode`: WANDB_MODE, or W&B's own.
     """
@@ -69,12 +69,12 @@ def trackio(project: str = "polytempo", space: str | None = None) -> TrackerCall
 
 
 def aim(repo: str | None = None, experiment: str = "polytempo") -> TrackerCall:
-    """Aim: metrics, hyper-parameters and texts. `repo`: its folder, or aim://host:53800. Default: the current folder."""
+    """Aim: metrics, hyper-parameters and texts. `repo`: its folder, or aim://host:53800. Default: here."""
     return _call(aim, locals())
 
 
 def prometheus(port: int = 9464, host: str = "127.0.0.1") -> TrackerCall:
-    """Prometheus: a page to scrape while the run goes on, http://127.0.0.1:9464/metrics. Port 0: a free one, in a note."""
+    """Prometheus: a page to scrape while the run goes on, http://127.0.0.1:9464/metrics."""
     return _call(prometheus, locals())
 
 
@@ -115,7 +115,7 @@ def parse_tracker(text: str) -> TrackerCall:
 
 
 def trackers_of(given: object) -> tuple[Any, ...]:
-    """The value of an option `trackers`: one or several, as text, as `pt.trackers.…()`, or an object with four calls."""
+    """The value of an option `trackers`: text, `pt.trackers.…()`, an object with four calls, or several."""
     several = given if isinstance(given, list | tuple) else () if given is None else (given,)
     found = tuple(parse_tracker(each) if isinstance(each, str) else each for each in several)
     for each in found:
@@ -129,7 +129,7 @@ def trackers_of(given: object) -> tuple[Any, ...]:
 
 
 def trackers_like(incomplete: str) -> list[str]:
-    """The trackers whose names begin with the text, for completion in a shell."""
+    """The names of trackers that begin with the text, for completion in a shell."""
     return [name for name in sorted(TRACKERS) if name.startswith(incomplete)]
 
 

@@ -1,6 +1,6 @@
 """Trackers of runs: TensorBoard, W&B, MLflow, Trackio, Aim, Prometheus, OpenTelemetry, Kubeflow, or your own.
 
-    pt.run(job, strategy, out="runs/first", trackers=[pt.trackers.tensorboard(), pt.trackers.wandb(project="digits")])
+pt.run(job, strategy, out="runs/first", trackers=[pt.trackers.tensorboard(), pt.trackers.wandb(project="digits")])
 """
 
 from polytempo.spec.tracker_call import (

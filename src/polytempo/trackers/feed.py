@@ -72,7 +72,7 @@ class TrackerFeed:
         return self._dropped or not self._thread.is_alive()
 
     def check(self, longest_s: float) -> None:
-        """Drop a tracker whose present call takes longer than `longest_s`."""
+        """Drop the tracker if its present call takes longer than `longest_s`."""
         since_s = self._called_s
         if since_s is not None and time.monotonic() - since_s > longest_s:
             self.drop(f"has not answered for {longest_s:g} s")
@@ -100,7 +100,7 @@ class TrackerFeed:
         stream: RunStream | None = None
         over = False
         while not (over or self._dropped):
-            over = self._over.wait(self._every_s)  # first: what is there after the end is all there is
+            over = self._over.wait(self._every_s)  # first: no record comes after the end
             records = [] if stream is None else stream.look()
             if stream is None:
                 stream, records = self._begun(over)

@@ -1,4 +1,4 @@
-"""Adapters: from a `TrackerCall` to the `Tracker` that performs it, whose library is loaded then."""
+"""Adapters: from a `TrackerCall` to the `Tracker` that performs it. Its library is loaded then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(call: TrackerCall) -> Tracker:
 
 
 def check_libraries(trackers: Iterable[object]) -> None:
-    """`Incompatible` for a tracker whose library is not installed here. Nothing is loaded."""
+    """`Incompatible` for a tracker without its library. Nothing is loaded."""
     for call in trackers:
         if not isinstance(call, TrackerCall):
             continue

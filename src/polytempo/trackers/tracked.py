@@ -156,7 +156,7 @@ def _by_name(trackers: Sequence[Any]) -> dict[str, Any]:
 
 
 def _log(out: Place) -> str:
-    """The file for what libraries print; "" at a URL."""
+    """The file for the output of libraries; "" at a URL."""
     if not isinstance(out, Path):
         return ""
     files.run_folder(out)

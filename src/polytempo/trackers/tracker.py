@@ -19,7 +19,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The name of its folder."""
     folder: str
-    """Its path, or its URL."""
+    """The path of the folder, or the URL."""
     job: str
     strategy: str
     world: str

@@ -15,8 +15,7 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -37,7 +36,7 @@ class TrackersOrder(msgspec.Struct, frozen=True):
     trackers: dict[str, str]
     """Text of each tracker by its name in notes."""
     log: str
-    """The file for what libraries print."""
+    """The file for the output of libraries; "": none."""
     longest_call_s: float
     finish_s: float
     """Seconds for all trackers to finish."""

@@ -33,6 +33,7 @@ from polytempo.spec.run_options import OptionKeywords, RunOptions, with_keywords
 from polytempo.spec.run_spec import RunSpec
 from polytempo.spec.text.catalogue import strategy_from
 from polytempo.strategies import sync_sgd
+from polytempo.trackers.tracked import tracked
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.hooks.attach import AttachOptions, attach_replica
 from polytempo.training.hooks.drift_watch import watch
@@ -137,6 +138,7 @@ class Trainer:
         out, spec = self.options.out, self.context.spec
         with held_by_first(self.world, self.options), ExitStack() as stack:
             if out is not None and self.world.rank == 0:
+                stack.enter_context(tracked(spec, "process"))
                 stack.enter_context(logged(out, start_of(spec, "process"), resume=self.options.resume))
             return self.fit_held(on_row=on_row)
 

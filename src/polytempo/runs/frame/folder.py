@@ -13,6 +13,7 @@ from polytempo.training.job.start import START
 
 _OF_A_START = frozenset(
     {"logs", "record", "checkpoint", "metrics.jsonl", "metrics.jsonl.tmp", "live.json", "events.jsonl", START}
+    | {"trackers", "tensorboard", "wandb"}
 )
 """Names that a run may have made before its first row of metrics."""
 

@@ -73,5 +73,3 @@ class MlflowRun:
         if status.why:
             self._client.set_tag(self._run, "polytempo.why", status.why)
         self._client.set_terminated(self._run, _STATES.get(status.state, "FAILED"))
-
-

@@ -23,7 +23,7 @@ _NS = 1_000_000_000
 class OtlpSpans:
     """Spans `run` and, inside it, `steps`, with a row's numbers as attributes; events of the run are events of `run`.
 
-    All parts of a resumed run have one trace id. Times are those of rows: of training, virtual in a simulation.
+    All parts of a resumed run have one trace id. Times are rows' `seconds`: virtual in a simulation.
     """
 
     def __init__(self, endpoint: str | None) -> None:
@@ -63,9 +63,11 @@ class OtlpSpans:
         self._span.add_event(sentence(event))
 
     def finish(self, status: RunFinished) -> None:
-        """End the run's span, and send what is left."""
+        """End the run's span, and send the rest."""
         self._span.set_attribute("polytempo.state", status.state)
-        self._span.set_status(Status(StatusCode.OK) if status.state == "finished" else Status(StatusCode.ERROR, status.why))
+        self._span.set_status(
+            Status(StatusCode.OK) if status.state == "finished" else Status(StatusCode.ERROR, status.why)
+        )
         self._span.end()
         self._provider.shutdown()
 
@@ -87,3 +89,7 @@ class _OneTrace:
     def generate_span_id(self) -> int:
         """Another id, never 0."""
         return 1 + secrets.randbits(63)
+
+    def is_trace_id_random(self) -> bool:
+        """False: samplers must not take its bits for random ones."""
+        return False

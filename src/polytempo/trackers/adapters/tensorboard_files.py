@@ -5,13 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
-from tensorboard.plugins.hparams import plugin_data_pb2, summary
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import (
+    DATA_TYPE_BOOL,
+    DATA_TYPE_FLOAT64,
+    DATA_TYPE_STRING,
+    STATUS_FAILURE,
+    STATUS_SUCCESS,
+    STATUS_UNKNOWN,
+    Experiment,
+    HParamInfo,
+    MetricInfo,
+    MetricName,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -21,6 +35,8 @@ from polytempo.trackers.words import sentence
 
 _SCORES = ("test/accuracy", "test/loss", "train/loss")
 """Columns beside the hyper-parameters."""
+_TYPES = {bool: DATA_TYPE_BOOL, str: DATA_TYPE_STRING}
+_STATES = {"finished": STATUS_SUCCESS, "failed": STATUS_FAILURE}
 
 
 class TensorBoardFiles:
@@ -40,15 +56,12 @@ class TensorBoardFiles:
         self._writer = EventFileWriter(str(logdir))
         if facts.resumed:
             return
-        domains = {bool: plugin_data_pb2.DATA_TYPE_BOOL, str: plugin_data_pb2.DATA_TYPE_STRING}
-        infos = [
-            plugin_data_pb2.HParamInfo(name=n, type=domains.get(type(value), plugin_data_pb2.DATA_TYPE_FLOAT64))
-            for n, value in sorted(facts.settings.items())
-        ]
-        names = [plugin_data_pb2.MetricName(tag=score) for score in _SCORES]
-        columns = [plugin_data_pb2.MetricInfo(name=name) for name in names]
-        self._write(summary.experiment_pb(infos, columns))
-        self._write(summary.session_start_pb(facts.settings))
+        self._write(_hparams(metadata.EXPERIMENT_TAG, experiment=_columns(facts.settings)))
+        begun = SessionStartInfo(start_time_secs=facts.began_s)
+        for name, value in facts.settings.items():
+            field = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
+            setattr(begun.hparams[name], field, value)
+        self._write(_hparams(metadata.SESSION_START_INFO_TAG, session_start_info=begun))
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """Scalars of a step."""
@@ -70,8 +83,8 @@ class TensorBoardFiles:
 
     def finish(self, status: RunFinished) -> None:
         """End the session of hyper-parameters, and the file."""
-        from_state = {"finished": summary.api_pb2.STATUS_SUCCESS, "failed": summary.api_pb2.STATUS_FAILURE}
-        self._write(summary.session_end_pb(from_state.get(status.state, summary.api_pb2.STATUS_UNKNOWN)))
+        ended = SessionEndInfo(status=_STATES.get(status.state, STATUS_UNKNOWN), end_time_secs=time.time())
+        self._write(_hparams(metadata.SESSION_END_INFO_TAG, session_end_info=ended))
         if status.why:
             self._text("events", f"{status.state}: {status.why}", self._step)
         self._writer.close()
@@ -84,4 +97,17 @@ class TensorBoardFiles:
 
     def _write(self, written: Summary, step: int = 0) -> None:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=written))
-        self._writer.flush()  # what a killed run leaves is readable to the last row
+        self._writer.flush()  # a killed run is readable to its last row
+
+
+def _columns(settings: Mapping[str, object]) -> Experiment:
+    """The columns of the table of hyper-parameters."""
+    infos = [HParamInfo(name=n, type=_TYPES.get(type(v), DATA_TYPE_FLOAT64)) for n, v in sorted(settings.items())]
+    scores = [MetricInfo(name=MetricName(tag=score)) for score in _SCORES]
+    return Experiment(hparam_infos=infos, metric_infos=scores)
+
+
+def _hparams(tag: str, **part: Any) -> Summary:
+    """A message of the plugin for hyper-parameters; its own functions that make these need TensorFlow."""
+    data = metadata.create_summary_metadata(HParamsPluginData(**part))
+    return Summary(value=[Summary.Value(tag=tag, metadata=data, tensor=metadata.NULL_TENSOR)])

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run, online or offline, whose charts have the step as their axis."""
+"""Weights & Biases: one run, online or offline; the step is the axis of its charts."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class WandbRun:
             self._run.summary.update({"events": "\n".join(self._events[-100:]), "faults": self._faults})
 
     def finish(self, status: RunFinished) -> None:
-        """End the run. One that was preempted may go on."""
+        """End the run. A run that was preempted may go on."""
         self._run.summary.update({"state": status.state, "why": status.why})
         self._run.finish(exit_code=0 if status.state == "finished" else 1)
