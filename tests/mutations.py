@@ -78,7 +78,7 @@ MUTATIONS = [
     Mutation("training", "1 <= version <= VERSION", "1 <= version", "files of the future"),
     Mutation("training", "if i in used else None", "", "gradients of unused parameters"),
     Mutation("chaos", "and not self.finished:", "and self.finished:", "restarts of dead workers"),
-    Mutation("engines", "_signal_name(-code), lines)", "None, lines)", "the signal of a death"),
+    Mutation("engines", "else code, killed_by, lines)", "else code, None, lines)", "the signal of a death"),
     Mutation("runs", "self._broken >= self.generation", "self._broken > self.generation", "ends"),
     Mutation("horovod", "if sum(hosts.values()) < size:", "if False:", "ranks without a slot"),
     Mutation("horovod", "mean - best - _XI", "best - mean - _XI", "tuning"),

@@ -36,6 +36,10 @@ class Processes:
     def kill(self, node: int) -> None:
         self.killed.append(node)
 
+    @property
+    def alive(self) -> list[EngineProcess]:
+        return [EngineProcess(role, Path(f"{role}.log"), stopped=role in self.stopped) for role in self.running]
+
 
 def launcher_of(processes: Processes, timeout_s: float = 300.0) -> Launcher:
     timing = Timing(deadline_s=timeout_s).of_processes(busy_s=0.0)

@@ -9,6 +9,9 @@ from typing import Any
 class PolytempoError(RuntimeError):
     """Base of the errors that come from running, not from wrong arguments (those are `ValueError`)."""
 
+    death: Any = None
+    """The first failure of a run that this error ended (`engines.deaths.Death`); its line is a note of the error."""
+
 
 class PeerLost(PolytempoError):
     """A rank that this one needs is gone. Raised at the `await` of the operation that needed it.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.system.notice import Notice, Preempted
-from polytempo.engines.engine import Engine, EngineProcess, Preempting, Role
-from polytempo.engines.processes.failures import died, last_lines, quote
+from polytempo.engines.engine import AskingWhere, Engine, EngineProcess, Preempting, Role
+from polytempo.engines.processes.failures import blame, death_of, died, last_lines, quote
 from polytempo.spec.topology import Topology
 
 _GRACE_S = 0.3
 """Failures are collected for so long after the first, to tell the cause from its effects."""
+_CAUSE_S = 2.0
+"""Where all of them only lost a peer, the peer's end is awaited for so long."""
 _TICK_S = 0.2
 _LONGEST_WAIT_S = 3600.0
 
@@ -32,14 +35,13 @@ def collected(
     topology: Topology,
     tick: Callable[[], object] | None = None,
     timeout_s: float | None = None,
-    ask_where: Callable[[Sequence[EngineProcess]], object] = lambda processes: None,
     notice: Notice | None = None,
 ) -> list[Any]:
     """Start the topology's ranks, wait until each has left its result, and return the results by rank.
 
-    `tick` is called a few times a second meanwhile, and may raise. `ask_where` lets processes write into their logs
-    where they hang. Errors: `WorkerDied` for the first that fails, `RunTimedOut` after `timeout_s`, `Preempted` where
-    ranks have saved and left, as this process asks of them when it has its `notice`.
+    `tick` is called a few times a second meanwhile, and may raise. Errors: `WorkerDied` for the first that fails,
+    `RunTimedOut` after `timeout_s`, `Preempted` where ranks have saved and left, as this process asks of them when it
+    has its `notice`.
     """
     processes = [engine.start(Role("rank", rank, rank), topology.host_of(rank)) for rank in topology.workers]
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -57,10 +59,10 @@ def collected(
                 raise _left(engine, processes, 30.0 if notice is None else notice.grace_s)
             if asked and notice is not None:
                 notice.end()
-            _await_all(engine, processes)
-            raise died([process for process in processes if process.failed], len(processes))
+            raise _died(engine, processes)
         if timeout_s is not None and time.monotonic() >= deadline:
-            ask_where(running)
+            if isinstance(engine, AskingWhere):
+                engine.ask_where(running)
             _await_all(engine, processes)
             raise _timed_out([process for process in processes if process.exit_code is None], timeout_s)
         if tick:
@@ -97,8 +99,44 @@ def _await_all(engine: Engine, processes: Sequence[EngineProcess], within_s: flo
         engine.poll(max(0.0, until - time.monotonic()))
 
 
+def _died(engine: Engine, processes: Sequence[EngineProcess]) -> PolytempoError:
+    """The error of the first failure. Ranks that only waited for another one end before it may be seen to end."""
+    until_s = time.monotonic() + _CAUSE_S
+    _await_all(engine, processes)
+    while _only_waited(processes) and _running(processes) and time.monotonic() < until_s:
+        engine.poll(max(0.0, until_s - time.monotonic()))
+    failed, running = [process for process in processes if process.failed], _running(processes)
+    holding = None
+    if _only_waited(processes) and running:
+        culprit = _named(failed, running)
+        if isinstance(engine, AskingWhere):
+            engine.ask_where([culprit])
+            _await_all(engine, processes)
+        holding = culprit, "is stopped by a signal" if culprit.stopped else "hangs"
+    return died(failed, len(processes), holding=holding)
+
+
+def _running(processes: Sequence[EngineProcess]) -> list[EngineProcess]:
+    return [process for process in processes if process.exit_code is None]
+
+
+def _only_waited(processes: Sequence[EngineProcess]) -> bool:
+    """True if all that failed did so because of another one."""
+    return all(process.failure is not None and process.failure.symptom for process in processes if process.failed)
+
+
+def _named(failed: Sequence[EngineProcess], running: Sequence[EngineProcess]) -> EngineProcess:
+    """The running process that a signal holds, or that the failed ones name, or the first."""
+    said = " ".join(process.failure.message for process in failed if process.failure is not None)
+    named = [process for process in running if re.search(rf"\brank {process.role.node} (did not come|is lost)", said)]
+    return next((process for process in running if process.stopped), (named or list(running))[0])
+
+
 def _timed_out(running: Sequence[EngineProcess], timeout_s: float) -> RunTimedOut:
     ranks = [process.role.node for process in running]
     who = ", ".join(f"rank {rank}" for rank in ranks)
     quoted = quote(f"Where rank {ranks[0]} was", last_lines(running[0].log, "(most recent call first)"))
-    return RunTimedOut(f"the run was not over within {timeout_s:g} s; still running: {who}. {quoted}", timeout_s, ranks)
+    said = f"the run was not over within {timeout_s:g} s; still running: {who}. {quoted}"
+    culprit = next((process for process in running if process.stopped), running[0])
+    cause = "is stopped by a signal" if culprit.stopped else f"was still running after {timeout_s:g} s"
+    return blame(RunTimedOut(said, timeout_s, ranks), death_of(culprit, f"rank {culprit.role.node}", cause))

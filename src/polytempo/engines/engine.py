@@ -77,6 +77,9 @@ class EngineProcess:
     """The reason for its failure, if it could report one."""
     host: str = ""
     """The name of its host; "" for this one."""
+    why: str = ""
+    """The cause of its end, a verb and its circumstances, where the exit code does not tell it: a lost host, a kill for
+    memory."""
 
     @property
     def failed(self) -> bool:
@@ -127,6 +130,14 @@ class Preempting(Protocol):
 
     def preempt(self) -> None:
         """Ask all processes to save and leave, by SIGTERM; `poll` sees them end."""
+
+
+@runtime_checkable
+class AskingWhere(Protocol):
+    """An engine that can also let processes write where they are."""
+
+    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
+        """Let these processes write their stacks into their logs."""
 
 
 class Launch(NamedTuple):

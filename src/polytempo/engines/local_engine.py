@@ -163,4 +163,4 @@ def launch(
         return work(RankInfo(role.node, workers, home, threads))
 
     with Local().open(Launch(at, None, dict, workers, workers, threads, logs)) as engine:
-        return collected(engine, Topology.collective(workers), tick, timeout_s, engine.ask_where)
+        return collected(engine, Topology.collective(workers), tick, timeout_s)

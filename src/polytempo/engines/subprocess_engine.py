@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,10 @@ class SubprocessEngine:
     def preempt(self) -> None:
         """See `Preempting`."""
         self._children.preempt()
+
+    def ask_where(self, processes: Sequence[EngineProcess]) -> None:
+        """See `AskingWhere`."""
+        self._children.signal(processes, signal.SIGUSR1)
 
     def _order(self, role: Role) -> Mapping[str, Any]:
         """All that the process reads."""

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from polytempo.core import Mesh, PeerLost, TimedOut, world_port
+from polytempo.core.port import barrier
 from polytempo.core.system.folder_lock import machine_identity
 from polytempo.device import (
     HOST,
@@ -34,6 +35,7 @@ from polytempo.device import (
     visible_devices,
     with_backend,
 )
+from polytempo.engines.deaths.watch import DeathWatch
 from polytempo.engines.join.elastic_round import name_of_round
 from polytempo.engines.join.environment import RankPlace, recognise
 from polytempo.engines.join.keyed_store import KeyedStore, StoreHolder
@@ -98,6 +100,11 @@ def init(
         substitute = _substitute()
         world = ProcessWorld(dist.get_rank(), hosts_of_ranks(substitute))
         world.transport.substitute = substitute
+        if world.size > 1:
+            store = PrefixStore("polytempo", distributed_c10d._get_default_store())
+            world.deaths = DeathWatch(store, world.rank, world.size, host_digest())
+            world.drive(barrier(world.port))
+            world.deaths.begin()
     elif place.size == 1 and not servers:
         _say(launcher, world, quiet)
         return _laid_out(world, mesh)
@@ -133,7 +140,7 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # one host: nothing listens beyond it
     timeout = timedelta(seconds=timeout_s)
-    rank, size, servers = place.rank, place.size, None
+    rank, size, servers, deaths = place.rank, place.size, None, None
     try:
         store = _store(place, timeout, os.environ)
         life = count_life(store, rank)
@@ -142,6 +149,8 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
             rank, size = servers.worker(rank), size - num_servers
         if size > 1 and rank >= 0 and life == 1:
             group_store = PrefixStore("workers", store) if num_servers else store
+            if place.launcher != "Polytempo":  # whose launcher sees its processes end
+                deaths = DeathWatch(group_store, rank, size, host_digest(), holds=_holds(place, os.environ))
             dist.init_process_group(
                 backend or backend_name(one_host=place.local_size == place.size),
                 store=group_store,
@@ -151,7 +160,8 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
             )
     except RuntimeError as error:
         if re.search(r"timed? ?out|timeout", str(error), re.I):
-            raise TimedOut(place.rank, 0, f"meeting all {place.size} ranks ({place})", timeout_s) from error
+            missing = "" if deaths is None else deaths.missing()
+            raise TimedOut(place.rank, 0, f"meeting all {place.size} ranks ({place})", timeout_s, missing) from error
         raise
     if servers is not None and rank < 0:
         serve(servers, place.rank)
@@ -164,6 +174,9 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
     world.store, world.life, world.servers = store, life, servers
     if servers is not None and rank == 0:
         atexit.register(dismiss, servers)
+    if deaths is not None:
+        deaths.begin()
+        world.deaths = deaths
     return world
 
 
@@ -209,6 +222,11 @@ def _kept(place: RankPlace, timeout: timedelta, environ: Mapping[str, str]) -> S
         return TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
     listener = _bound(*address, spread=spread)
     return TCPStore(*address, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _holds(place: RankPlace, environ: Mapping[str, str]) -> bool:
+    """True if the store ends with this process."""
+    return place.rank == 0 and place.rendezvous is None and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _keyed(address: tuple[str, int], keys: Keys, holds: bool, spread: bool, timeout: timedelta) -> KeyedStore:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import signal
+import socket
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
+from polytempo.engines.deaths.death import Death
+from polytempo.engines.deaths.exit_cause import signal_name
 from polytempo.engines.engine import EngineProcess
 from polytempo.native.address_space import address_space_advice
 from polytempo.spec.text.plain_text import plain_text
@@ -33,10 +36,17 @@ class WorkerDied(PolytempoError):
         super().__init__(message)
 
 
-def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why: str = "") -> WorkerDied:
+def died(
+    failed: Sequence[EngineProcess],
+    size: int,
+    who: str | None = None,
+    why: str = "",
+    holding: tuple[EngineProcess, str] | None = None,
+) -> WorkerDied:
     """The error that names the first cause: a process that ended on its own rather than because a peer was gone.
 
-    `who` names it if it has another name than its rank; `why` is a sentence about its wait.
+    `who` names it if it has another name than its rank; `why` is a sentence about its wait. `holding`: the process
+    that it waited for, and the cause in words, if it only ended because of a wait.
     """
 
     def order(worker: EngineProcess) -> tuple[bool, int, bool, int]:
@@ -53,12 +63,39 @@ def died(failed: Sequence[EngineProcess], size: int, who: str | None = None, why
     message = f"{who or f'rank {rank} of {size}'} {how(cause)}; the run has ended.{why} {quoted}"
     if others:
         message += "\nAlso: " + "; ".join(f"rank {worker.role.node} {how(worker)}" for worker in others)
-    if code < 0:
-        return WorkerDied(message, rank, None, _signal_name(-code), lines)
-    error = WorkerDied(message, rank, code, None, lines)
-    if cause.failure is not None and cause.failure.facts:
+    killed_by = signal_name(-code) if code < 0 else None
+    error = WorkerDied(message, rank, None if killed_by else code, killed_by, lines)
+    if cause.failure is not None and cause.failure.facts and "codec" in cause.failure.facts:
         error.not_finite = NotFinite.from_facts(cause.failure.facts)
+    if holding is not None and cause.failure is not None and cause.failure.symptom:
+        waited_for, reason = holding
+        name = str(waited_for.role) if who else f"rank {waited_for.role.node} of {size}"
+        return blame(error, death_of(waited_for, name, f"{reason}: {who or f'rank {rank}'} {how(cause)}"))
+    return blame(error, death_of(cause, who or f"rank {rank} of {size}"))
+
+
+Error = TypeVar("Error", bound=PolytempoError)
+
+
+def blame(error: Error, death: Death) -> Error:
+    """The error with the first failure as its `death`, and the line as its note: the last line of a traceback."""
+    if error.death is None:
+        error.death = death
+        error.add_note(str(death))
     return error
+
+
+def death_of(process: EngineProcess, who: str, cause: str = "") -> Death:
+    """The death of a process of an engine; `cause`, if it is another one than its end."""
+    rank = process.role.node if process.role.kind in ("rank", "worker", "member") else None
+    log = str(process.log) if is_kept(process.log) else "its last lines above"
+    return Death(who, cause or how(process), rank, process.host or socket.gethostname(), log)
+
+
+def is_kept(log: Path) -> bool:
+    """True for a log that stays after the run."""
+    temporary = Path(tempfile.gettempdir()).absolute()
+    return not (log.is_relative_to(temporary) and log.relative_to(temporary).parts[0].startswith("polytempo-"))
 
 
 @contextmanager
@@ -69,7 +106,8 @@ def diverged() -> Generator[None]:
     except WorkerDied as error:
         if error.not_finite is None:
             raise
-        raise error.not_finite from error
+        not_finite = error.not_finite
+        raise (not_finite if error.death is None else blame(not_finite, error.death)) from error
 
 
 def _full_disks(*folders: Path) -> str:
@@ -83,18 +121,16 @@ def _full_disks(*folders: Path) -> str:
 def how(worker: EngineProcess) -> str:
     """The end of a process, in words."""
     code = worker.exit_code or 0
+    if worker.why:
+        return worker.why
     if code < 0:
-        return f"was killed by {_signal_name(-code)}"
+        return f"was killed by {signal_name(-code)}"
     if failure := worker.failure:
         if failure.error == JobFailed.__name__:
             return f"failed: {plain_text(failure.message)} (exit code {code})"
         said = f": {failure.message}" if failure.message else ""
         return plain_text(f"raised {failure.error}{said} (exit code {code})")
     return f"ended without a result (exit code {code})"
-
-
-def _signal_name(number: int) -> str:
-    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 def quote(title: str, lines: Sequence[str]) -> str:

@@ -17,15 +17,15 @@ from typing import Literal, NamedTuple, TextIO
 
 import torch
 
-from polytempo.core.errors import JobFailed, NotFinite, PeerLost, TimedOut
+from polytempo.core.errors import JobFailed, NotFinite
 from polytempo.core.system.notice import Preempted, ignore_hangup
+from polytempo.engines.deaths.death import in_short
+from polytempo.engines.deaths.verdict import Complaint
 from polytempo.engines.engine import Failure, Result
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.fork import default_signals, die_with
 
 MAX_RESULT_BYTES = 64 << 20
-_MOST_SAID = 400
-"""The most characters of an exception's message that are kept."""
 
 
 class RankInfo(NamedTuple):
@@ -77,7 +77,7 @@ def failure_by(error: BaseException) -> Failure:
     facts = error.facts if isinstance(error, NotFinite) else None
     if isinstance(error, Preempted):
         facts = {"step": error.step}
-    return Failure(type(error).__name__, isinstance(error, PeerLost | TimedOut), _in_short(error), facts)
+    return Failure(type(error).__name__, Complaint.of(0, error) is not None, in_short(error), facts)
 
 
 def show_error(error: BaseException) -> None:
@@ -92,15 +92,6 @@ def show_error(error: BaseException) -> None:
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a process that `error` ends."""
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-
-
-def _in_short(error: BaseException) -> str:
-    try:
-        said = str(error)
-    except Exception:  # a user's exception that has no text
-        return ""
-    said = " ".join(said.split())
-    return said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID - 1]}…"
 
 
 def _environment(rank_info: RankInfo) -> dict[str, str]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from polytempo.engines.deaths.exit_cause import MemoryGroup
 from polytempo.engines.engine import EngineProcess
 from polytempo.engines.processes import janitor
 from polytempo.engines.processes.fork import sleep_until_ended
@@ -41,6 +42,7 @@ class Children:
     def __init__(self, read: Callable[[Child], None], home: Path) -> None:
         self._read, self._home = read, home
         self._all: list[Child] = []
+        self._memory = MemoryGroup.of()
         self._told: set[Child] = set()
         """Children with an end that `poll` has reported."""
 
@@ -58,6 +60,8 @@ class Children:
         gone = [child for child in self._all if child.exit_code is not None and child not in self._told]
         self._told.update(gone)
         for child in gone:
+            if child.exit_code == -signal.SIGKILL and self._memory is not None and self._memory.kills:
+                child.why = self._memory.cause
             self._read(child)
         return list[EngineProcess](gone)
 

@@ -62,6 +62,7 @@ class Ended(Struct, tag="ended", frozen=True):
     exit_code: int
     result: bytes | None = None
     failure: tuple[str, bool, str, dict[str, Any] | None] | None = None
+    why: str = ""
 
 
 class Bye(Struct, tag="bye", frozen=True):

@@ -308,6 +308,7 @@ class RemoteEngine:
             case Ended(life) if life in agent.processes:
                 process = agent.processes.pop(life)
                 process.exit_code, process.result, process.ended = message.exit_code, message.result, self._looks
+                process.why = message.why
                 process.failure = None if message.failure is None else Failure(*message.failure)
             case Bye():
                 agent.left = True
@@ -348,7 +349,7 @@ class RemoteEngine:
         """Take a process for ended that can no longer be asked."""
         if process.agent is not None:
             process.agent.processes.pop(process.role.life, None)
-        process.exit_code, process.ended = -signal.SIGKILL, self._looks
+        process.exit_code, process.ended, process.why = -signal.SIGKILL, self._looks, why
         with process.log.open("ab") as log:
             log.write(f"\n{process.role} {why}\n".encode())
 

@@ -23,9 +23,10 @@ from polytempo.core import PolytempoError
 from polytempo.core.system.notice import Notice, Preempted
 from polytempo.core.system.url_path import Place
 from polytempo.data.plan import check_global_batch
+from polytempo.engines.deaths.death import Death
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.join.rendezvous import Rendezvous
-from polytempo.engines.processes.failures import died, how
+from polytempo.engines.processes.failures import blame, death_of, died, how
 from polytempo.membership.message import Fail, GroupView, Interrupt, Order
 from polytempo.membership.run_membership import RunMembership
 from polytempo.report.status.metrics import read_metrics
@@ -165,6 +166,8 @@ class ElasticLauncher:
         self._formed = 0
         self._asked_to_save: set[int] = set()
         self._saved_step: int | None = None
+        self._first_lost: Death | None = None
+        """The first loss since the last view: the cause where too few are left."""
         self.history = history or MembershipHistory(time.monotonic)
         self._record, self._note, self._notice = record, note, notice
         self.step = 0
@@ -212,6 +215,7 @@ class ElasticLauncher:
         if failure is not None or (process.exit_code or 0) > 0:
             raise died([process], len(self.processes))
         self.history.loses(str(process.role), how(process))
+        self._first_lost = self._first_lost or death_of(process, str(process.role))
         self._members.lose(life)
 
     def _hear(self, message: Said) -> None:
@@ -251,11 +255,12 @@ class ElasticLauncher:
     def _heed_order(self, order: Order) -> None:
         if isinstance(order, Fail):
             lost = f" (lost: {'; '.join(self.history.lost)})" if self.history.lost else ""
-            raise WorkersLost(f"{order.reason}{lost}")
+            error = WorkersLost(f"{order.reason}{lost}")
+            raise error if self._first_lost is None else blame(error, self._first_lost)
         if isinstance(order, Interrupt):
             self.history.breaks()
         if isinstance(order, GroupView):
-            self.step = order.step
+            self.step, self._first_lost = order.step, None
             if order.generation > 1:
                 lost = "".join(f"; {text}" for text in self.history.lost)
                 self._note(f"step {order.step}: {len(order.members)} workers go on{lost}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from polytempo.core.system.notice import PREEMPTED, Preempted
 from polytempo.core.system.url_path import Place, UrlPath
-from polytempo.engines.engine import Engine, EngineProcess, Preempting, Role
+from polytempo.engines.engine import AskingWhere, Engine, EngineProcess, Preempting, Role
 from polytempo.report.pages.noise import noise_of
 from polytempo.report.status.event_log import EventLog, finish_of
 from polytempo.report.status.live_status import (
@@ -259,6 +259,8 @@ class _WatchedEngine:
         self.address, self.stop = engine.address, engine.stop
         if isinstance(engine, Preempting):
             self.preempt = engine.preempt
+        if isinstance(engine, AskingWhere):
+            self.ask_where = engine.ask_where
 
     def start(self, role: Role, host: int = 0) -> EngineProcess:
         """See `Engine`."""

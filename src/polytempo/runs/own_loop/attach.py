@@ -134,6 +134,8 @@ def attach_served(
         )
     check_served(model, optimizer, strategy, strategy.features, options.buffers)
     _check_servers(world, strategy)
+    if world.deaths is not None:
+        world.deaths.tolerate()
     if world.life == 1:  # a rank that comes back gets all of it from the server
         world.drive(agree_to_train(ports, model, optimizer, strategy, options.facts))
     if world.life == 1 and world.size > 1:

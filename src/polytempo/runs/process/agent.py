@@ -248,7 +248,7 @@ class _Agent:
             life, failure = process.role.life, process.failure
             plain = None if failure is None else (*failure[:3], None if failure[3] is None else dict(failure[3]))
             assert process.exit_code is not None
-            self._ended[life] = Ended(life, process.exit_code, process.result, plain)
+            self._ended[life] = Ended(life, process.exit_code, process.result, plain, process.why)
             self._channel.send(self._ended[life])
             del self._processes[life], self._logs[life]
         now_s = time.monotonic()

@@ -54,6 +54,11 @@ class ProcessSupervisor:
         return self._running.get(node)
 
     @property
+    def alive(self) -> list[EngineProcess]:
+        """The running processes."""
+        return list(self._running.values())
+
+    @property
     def running(self) -> list[Role]:
         """The roles of running processes."""
         return [process.role for process in self._running.values()]

@@ -16,7 +16,7 @@ from polytempo.core import PolytempoError
 from polytempo.core.system.notice import Notice
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.local_engine import Local
-from polytempo.engines.processes.failures import WorkerDied, died, how
+from polytempo.engines.processes.failures import WorkerDied, blame, death_of, died, how
 from polytempo.report.status.progress import Progress
 from polytempo.runs.frame.live_run import RunEvents
 from polytempo.runs.frame.run_frame import framed_job, torch_threads, with_page
@@ -24,6 +24,7 @@ from polytempo.runs.served.process_account import Departure, ProcessSupervisor
 from polytempo.runs.served.reshaping import Reshapes
 from polytempo.runs.served.run_snapshot import SnapshotSaves
 from polytempo.runs.served.served_run import ServedOutcome, ServedRun
+from polytempo.server.coordinator.chains import ShardLost
 from polytempo.server.coordinator.coordinator import Coordinator
 from polytempo.server.message import Message, Outbox
 from polytempo.spec.result import Result
@@ -213,7 +214,10 @@ class Launcher:
             if role.kind == "worker" and self._run.plan.topology.stages > 1:
                 out += self._stage_ended(process, now_s)
                 continue
-            out += self._coordinator.lose(now_s, role.node)
+            try:
+                out += self._coordinator.lose(now_s, role.node)
+            except ShardLost as error:
+                raise blame(error, death_of(process, str(role))) from None
             ended_well = process.exit_code == 0
             if ended_well and self.departure is not None and self.departure.left(process, now_s):
                 self._again(role, "left after SIGTERM")
@@ -260,7 +264,20 @@ class Launcher:
         return out
 
     def _died(self, process: EngineProcess) -> WorkerDied:
-        return died([process], self._run.plan.most_lives, who=str(process.role), why=self._waited_for(process))
+        why, holding = self._waited_for(process), self._holding(process)
+        return died([process], self._run.plan.most_lives, who=str(process.role), why=why, holding=holding)
+
+    def _holding(self, process: EngineProcess) -> tuple[EngineProcess, str] | None:
+        """The process that a process which failed of its wait waited for, and the cause."""
+        if process.failure is None or not process.failure.symptom:
+            return None
+        holders = set(self._coordinator.scheduler.holders().values()) - {process.role.node}
+        running = [each for each in self._supervisor.alive if each is not process]
+        stopped = next((each for each in running if each.stopped), None)
+        if stopped is not None:
+            return stopped, "is stopped by a signal"
+        holder = next((each for each in running if each.role.kind == "worker" and each.role.node in holders), None)
+        return None if holder is None else (holder, "hangs with a batch in hand")
 
     def _see_alive(self, now_s: float) -> None:
         """Note running processes as alive, also silent ones; stopped processes count as silent."""

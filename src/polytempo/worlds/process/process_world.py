@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -61,6 +61,8 @@ class ProcessWorld:
         """Processes of this rank so far in the run; from 2 on it is in no process group."""
         self.servers: ServerRanks | None = None
         """The launcher's processes that serve and do not train."""
+        self.deaths: DeathReports | None = None
+        """Names the first rank that failed, where another launcher than ours has started the ranks."""
         self.num_series = 0
         """Models that were attached or cut into stages so far; each has messages of its own."""
         self._zero_s = time.monotonic()
@@ -244,6 +246,19 @@ class ProcessWorld:
             if self.drive(how_many()) == self.size:
                 self._host_group = shared_by_all(self.rank, self.size, group_timeout_s())
         return self._host_group
+
+
+class DeathReports(Protocol):
+    """The watch over the ranks' deaths (`engines.deaths.watch`)."""
+
+    def report(self, error: BaseException) -> object:
+        """Write the line of the first failure for this process, which `error` ends."""
+
+    def on_death(self, take: Callable[[Any], object]) -> None:
+        """Call `take` once with the first failure."""
+
+    def tolerate(self) -> None:
+        """Other ranks train on without one that ends."""
 
 
 _current: list[ProcessWorld] = []
