@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polytempo.core.system.first_failure import FirstFailure
+
 
 class PolytempoError(RuntimeError):
     """Base of the errors that come from running, not from wrong arguments (those are `ValueError`)."""
 
-    death: Any = None
-    """The first failure of a run that this error ended (`engines.deaths.Death`); its line is a note of the error."""
+    death: FirstFailure | None = None
+    """The first failure of a run that this error ended; its line is a note of the error."""
 
 
 class PeerLost(PolytempoError):

@@ -17,7 +17,7 @@ from polytempo.spec.topology import Topology
 _GRACE_S = 0.3
 """Failures are collected for so long after the first, to tell the cause from its effects."""
 _CAUSE_S = 2.0
-"""Where all of them only lost a peer, the peer's end is awaited for so long."""
+"""The wait for a peer's end, where all that failed only lost a peer."""
 _TICK_S = 0.2
 _LONGEST_WAIT_S = 3600.0
 

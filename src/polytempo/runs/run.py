@@ -18,7 +18,6 @@ from polytempo.engines.join.init import init
 from polytempo.engines.local_engine import Local
 from polytempo.engines.processes.capacity import batch_notes, check_memory, check_processes, cores_notes
 from polytempo.engines.subprocess_engine import Subprocess
-from polytempo.report.status.event_log import logged
 from polytempo.report.status.progress import Progress
 from polytempo.runs.elastic.run_elastic import Available, check_elastic_spec, run_elastic
 from polytempo.runs.frame.arguments import (
@@ -44,7 +43,7 @@ from polytempo.trackers.tracked import tracked
 from polytempo.training.checkpoint.checkpoint_files import go_on_from
 from polytempo.training.job.start import with_start
 from polytempo.training.model.run_device import may_use_device
-from polytempo.training.trainer import Trainer, held_by_first, start_of
+from polytempo.training.trainer import Trainer, held_by_first
 
 
 def run(
@@ -187,8 +186,6 @@ def join(
     with held_by_first(world, options), ExitStack() as stack:
         if world.rank == 0:
             stack.enter_context(tracked(spec, "process"))
-        with show_rows(shown, spec) as show, ExitStack() as written:
-            if options.out is not None and world.rank == 0:
-                written.enter_context(logged(options.out, start_of(spec, "process"), resume=options.resume))
-            result = Trainer(spec, world=world).fit_held(on_row=show)
+        with show_rows(shown, spec) as show:
+            result = Trainer(spec, world=world).fit_logged(on_row=show)
         return reported(result, options.out) if options.out is not None and world.rank == 0 else result

@@ -135,15 +135,22 @@ class Trainer:
 
         Rank 0 holds the folder `out` meanwhile: `FolderTaken` on all ranks where another run has it.
         """
-        out, spec = self.options.out, self.context.spec
         with held_by_first(self.world, self.options), ExitStack() as stack:
-            if out is not None and self.world.rank == 0:
-                stack.enter_context(tracked(spec, "process"))
-                stack.enter_context(logged(out, start_of(spec, "process"), resume=self.options.resume))
+            if self.options.out is not None and self.world.rank == 0:
+                stack.enter_context(tracked(self.context.spec, "process"))
+            return self.fit_logged(on_row=on_row)
+
+    def fit_logged(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
+        """`fit` in a folder that the caller holds already, with the run's events in it."""
+        out, spec, deaths = self.options.out, self.context.spec, self.world.deaths
+        if out is None or self.world.rank != 0:
+            return self.fit_held(on_row=on_row)
+        settle: dict[str, Any] = {} if deaths is None else {"settle": deaths.settle}
+        with logged(out, start_of(spec, "process"), resume=self.options.resume, **settle):
             return self.fit_held(on_row=on_row)
 
     def fit_held(self, *, on_row: Callable[[dict[str, Any]], None] | None = None) -> Result:
-        """`fit` in a folder that the caller holds already."""
+        """`fit` in a folder that the caller holds already; a launcher writes its events."""
         out, world, context = self.options.out, self.world, self.context
         if out is not None:
             run_folder(out)

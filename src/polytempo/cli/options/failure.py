@@ -15,7 +15,6 @@ import typer
 from polytempo.engines.join.environment import recognise
 from polytempo.native.address_space import address_space_advice
 from polytempo.spec.text.plain_text import plain_text
-from polytempo.worlds import current
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 _VALUE_ERROR = "ValueError: "
@@ -108,7 +107,8 @@ def _ended(code: int, error: BaseException, message: str = "") -> typer.Exit:
         said = plain_text(message or str(error)) or type(error).__name__
         advice = address_space_advice(f"{type(error).__name__}: {said}")
         print(f"error: {said}{'. ' if advice else ''}{advice}", file=sys.stderr)
-        if (deaths := current().deaths) is not None:
+        worlds = sys.modules.get("polytempo.worlds")  # where no command has loaded it, there is no world
+        if worlds is not None and (deaths := worlds.current().deaths) is not None:
             deaths.report(error)
         elif (death := getattr(error, "death", None)) is not None:
             print(death, file=sys.stderr)

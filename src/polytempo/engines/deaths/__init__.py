@@ -1,1 +1,1 @@
-"""Which process of a run failed first, and why? One line names it."""
+"""The first failure of a run, named in one line: which process, where, and why?"""

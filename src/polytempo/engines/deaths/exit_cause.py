@@ -1,6 +1,6 @@
 """Causes of an end as the kernel knows them: exit codes of processes that are not children, and kills for memory.
 
-The exit code of another's child is in `/proc` between its end and the moment at which its parent takes it. Kills for
+The exit code of another's child is in `/proc` from its end until its parent takes it. Kills for
 memory are counted by the control group (cgroup): `memory.events` of version 2, `memory.oom_control` of version 1.
 """
 

@@ -1,4 +1,4 @@
-"""`first_failure`: the first culprit, from the complaints of ranks that only lost a peer.
+"""`judged`: the first culprit, from the complaints of ranks that only lost a peer.
 
 A rank that raises an error of its own, or sees a process of its host killed, is certain, and needs no judgement.
 Ranks that wait for a peer fail because it did. The culprit is among the ranks that complain of nothing:
@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from polytempo.core.errors import PeerLost, TimedOut
-from polytempo.engines.deaths.death import Death, RankProcess, in_short
+from polytempo.core.system.first_failure import FirstFailure, in_short
+from polytempo.engines.deaths.rank_process import RankProcess
 
 _OF_A_PEER = re.compile(
     r"closed by peer|connection (reset|closed|refused)|broken pipe|socket closed|remote process|timed? ?out|"
@@ -31,7 +32,7 @@ class Complaint(NamedTuple):
 
     rank: int
     text: str
-    """Its error."""
+    """The rank's error."""
     late: bool
     """True if a deadline passed; False if a connection ended."""
     peer: int = -1
@@ -72,9 +73,9 @@ def _missing(reason: str) -> int:
     return int(found[1]) if found else -1
 
 
-def first_failure(
+def judged(
     processes: Mapping[int, RankProcess], size: int, complaints: Sequence[Complaint], known: Mapping[int, str]
-) -> Death:
+) -> FirstFailure:
     """The first culprit of `size` ranks.
 
     `complaints` has the present complaints, this rank's first; `known` the causes that this host's kernel tells of
@@ -93,11 +94,9 @@ def first_failure(
     lost = None if told else _lost_host(processes, silent, complained)
     if lost is not None and (len(lost[1]) > 1 or not late):
         host, ranks = lost
-        who = (
-            f"rank {ranks[0]} of {size}" if len(ranks) == 1 else f"rank {ranks[0]} of {size} and {len(ranks) - 1} more"
-        )
-        cause = "was lost with its host" if len(ranks) == 1 else "were lost with their host"
-        return Death(who, f"{cause}: {_complains(complaints[0])}", ranks[0], host, processes[ranks[0]].log)
+        more = f" with all {len(ranks)} ranks of its host" if len(ranks) > 1 else ""
+        cause = f"was lost{more}: {_complains(complaints[0])}"
+        return FirstFailure(f"rank {ranks[0]} of {size}", cause, ranks[0], host, processes[ranks[0]].log)
     culprit = next((peer for peer in named if peer in suspects), suspects[0])
     if culprit in known:
         return _of(processes, culprit, size, known[culprit])
@@ -109,10 +108,10 @@ def _complains(complaint: Complaint) -> str:
     return complaint.text if complaint.text.startswith("rank ") else f"rank {complaint.rank}: {complaint.text}"
 
 
-def _of(processes: Mapping[int, RankProcess], rank: int, size: int, cause: str) -> Death:
+def _of(processes: Mapping[int, RankProcess], rank: int, size: int, cause: str) -> FirstFailure:
     if rank in processes:
         return processes[rank].died(size, cause)
-    return Death(f"rank {rank} of {size}", cause, rank)
+    return FirstFailure(f"rank {rank} of {size}", cause, rank)
 
 
 def _lost_host(

@@ -1,4 +1,4 @@
-"""`DeathWatch`: a thread of each rank that sees peers end, and the store in which the ranks agree on the first failure.
+"""`DeathWatch`: a thread of each rank that sees peers end, and the ranks' agreement on the first failure.
 
 rank 1   raises ──────▶ verdict: rank 1 raised …   ┐
 rank 2   is killed                                 ├─ the store keeps the first verdict; all ranks write that one
@@ -27,10 +27,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from polytempo.core.system.first_failure import FirstFailure, in_short, raised
 from polytempo.core.system.notice import Preempted
-from polytempo.engines.deaths.death import Death, RankProcess, in_short, raised
 from polytempo.engines.deaths.exit_cause import MemoryGroup, cause_of_exit, exit_code_of_zombie, state_of
-from polytempo.engines.deaths.verdict import Complaint, first_failure
+from polytempo.engines.deaths.rank_process import RankProcess
+from polytempo.engines.deaths.verdict import Complaint, judged
 
 LOOK_S = 0.5
 """Seconds between two looks into the store; more in a large world."""
@@ -73,21 +74,25 @@ class DeathWatch:
         """Descriptors of ranks that a signal has stopped."""
         self._say = say or _to_standard_error
         self._lock = threading.Lock()
-        self.verdict: Death | None = None
+        self.verdict: FirstFailure | None = None
         """The first failure of all, once it is known."""
         self._reported = False
-        self._on_death: list[Callable[[Death], object]] = []
+        self._on_death: list[Callable[[FirstFailure], object]] = []
         self._wake, self._waker = os.pipe()
         self._over = self._tolerant = False
         self._thread = threading.Thread(target=self._watch, name="polytempo-deaths", daemon=True)
 
     # ------------------------------------------------------------------ the loop's side
 
-    def begin(self) -> None:
-        """Watch the others. All ranks have made their object before: they have met."""
+    def meet(self) -> None:
+        """Learn the others' processes. All ranks have made their object before."""
         for rank in range(self.size):
             if rank != self.rank and self._store.check([f"process/{rank}"]):
                 self._processes[rank] = RankProcess.from_json(self._store.get(f"process/{rank}"))
+
+    def begin(self) -> None:
+        """Watch the others, as soon as they have met."""
+        self.meet()
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -98,7 +103,7 @@ class DeathWatch:
         atexit.register(self.end)
         self._thread.start()
 
-    def on_death(self, take: Callable[[Death], object]) -> None:
+    def on_death(self, take: Callable[[FirstFailure], object]) -> None:
         """Call `take` with the first failure, once, when this process reports it or sees it."""
         self._on_death.append(take)
 
@@ -114,20 +119,29 @@ class DeathWatch:
                 return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))} did not come"
         return ""
 
-    def report(self, error: BaseException) -> Death | None:
-        """Write the line of the first failure for this process, which `error` ends. None where it asked to end."""
-        if isinstance(error, KeyboardInterrupt | Preempted) or self._reported:
+    def settle(self, error: BaseException) -> FirstFailure | None:
+        """The first failure of the run that `error` ends on this rank. None where the process was asked to end.
+
+        It waits at most `GRACE_S` for the verdict of a rank that knows more.
+        """
+        if isinstance(error, KeyboardInterrupt | Preempted):
             return None
-        self._reported = True
         complaint = Complaint.of(self.rank, error)
-        own = self._own.died(self.size, raised(error))
-        death = self._agree(own) if complaint is None else self._judge(complaint)
+        death = (
+            self._judge(complaint) if complaint is not None else self._agree(self._own.died(self.size, raised(error)))
+        )
         self._take(death)
+        return death
+
+    def report(self, error: BaseException) -> None:
+        """Write the line of the first failure for this process, which `error` ends."""
+        if self._reported or (death := self.settle(error)) is None:
+            return
+        self._reported = True
         self._say(str(death))
         _for_torchrun(death, error)
         self._end_stopped(death)
         self._linger()
-        return death
 
     def end(self) -> None:
         """Stop watching."""
@@ -142,24 +156,26 @@ class DeathWatch:
 
     # ------------------------------------------------------------------ agreement
 
-    def _agree(self, death: Death) -> Death:
+    def _agree(self, death: FirstFailure) -> FirstFailure:
         """The first verdict, which is this one if there was none."""
         with self._lock:
             if self.verdict is None:
                 try:
-                    self.verdict = Death.from_json(self._store.compare_set(_VERDICT, "", death.as_json().decode()))
+                    self.verdict = FirstFailure.from_json(
+                        self._store.compare_set(_VERDICT, "", death.as_json().decode())
+                    )
                 except (RuntimeError, ValueError):  # the store has ended with the process that held it
                     self.verdict = death
             return self.verdict
 
-    def _look(self) -> Death | None:
+    def _look(self) -> FirstFailure | None:
         """The verdict in the store."""
         with self._lock:
             if self.verdict is None and self._store.check([_VERDICT]):
-                self.verdict = Death.from_json(self._store.get(_VERDICT))
+                self.verdict = FirstFailure.from_json(self._store.get(_VERDICT))
             return self.verdict
 
-    def _judge(self, own: Complaint) -> Death:
+    def _judge(self, own: Complaint) -> FirstFailure:
         """The verdict; where none comes in time, this rank's."""
         until_s = time.monotonic() + GRACE_S
         complaints = {self.rank: own}
@@ -182,7 +198,7 @@ class DeathWatch:
                 self._known.setdefault(0, cause_of_exit(None))
         ordered = [own, *(complaint for rank, complaint in complaints.items() if rank != self.rank)]
         known = self._known | self._states({rank for rank in self._processes if rank not in complaints})
-        return self._agree(first_failure(self._processes, self.size, ordered, known))
+        return self._agree(judged(self._processes, self.size, ordered, known))
 
     def _holder_is_gone(self) -> bool:
         return self.rank != 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -203,7 +219,7 @@ class DeathWatch:
                 causes[rank] = f"is stopped by a signal (SIGSTOP): process {process.pid}"
         return causes
 
-    def _end_stopped(self, death: Death) -> None:
+    def _end_stopped(self, death: FirstFailure) -> None:
         """End a rank of this host that a signal holds: it would be there for ever, or until its launcher's patience."""
         process = None if death.rank is None else self._processes.get(death.rank)
         if process is not None and process.rank in self._held and process.machine == self._own.machine:
@@ -257,7 +273,7 @@ class DeathWatch:
         if not spoken and not left:
             self._agree(process.died(self.size, cause))
 
-    def _heed(self, death: Death) -> None:
+    def _heed(self, death: FirstFailure) -> None:
         """The first failure is known, and this process goes on: its loop will fail, or hangs."""
         if not self._reported and self._speaks:
             self._say(str(death))
@@ -271,11 +287,11 @@ class DeathWatch:
 
     @property
     def _speaks(self) -> bool:
-        """One rank of each host speaks for those that a launcher ends before they can."""
+        """One rank of each host speaks for the ranks that a launcher ends before they can."""
         here = [rank for rank, each in self._processes.items() if each.machine == self._own.machine]
         return self.rank == min(rank for rank in here if rank not in self._known)
 
-    def _take(self, death: Death) -> None:
+    def _take(self, death: FirstFailure) -> None:
         takes, self._on_death = self._on_death, []
         for take in takes:
             with suppress(Exception):  # a full disk must not hide the failure
@@ -301,12 +317,12 @@ def _descriptors(peers: Mapping[int, RankProcess]) -> dict[int, int]:
 
 
 def _to_standard_error(line: str) -> None:
-    """In one piece, also where other threads of this process have stopped."""
+    """Write in one piece, also where other threads of this process have stopped."""
     with suppress(OSError):
         os.write(2, f"polytempo: {line}\n".encode(errors="backslashreplace"))
 
 
-def _for_torchrun(death: Death, error: BaseException) -> None:
+def _for_torchrun(death: FirstFailure, error: BaseException) -> None:
     """Put the line into the file that torchrun's agent quotes in its table of failures."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):

@@ -149,7 +149,7 @@ def _join(place: RankPlace, timeout_s: float, backend: str | None, num_servers: 
             rank, size = servers.worker(rank), size - num_servers
         if size > 1 and rank >= 0 and life == 1:
             group_store = PrefixStore("workers", store) if num_servers else store
-            if place.launcher != "Polytempo":  # whose launcher sees its processes end
+            if place.launcher != "Polytempo":  # our own launcher sees its processes end
                 deaths = DeathWatch(group_store, rank, size, host_digest(), holds=_holds(place, os.environ))
             dist.init_process_group(
                 backend or backend_name(one_host=place.local_size == place.size),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from polytempo.core.errors import JobFailed, NotFinite, PolytempoError
-from polytempo.engines.deaths.death import Death
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.engines.deaths.exit_cause import signal_name
 from polytempo.engines.engine import EngineProcess
 from polytempo.native.address_space import address_space_advice
@@ -77,7 +77,7 @@ def died(
 Error = TypeVar("Error", bound=PolytempoError)
 
 
-def blame(error: Error, death: Death) -> Error:
+def blame(error: Error, death: FirstFailure) -> Error:
     """The error with the first failure as its `death`, and the line as its note: the last line of a traceback."""
     if error.death is None:
         error.death = death
@@ -85,11 +85,11 @@ def blame(error: Error, death: Death) -> Error:
     return error
 
 
-def death_of(process: EngineProcess, who: str, cause: str = "") -> Death:
+def death_of(process: EngineProcess, who: str, cause: str = "") -> FirstFailure:
     """The death of a process of an engine; `cause`, if it is another one than its end."""
     rank = process.role.node if process.role.kind in ("rank", "worker", "member") else None
     log = str(process.log) if is_kept(process.log) else "its last lines above"
-    return Death(who, cause or how(process), rank, process.host or socket.gethostname(), log)
+    return FirstFailure(who, cause or how(process), rank, process.host or socket.gethostname(), log)
 
 
 def is_kept(log: Path) -> bool:

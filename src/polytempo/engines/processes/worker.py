@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, TextIO
 import torch
 
 from polytempo.core.errors import JobFailed, NotFinite
+from polytempo.core.system.first_failure import in_short
 from polytempo.core.system.notice import Preempted, ignore_hangup
-from polytempo.engines.deaths.death import in_short
 from polytempo.engines.deaths.verdict import Complaint
 from polytempo.engines.engine import Failure, Result
 from polytempo.engines.processes import janitor

@@ -12,14 +12,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from polytempo.core.system import files
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.core.system.notice import Preempted
 from polytempo.core.system.url_path import Place, UrlPath
 from polytempo.report.status.metrics import GrownObject
-from polytempo.report.status.records import RunFinished, RunStarted, RunState, StreamRecord, line_of, record_of, row_of
+from polytempo.report.status.records import (
+    RunFinished,
+    RunStarted,
+    RunState,
+    StreamRecord,
+    diagnosis_of,
+    line_of,
+    record_of,
+    row_of,
+)
 
 FILE = "events.jsonl"
 _MOST_WHY = 300
@@ -91,15 +102,26 @@ class EventLog:
 
 
 @contextmanager
-def logged(folder: Place, start: RunStarted, *, resume: bool = False) -> Iterator[EventLog]:
-    """The log of a run without a launcher: it has `start`, with this process, and at the end the finish."""
-    here = {"began_s": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+def logged(
+    folder: Place,
+    start: RunStarted,
+    *,
+    resume: bool = False,
+    settle: Callable[[BaseException], FirstFailure | None] = lambda error: None,
+) -> Iterator[EventLog]:
+    """The log of a run without a launcher: it has `start`, with this process, and at the end the finish.
+
+    `settle` returns the first failure of a run that an error ends.
+    """
+    here: dict[str, Any] = {"began_s": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     with EventLog(folder, fresh=not resume) as events:
         resumed = resume and (folder / "checkpoint").exists()
         events.append(msgspec.structs.replace(start, **here, resumed=resumed or None))
         try:
             yield events
         except BaseException as error:
+            if (death := settle(error)) is not None:
+                events.append(diagnosis_of(death, time.time() - here["began_s"]))
             events.append(finish_of(error))
             raise
         events.append(finish_of(None))

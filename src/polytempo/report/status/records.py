@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.report.status.metrics import check_row
 
 VERSION = 1
@@ -134,6 +135,12 @@ class Diagnosis(_Record, frozen=True, kw_only=True, tag="diagnosis"):
     """One sentence."""
     values: dict[str, Number] = {}
     """The figures that it rests on."""
+
+
+def diagnosis_of(death: FirstFailure, at_s: float, step: int | None = None) -> Diagnosis:
+    """The record of a run's first failure."""
+    host, text = death.host or None, str(death)[:MOST_TEXT]
+    return Diagnosis(at_s=at_s, step=step, about="death", who=death.who, rank=death.rank, host=host, text=text)
 
 
 class ProcessEvent(msgspec.Struct, frozen=True, tag_field="kind", tag="fault"):

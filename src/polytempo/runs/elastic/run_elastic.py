@@ -20,10 +20,10 @@ from typing import Any
 
 from polytempo.collectives.invariant import Invariant
 from polytempo.core import PolytempoError
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.core.system.notice import Notice, Preempted
 from polytempo.core.system.url_path import Place
 from polytempo.data.plan import check_global_batch
-from polytempo.engines.deaths.death import Death
 from polytempo.engines.engine import Engine, EngineProcess, EngineSetup, Launch, Role
 from polytempo.engines.join.rendezvous import Rendezvous
 from polytempo.engines.processes.failures import blame, death_of, died, how
@@ -166,7 +166,7 @@ class ElasticLauncher:
         self._formed = 0
         self._asked_to_save: set[int] = set()
         self._saved_step: int | None = None
-        self._first_lost: Death | None = None
+        self._first_lost: FirstFailure | None = None
         """The first loss since the last view: the cause where too few are left."""
         self.history = history or MembershipHistory(time.monotonic)
         self._record, self._note, self._notice = record, note, notice

@@ -25,7 +25,7 @@ from polytempo.report.status.live_status import (
     events_of,
     write_status,
 )
-from polytempo.report.status.records import GroupStatus, RunState, StreamRecord
+from polytempo.report.status.records import GroupStatus, RunState, StreamRecord, diagnosis_of
 from polytempo.spec.run_spec import RunSpec
 
 WRITE_INTERVAL_S, URL_INTERVAL_S = 1.0, 15.0
@@ -246,6 +246,9 @@ class LiveRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         finish = finish_of(error)
+        if (death := getattr(error, "death", None)) is not None:
+            step = self._last.get("train", {}).get("step")
+            self.append(diagnosis_of(death, self._clock() - self._began_s, step))
         status = self.status(finish.state, finish.why)
         self._tell(status)
         self._write(status)

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from polytempo.core import Port, world_port
 from polytempo.core.op import Alone, Collective, Compute, Mark, Now, Op, Program, Recv, Send, SendReceive, Start, Work
+from polytempo.core.system.first_failure import FirstFailure
 from polytempo.native.group import Group
 from polytempo.native.library import available
 from polytempo.native.meeting import Unreachable
@@ -251,14 +252,17 @@ class ProcessWorld:
 class DeathReports(Protocol):
     """The watch over the ranks' deaths (`engines.deaths.watch`)."""
 
+    def settle(self, error: BaseException) -> FirstFailure | None:
+        """The first failure of the run that `error` ends on this rank; None where the process was asked to end."""
+
     def report(self, error: BaseException) -> object:
         """Write the line of the first failure for this process, which `error` ends."""
 
-    def on_death(self, take: Callable[[Any], object]) -> None:
+    def on_death(self, take: Callable[[FirstFailure], object]) -> None:
         """Call `take` once with the first failure."""
 
     def tolerate(self) -> None:
-        """Other ranks train on without one that ends."""
+        """Other ranks train on after the end of a rank."""
 
 
 _current: list[ProcessWorld] = []
