@@ -33,12 +33,14 @@ from polytempo.cli.predict.plan_commands import plan
 from polytempo.cli.predict.prediction_options import CalibrateOptions, CutOptions, ProfileOptions, ValidateOptions
 from polytempo.cli.run.compress_options import CompressOptions
 from polytempo.cli.run.schedule_options import ScheduleOptions
+from polytempo.cli.run.trained_options import EvaluateOptions, ExportOptions, PredictOptions
 from polytempo.engines.processes.fork import collected_children, reserve_standard_files
 
 STORY = {
-    "Run": ("train", "compare", "compress", "schedule", "submit", "horovodrun"),
+    "Run": ("train", "compare", "schedule", "submit", "horovodrun"),
     "Look": ("top", "strategies", "explain", "look", "sharpness", "replay"),
-    "Predict": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
+    "Use a trained model": ("evaluate", "predict", "export", "compress"),
+    "Predict a run": ("simulate", "plan", "cut", "profile", "calibrate", "validate"),
     "Tune and test": ("tune", "doctor", "bench", "chaos"),
 }
 """The commands as `--help` shows them: train, look, simulate, plan."""
@@ -290,6 +292,42 @@ def cut(asked: CutOptions) -> None:
     of the job's data.
     """
     from polytempo.cli.predict.cut import cut as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(EvaluateOptions)
+def evaluate(asked: EvaluateOptions) -> None:
+    """Score the model that RUN has trained.
+
+    On the test set of the run's data, or of other data by --data. RUN may also be the folder of one checkpoint.
+    """
+    from polytempo.cli.run.trained import evaluate as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(PredictOptions)
+def predict(asked: PredictOptions) -> None:
+    """Write the outputs of the model that RUN has trained.
+
+    For the samples of the test set, in their order, of the run's data or of other data by --data.
+    """
+    from polytempo.cli.run.trained import predict as command  # imports torch, which takes seconds
+
+    command(asked)
+
+
+@app.command()
+@takes(ExportOptions)
+def export(asked: ExportOptions) -> None:
+    """Write the model that RUN has trained for programs without Polytempo.
+
+    As tensors by name, as an ONNX graph, or as a folder of Hugging Face.
+    """
+    from polytempo.cli.run.trained import export as command  # imports torch, which takes seconds
 
     command(asked)
 

@@ -34,8 +34,9 @@ def checkpoint_in(run: Place) -> Place:
 
 
 def run_of(folder: Place) -> Place:
-    """The folder of the run that `folder`, its own or a checkpoint's, belongs to."""
-    return folder.parent.parent if COMPLETE.fullmatch(folder.name) else folder
+    """The folder of the run that `folder`, its own, its checkpoints' or one checkpoint's, belongs to."""
+    folder = folder.parent if COMPLETE.fullmatch(folder.name) else folder
+    return folder.parent if folder.name == "checkpoint" else folder
 
 
 def saved_about(folder: Place) -> dict[str, Scalar]:

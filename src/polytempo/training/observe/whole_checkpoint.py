@@ -192,9 +192,9 @@ def checkpoint_model(path: str | Path, *, average: bool = False) -> dict[str, Te
     return run_model(path, average=average).tensors
 
 
-def load_run_model(model: nn.Module, path: str | Path | UrlPath) -> RunModel:
+def load_run_model(model: nn.Module, path: str | Path | UrlPath, *, average: bool = False) -> RunModel:
     """Load the model of `checkpoint_model`. ForeignCheckpoint for a checkpoint of another model."""
-    found = run_model(path)
+    found = run_model(path, average=average)
     try:
         model.load_state_dict(found.tensors)
     except RuntimeError as error:
@@ -205,9 +205,9 @@ def load_run_model(model: nn.Module, path: str | Path | UrlPath) -> RunModel:
 def run_model(path: str | Path | UrlPath, *, average: bool = False) -> RunModel:
     """`checkpoint_model`, with its step and the strategy that saved it."""
     run, step = _at_step(path)
-    for root in (run / "checkpoint", run):
-        if has_served_model(root):
-            return RunModel(*read_served_model(root, step, average=average), root)
+    root = run / "checkpoint" if (run / "checkpoint").is_dir() else run
+    if has_served_model(root):
+        return RunModel(*read_served_model(root, step, average=average), root)
     folder = _step(run) if step is None else _complete_at(run, step)
     manifest = read_manifest(folder)
     mesh, ranks = manifest.mesh, list(range(len(manifest.parts)))

@@ -1,0 +1,190 @@
+"""The model of a run that is over: scored, asked for its outputs, and written for programs without Polytempo.
+
+checkpoint ──▶ trained_model ──┬──▶ score     loss and accuracy on the test set
+                               ├──▶ outputs   of the model, sample by sample
+                               └──▶ export    safetensors, torch, onnx, hf
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from polytempo.core.system import files
+from polytempo.core.system.url_path import Place, UrlPath
+from polytempo.spec.job import Data, Job
+from polytempo.spec.job_calls import data_of, described, model_of, who
+from polytempo.spec.objective import output_of, pair_of
+from polytempo.spec.precision import Precision
+from polytempo.training.job.evaluate import Evaluation, Score, tensors_of
+from polytempo.training.job.sample_batches import SampleBatches
+from polytempo.training.observe.saved_model import run_of
+from polytempo.training.observe.whole_checkpoint import RunModel, load_run_model
+
+_FILES = {"safetensors": "model.safetensors", "torch": "model.pt", "onnx": "model.onnx", "hf": "hf"}
+
+
+class TrainedModel(NamedTuple):
+    """A run's model, in evaluation mode, and its job."""
+
+    job: Job
+    model: nn.Module
+    saved: RunModel
+
+    def score(self, data: Path | None = None, precision: Precision | None = None) -> Score:
+        """Loss and accuracy on the test set of the job's data at `data`, in this precision. ValueError without one."""
+        return Evaluation(self.job, self.model, self._tested(data), precision).score(tensors_of(self.model))
+
+    def outputs(self, data: Path | None = None) -> Tensor:
+        """The model's outputs (samples, …) for the test set of the job's data at `data`, in its order.
+
+        ValueError without a test set, and for outputs other than one tensor with a row for each sample.
+        """
+        return torch.cat(list(self._batches(self._tested(data))))
+
+    def export(self, form: str, out: Place | None = None, data: Path | None = None) -> Place:
+        """Write the model as `form`, and return its file.
+
+        safetensors   tensors by name, for `safetensors.torch.load_file`; job, strategy and step as metadata
+        torch         tensors by name, for `torch.load(file, weights_only=True)`
+        onnx          the graph and its weights, for any number of samples; it needs the packages onnx and onnxscript
+        hf            a folder that `from_pretrained` of the model's own class reads
+
+        `out`: the file or the folder; by default model.safetensors, model.pt, model.onnx or hf in the run's folder.
+        `data`: of the job; ONNX takes its first samples as an example. ValueError where the model has no such form.
+        """
+        out = run_of(self.saved.folder) / _FILES[form] if out is None else out
+        if form == "hf":
+            _save_pretrained(self.model, out)
+            return out
+        if out.is_dir():
+            raise ValueError(f"{out} is a folder; name a file, such as {out / _FILES[form]}")
+        if form == "onnx":
+            content = _onnx(self, data)
+        else:
+            content = _safetensors(self) if form == "safetensors" else _torch(self.model)
+        files.replace(out, content)
+        return out
+
+    def _batches(self, data: Data) -> Iterator[Tensor]:
+        test = SampleBatches(data.test, data.collate, "a test set")
+        with torch.no_grad():
+            for batch, samples in test.between(0, test.length):
+                output = output_of(self.job, self.model, pair_of(self.job, batch)[0])
+                if not (isinstance(output, Tensor) and output.dim() and len(output) == samples):
+                    raise ValueError(
+                        f"{who(self.job)}: its model answers {samples} samples with {described(output)}, and a table "
+                        "has a row of one tensor for each sample; load pt.training.checkpoint_model(run) instead"
+                    )
+                yield output
+
+    def _tested(self, path: Path | None) -> Data:
+        data = data_of(self.job, path)
+        if data.test is None:
+            raise ValueError(f"{who(self.job)} has no test set; let its data(path) return pt.Data(train, test)")
+        return data
+
+
+def trained_model(job: Job, run: str | Path | UrlPath, *, average: bool = False) -> TrainedModel:
+    """The model that `pt.training.checkpoint_model(run, average=average)` reads, in the job's own module.
+
+    Errors: as there, and ForeignCheckpoint where it does not fit the job's model.
+    """
+    model = model_of(job).eval()
+    return TrainedModel(job, model, load_run_model(model, run, average=average))
+
+
+def write_outputs(outputs: Tensor, file: Place) -> None:
+    """Outputs as a table: one row for each sample, *.csv with a header, or *.npy with the outputs' shape and dtype."""
+    if file.name.endswith(".npy"):
+        np.save(stream := BytesIO(), outputs.cpu().numpy())
+        files.replace(file, stream.getvalue())
+        return
+    rows = outputs.flatten(1) if outputs.dim() > 1 else outputs[:, None]
+    rows, form = (rows.double(), ".9g") if rows.is_floating_point() else (rows.long(), "d")
+    lines = [",".join(["sample", *(f"output_{k}" for k in range(rows.shape[1]))])]
+    lines += [",".join([str(n), *(format(value, form) for value in row)]) for n, row in enumerate(rows.tolist())]
+    files.replace(file, "\n".join(lines) + "\n")
+
+
+# ---------------------------------------------------------------------- files for other programs
+
+
+def _safetensors(trained: TrainedModel) -> bytes:
+    saved = trained.saved
+    about = {"format": "pt", "job": trained.job.name, "strategy": saved.strategy, "step": str(saved.step)}
+    return safetensors.torch.save(_tensors(trained.model), metadata=about)
+
+
+def _torch(model: nn.Module) -> bytes:
+    torch.save(_tensors(model), stream := BytesIO())
+    return stream.getvalue()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, each tensor in memory of its own: names of one tied parameter have a copy each."""
+    return {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _onnx(trained: TrainedModel, data: Path | None) -> bytes:
+    try:
+        import onnx  # noqa: F401  # heavy: onnx export alone needs these
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"export to onnx needs packages ({error}); run: pip install 'polytempo[onnx]'") from error
+    given = data_of(trained.job, data)
+    samples = SampleBatches(given.train, given.collate, "the training set")
+    first, _ = next(samples.between(0, min(2, samples.length)))
+    inputs = pair_of(trained.job, first)[0]
+    if not isinstance(inputs, Tensor):
+        raise ValueError(
+            f"{who(trained.job)}: onnx takes models of one tensor, and a batch's input is {described(inputs)}"
+        )
+    many = ({0: torch.export.Dim("samples")},)
+    with _quiet():
+        try:
+            program = torch.onnx.export(trained.model, (inputs,), dynamo=True, dynamic_shapes=many, verbose=False)
+        except torch.onnx.OnnxExporterError as error:
+            cause = " ".join(str(error.__cause__ or error).split())[:500]
+            raise ValueError(f"{who(trained.job)}: torch.onnx.export cannot write this model: {cause}") from error
+    assert program is not None
+    content: bytes = program.model_proto.SerializeToString()
+    return content
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings about its own calls and about packages that are not there."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _save_pretrained(model: nn.Module, out: Place) -> None:
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        kind = type(model).__name__
+        raise ValueError(f"the model is a {kind}, without save_pretrained; export --to safetensors writes its tensors")
+    if isinstance(out, UrlPath):
+        raise ValueError(f"{out}: save_pretrained writes folders of this machine; name one as --out")
+    save(out)
