@@ -104,7 +104,7 @@ class Tied(nn.Module):
         return y[:, :10]
 
     def save_pretrained(self, folder: Path) -> None:
-        """As models of Hugging Face do."""
+        """Hugging Face names it so."""
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 

@@ -168,7 +168,7 @@ def _onnx(trained: TrainedModel, data: Path | None) -> bytes:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warnings about its own calls and about packages that are not there."""
+    """Keep torch silent about its own calls, and about packages that are not there."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)
